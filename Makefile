@@ -1,0 +1,40 @@
+# Two commands matter: `make demo` (the whole journey) and `make test`. Each makes its own environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_ARGS ?=
+
+.PHONY: demo test test-slow lint format bench clean
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.demo  ## train, convert, distil, judge, load elsewhere: everything lands in out/
+	$(BIN)/mhla-hf demo $(ARGS)
+
+test: $(VENV)/.test lint  ## all tests but the slow ones
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test  ## the long ones, by hand
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, on this machine
+	$(BIN)/mhla-hf bench --quick $(ARGS)
+
+clean:
+	rm -rf $(VENV) out build *.egg-info

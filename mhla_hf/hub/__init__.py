@@ -1,0 +1,1 @@
+"""From a model to a repository: one self-contained source file per checkpoint, the card, the push."""

@@ -1,0 +1,1 @@
+"""Modules around the operator: settings, mixing matrix, feature maps, the MHLA core."""

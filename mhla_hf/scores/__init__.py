@@ -1,0 +1,1 @@
+"""Judging: the one record of a score, and the harnesses that produce it."""
