@@ -1,0 +1,88 @@
+"""The machine and the software a number was measured on, as text for records, cards and plots.
+
+Unusual: nothing here guesses. What cannot be found out is left out or called unknown.
+"""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+LIBRARIES = (
+    "mhla_hf",
+    "torch",
+    "transformers",
+    "diffusers",
+    "lm_eval",
+    "datasets",
+    "accelerate",
+    "tokenizers",
+    "triton",
+)
+
+
+def describe_versions():
+    """library -> version of everything installed that can change a number."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name == "mhla_hf":
+                found[name] = "0+source"
+    return dict(sorted(found.items()))
+
+
+def describe_hardware(device="cpu"):
+    """One line: "AMD EPYC, 2 cores, 1 thread", with the accelerator before it when it is used."""
+    threads = torch.get_num_threads()
+    host = f"{_cpu_name()}, {_count(_cores(), 'core')}, {_count(threads, 'thread')}"
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
+    return host
+
+
+def _count(number, noun):
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name():
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def source_commit():
+    """Git commit of the package's checkout ("+changed" when its tracked files differ), else "mhla_hf <version>"."""
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        commit = _git(root, "rev-parse", "HEAD")
+        if commit:
+            changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
+            return commit + ("+changed" if changed else "")
+    return f"mhla_hf {describe_versions()['mhla_hf']}"
+
+
+def _git(root, *arguments):
+    """Output of a git command, or "" where git is absent or refuses (both mean: no commit is known)."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def now():
+    """This moment as ISO 8601, UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()

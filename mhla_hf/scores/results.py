@@ -1,0 +1,244 @@
+"""The one record of a score, the file that keeps a model's scores, the table of several models side by side.
+
+Everything that is printed about quality (tables, cards, README) is read from `results.json` in the model's folder, and
+every number in it carries what is needed to judge and to repeat it: standard error, shots, samples, versions, commit,
+precision, hardware, seed, command, date, and a fingerprint of the weights it belongs to. Unusual: a record is a flat
+dataclass without defaults for its identity, so a score without one of these cannot be built by accident.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+FILE_NAME = "results.json"
+FORMAT_VERSION = 1
+WEIGHTS = (".safetensors", ".bin")
+DECISIVE = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One number about one model.
+
+    task, metric: names as the harness gives them; a filter other than "none" joins the metric ("exact_match,strict").
+    value, stderr: floats; stderr None where none is defined. value None when the harness gave something not finite.
+    higher_is_better: bool or None when the harness does not say.
+    shots: examples in the prompt. samples: documents scored. limit: None for the whole task, else what was asked for.
+    task_version, task_hash: of the task's definition and data; when they change, the score counts as missing.
+    model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights (below).
+    versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
+    dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
+    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: the whole run's, or None.
+    """
+
+    task: str
+    metric: str
+    value: float | None
+    stderr: float | None
+    higher_is_better: bool | None
+    shots: int
+    samples: int
+    limit: int | float | None
+    task_version: str
+    task_hash: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    versions: dict
+    commit: str
+    dtype: str
+    hardware: str
+    seed: int | str
+    command: str
+    date: str
+    seconds: float | None = None
+
+    @property
+    def identity(self):
+        """(task, metric, shots, limit): two records with the same identity are two measurements of one thing."""
+        return (self.task, self.metric, self.shots, self.limit)
+
+    @classmethod
+    def from_dict(cls, values):
+        """A record from its JSON form; ValueError names fields that are unknown or missing."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"result: unknown field {unknown[0]!r}; a result has {', '.join(sorted(known))}")
+        if missing := sorted(required - set(values)):
+            raise ValueError(f"result: the field {missing[0]!r} is missing from the record of {values.get('task')!r}")
+        for name in ("value", "stderr"):
+            if values[name] is not None and finite(values[name]) is None:
+                raise ValueError(f"result: {name} of {values['task']!r} is {values[name]!r}; expected a number or null")
+        return cls(**values)
+
+
+class Results:
+    """The scores of one model: a list of `Result`, read from and written to one JSON file.
+
+    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces records of the same
+    identity. `write` goes aside and renames, so a reader never sees half a file.
+    """
+
+    def __init__(self, records=()):
+        self.records = list(records)
+
+    @classmethod
+    def read(cls, path):
+        """Read `path` (a file, or a folder that holds results.json). ValueError when it is not such a file."""
+        path = results_path(path)
+        if not path.exists():
+            return cls()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a results file: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("results"), list):
+            raise ValueError(f'{path} is not a results file: expected an object with the list "results"')
+        if content.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format_version {content.get('format_version')!r}; "
+                f"this version of mhla_hf reads {FORMAT_VERSION}"
+            )
+        return cls(Result.from_dict(record) for record in content["results"])
+
+    def merge(self, new):
+        """Put `new` records in, each in place of one of the same identity. Returns self."""
+        kept = {record.identity: record for record in self.records}
+        for record in new:
+            kept[record.identity] = record
+        self.records = sorted(kept.values(), key=lambda record: tuple(map(str, record.identity)))
+        return self
+
+    def of(self, fingerprint):
+        """A new `Results` with only the records that belong to the weights with this fingerprint."""
+        return Results(record for record in self.records if record.fingerprint == fingerprint)
+
+    def find(self, task, metric, shots=None, limit=None):
+        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots."""
+        for record in self.records:
+            if (record.task, record.metric, record.limit) == (task, metric, limit) and shots in (None, record.shots):
+                return record
+        return None
+
+    def write(self, path):
+        """Write all records to `path` (a file, or an existing folder), aside and renamed. Returns the file's path."""
+        path = results_path(path)
+        content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self.records]}
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+        return path
+
+    def __iter__(self):
+        return iter(self.records)
+
+    def __len__(self):
+        return len(self.records)
+
+
+def results_path(path):
+    """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
+    path = Path(path)
+    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
+
+
+def finite(value):
+    """A float when `value` is a finite number, else None (harnesses write "N/A", NaN or infinity)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def format_score(value, stderr=None, places=4):
+    """`1.9051 ± 0.0123`; without ± where there is no standard error; `not finite` for None."""
+    if value is None:
+        return "not finite"
+    return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
+
+
+def score_rows(models, tasks=None):
+    """Header and rows of a comparison.
+
+    models: dict name -> Results (or list of Result), in the order of the columns. tasks: only these; None: all.
+    Returns (header, rows), lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
+    """
+    rows, seen = [], {}
+    for records in models.values():
+        for record in records:
+            if tasks is None or record.task in tasks:
+                seen.setdefault(record.identity, record)
+    for identity, first in sorted(seen.items(), key=lambda item: tuple(map(str, item[0]))):
+        arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
+        cells = []
+        for records in models.values():
+            match = next((record for record in records if record.identity == identity), None)
+            cells.append("" if match is None else format_score(match.value, match.stderr))
+        samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
+        rows.append([first.task, first.metric + arrow, str(first.shots), samples, *cells])
+    return ["task", "metric", "shots", "samples", *models], rows
+
+
+def render_table(models, tasks=None, style="text"):
+    """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
+    if style not in ("text", "markdown"):
+        raise ValueError(f'style is {style!r}; expected "text" or "markdown"')
+    header, rows = score_rows(models, tasks)
+    if style == "markdown":
+        safe = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+        ruler = ["---"] * 2 + ["---:"] * (len(header) - 2)
+        return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ruler, *safe[1:]])
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, ["-" * width for width in widths], *rows]:
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)
+
+
+def fingerprint_folder(folder):
+    """ "files:" + sha256 over what decides a local model's numbers: weights, configuration, tokenizer, its own source.
+
+    Cards, results, plots and training records are not part of it. FileNotFoundError when the folder has no weights.
+    """
+    files = sorted(file for file in Path(folder).iterdir() if file.is_file() and _decides(file.name))
+    if not any(file.name.endswith(WEIGHTS) for file in files):
+        raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 22):
+                digest.update(chunk)
+    return f"files:{digest.hexdigest()[:32]}"
+
+
+def _decides(name):
+    return name in DECISIVE or name.endswith((*WEIGHTS, ".safetensors.index.json", ".py", ".model"))
+
+
+def fingerprint_model(model):
+    """ "tensors:" + sha256 over names, dtypes, shapes and bytes of a loaded model's state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"tensors:{digest.hexdigest()[:32]}"
