@@ -1,0 +1,116 @@
+"""Which token is in which block: the geometry of MHLA, without any arithmetic on features.
+
+A block is a property of positions, not of the memory order: tokens always arrive row-major, and `Blocks` says to
+which block of the 1-D, 2-D or 3-D grid each belongs. Any size is legal; nothing is cropped or padded by the caller.
+`Blocks` holds only integers, so it is hashable and free to build again for every call.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A cut of `shape` tokens into blocks (paper section 4.1: the M "heads" along the token dimension).
+
+    Build it with `Blocks.sequence` or `Blocks.grid`. shape: tokens per axis (1 to 3 axes). counts: blocks per axis.
+    block_size: tokens per block of a cut sequence, whose last block may be shorter; None for a grid, whose axes are
+    cut as `numpy.array_split` cuts them (the first blocks get one token more).
+    """
+
+    shape: tuple
+    counts: tuple
+    block_size: int | None = None
+
+    @staticmethod
+    def sequence(length: int, block_size: int) -> "Blocks":
+        """`length` tokens in a row, `block_size` to a block. ValueError unless both are integers of at least 1."""
+        check_positive_int("length", length)
+        check_positive_int("block_size", block_size)
+        return Blocks((length,), ((length + block_size - 1) // block_size,), block_size)
+
+    @staticmethod
+    def grid(shape, counts) -> "Blocks":
+        """A grid of `shape` tokens (1, 2 or 3 axes) cut into `counts` blocks per axis; a count above its axis is
+        clamped to it.
+
+        ValueError unless both have the same number of axes, all integers of at least 1.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        counts = (counts,) if isinstance(counts, int) else tuple(counts)
+        if not 1 <= len(shape) <= 3:
+            raise ValueError(f"shape has {len(shape)} axes; expected 1, 2 or 3.")
+        if len(counts) != len(shape):
+            raise ValueError(f"counts has {len(counts)} axes and shape {len(shape)}; expected the same number.")
+        for axis, (size, count) in enumerate(zip(shape, counts, strict=True)):
+            check_positive_int(f"shape[{axis}]", size)
+            check_positive_int(f"counts[{axis}]", count)
+        return Blocks(shape, tuple(min(size, count) for size, count in zip(shape, counts, strict=True)))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, T."""
+        return math.prod(self.shape)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, M."""
+        return math.prod(self.counts)
+
+    def axis_sizes(self, axis: int) -> tuple:
+        """Tokens in each block along one axis; they sum to `shape[axis]`."""
+        length, count = self.shape[axis], self.counts[axis]
+        if self.block_size is not None:
+            return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
+        size, longer = divmod(length, count)
+        return (size + 1,) * longer + (size,) * (count - longer)
+
+    def sizes(self) -> tuple:
+        """Tokens in each of the M blocks, in block order."""
+        sizes = (1,)
+        for axis in range(len(self.shape)):
+            sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis))
+        return sizes
+
+    @property
+    def equal(self) -> bool:
+        """True when all blocks hold the same number of tokens."""
+        return all(len(set(self.axis_sizes(axis))) == 1 for axis in range(len(self.shape)))
+
+    @property
+    def contiguous(self) -> bool:
+        """True when every block is one run of the row-major tokens, in order."""
+        for axis, count in enumerate(self.counts):
+            if count > 1 and self.counts[:axis] != self.shape[:axis]:
+                return False
+        return True
+
+    def index(self, device=None) -> torch.Tensor:
+        """Block of each token, row-major over both: int64 [T]."""
+        block = torch.zeros(1, dtype=torch.int64, device=device)
+        for axis, count in enumerate(self.counts):
+            place = torch.arange(self.shape[axis], device=device)
+            if self.block_size is not None:
+                along = place // self.block_size
+            else:
+                size, longer = divmod(self.shape[axis], count)
+                along = torch.where(
+                    place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size
+                )
+            block = (block[:, None] * count + along[None, :]).flatten()
+        return block
+
+    def distances(self, device=None) -> torch.Tensor:
+        """Euclidean distance between the places of two blocks in the grid of blocks: fp32 [M, M] (paper section
+        4.2)."""
+        axes = [torch.arange(count, dtype=torch.float32, device=device) for count in self.counts]
+        places = torch.cartesian_prod(*axes).reshape(self.num_blocks, len(axes))
+        return (places[:, None] - places[None, :]).square().sum(-1).sqrt()
+
+
+def check_positive_int(name: str, value) -> None:
+    """ValueError in one sentence unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an integer of at least 1.")

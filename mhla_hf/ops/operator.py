@@ -1,0 +1,357 @@
+"""`mhla` and `mhla_step`: the two functions everything else calls. Every input check is here, once, and so is the
+choice of implementation; the implementations themselves expect checked inputs.
+
+Checks look at shapes, dtypes and devices; at values only where wrong ones would be silent (`starts`, `cu_seqlens`),
+and not under `torch.compile`, where there are no values to look at. The values of `mixing` are checked when weights
+are loaded.
+"""
+
+import logging
+import math
+
+import torch
+
+from .blocks import Blocks
+from .reference import mhla_reference
+from .state import MHLAState
+from .torch_decode import absorb, torch_step
+
+IMPLEMENTATIONS = ("auto", "reference", "torch")
+OPERATOR_LOG = logging.getLogger("mhla_hf")
+ANNOUNCED_CHOICES = set()
+
+
+def mhla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    *,
+    blocks: Blocks,
+    key_blocks: Blocks | None = None,
+    causal: bool = False,
+    normalize: bool | str = True,
+    scale: float | None = None,
+    q_den: torch.Tensor | None = None,
+    k_den: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    return_state: bool = False,
+    impl: str = "auto",
+):
+    """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
+
+    With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
+    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are already feature-mapped. Returns o [B, T, H, V] in
+    v's dtype, or (o, MHLAState) with `return_state`. Sums are at least fp32, also under autocast. Differentiable in
+    all tensors, once.
+
+    q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, V]; query head h uses key/value head h // (H // G). Floating point.
+    mixing: [Mq, Mk] or [H, Mq, Mk], rows for query blocks. Causal: any matrix with at least blocks.num_blocks rows and
+        columns; its leading part is used, its upper triangle ignored (zero gradient).
+    blocks: the blocks of the T query tokens; key_blocks: of the S keys (the same if None). Causal: `Blocks.sequence`.
+    normalize: True, False, or "official", the denominator of the authors' vision code, which is not the paper's (not
+        causal, equal blocks). q_den [B, T, H, L], k_den [B, S, G, L]: features for the denominator where they differ.
+    scale: a number; None is K**-0.5. It cancels where normalised.
+    key_mask: bool [B, S], True for real keys; the others weigh nothing but still count as positions.
+    starts: int64 [B], causal only: first real token of each left-padded row; its block 0 begins there, keys before it
+        weigh nothing and outputs before it are 0.
+    cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
+        with blocks of its own. Then mixing needs rows for the longest sequence only.
+    return_state: causal only; the state continues with `mhla_step` and has no gradient.
+    impl: "reference" (the T x T definition), "torch", or "auto", which logs once what it took.
+
+    Raises TypeError or ValueError, in one sentence, for anything else.
+    """
+    check_features(q, k, v, q_den, k_den, normalize)
+    check_options(q, scale, normalize, impl)
+    check_blocks(q, k, blocks, key_blocks, causal, normalize)
+    check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts)
+    check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
+    if return_state and (not causal or cu_seqlens is not None):
+        raise ValueError("return_state is True; expected so only with causal=True and without cu_seqlens.")
+    choose_implementation(impl, q)
+    options = {
+        "blocks": blocks,
+        "key_blocks": key_blocks,
+        "causal": causal,
+        "normalize": normalize,
+        "scale": scale,
+        "q_den": q_den,
+        "k_den": k_den,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+        "starts": starts,
+    }
+    o = mhla_reference(q, k, v, mixing, **options)
+    if not return_state:
+        return o
+    return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
+
+
+@torch.no_grad()
+def mhla_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    normalize: bool = True,
+    scale: float | None = None,
+    q_den: torch.Tensor | None = None,
+    k_den: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> tuple:
+    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (paper appendix
+    C).
+
+    q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,
+    return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
+    call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
+    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step;
+    impl="reference" feeds it one token at a time.
+
+    Raises TypeError or ValueError, in one sentence, before the state is touched.
+    """
+    check_features(q, k, v, q_den, k_den, normalize)
+    check_options(q, scale, normalize, impl)
+    check_state(state, q, k, v, normalize, k_den)
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
+    if starts is not None:
+        check_starts(starts, q)
+    counts = q.shape[1] - (starts.cpu() if starts is not None else 0)
+    reached = max(1, (int((state.length + counts).max()) - 1) // state.block_size + 1)
+    check_mixing_shape(mixing, q)
+    if min(mixing.shape[-2:]) < reached:
+        raise ValueError(
+            f"mixing is {list(mixing.shape)}; expected at least {reached} rows and columns, the blocks reached."
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        if impl != "reference":
+            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts), state
+        outputs = []
+        for t in range(q.shape[1]):
+            now = [None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den)]
+            late = None if starts is None else (starts > t).long()
+            outputs.append(torch_step(*now[:3], mixing, state, scale, *now[3:], late))
+        return torch.cat(outputs, 1), state
+
+
+@torch.no_grad()
+def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
+    """The state of a decoder that has seen all of k and v."""
+    state = MHLAState.empty(
+        q.shape[0],
+        k.shape[2],
+        q.shape[2],
+        k.shape[3],
+        v.shape[3],
+        block_size,
+        normalize=normalize,
+        separate_den=k_den is not None,
+        den_dim=None if k_den is None else k_den.shape[3],
+        dtype=torch.promote_types(k.dtype, v.dtype),
+        device=k.device,
+    )
+    if key_mask is not None:
+        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
+    with torch.autocast(q.device.type, enabled=False):
+        absorb(k, v, state, k_den, starts)
+    return state
+
+
+def choose_implementation(impl, q):
+    """The implementation for q's device and shape; where Triton takes its seat. Says once what "auto" took."""
+    if impl != "auto":
+        return impl
+    choice, why = "torch", f"the fastest form this version has for {q.device.type} tensors"
+    if not torch.compiler.is_compiling() and (choice, q.device.type) not in ANNOUNCED_CHOICES:
+        ANNOUNCED_CHOICES.add((choice, q.device.type))
+        OPERATOR_LOG.info("mhla: impl='auto' took %r, %s.", choice, why)
+    return choice
+
+
+def check_features(q, k, v, q_den, k_den, normalize):
+    """Shapes, dtypes and devices of the five feature tensors."""
+    if (q_den is None) != (k_den is None):
+        given, missing = ("k_den", "q_den") if q_den is None else ("q_den", "k_den")
+        raise ValueError(f"{given} came without {missing}; expected both or neither.")
+    if q_den is not None and not normalize:
+        raise ValueError("q_den and k_den came with normalize=False; expected them only where there is a denominator.")
+    named = [("q", q), ("k", k), ("v", v)] + ([("q_den", q_den), ("k_den", k_den)] if q_den is not None else [])
+    for name, x in named:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor.")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name} is {list(x.shape)}; expected four axes [batch, tokens, heads, width], none of them empty."
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}; expected a floating-point dtype.")
+        if x.is_meta:
+            raise ValueError(f"{name} is on the meta device, which holds no numbers; expected a real device.")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is.")
+    (batch, tokens, heads, width), (_, keys, groups, _) = q.shape, k.shape
+    if k.shape[0] != batch or k.shape[3] != width:
+        raise ValueError(f"k is {list(k.shape)}; expected [{batch}, S, G, {width}] to go with q {list(q.shape)}.")
+    if heads % groups != 0:
+        raise ValueError(f"k has {groups} heads; expected a divisor of q's {heads}.")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v is {list(v.shape)}; expected [{batch}, {keys}, {groups}, V] to go with k {list(k.shape)}.")
+    if q_den is not None and q_den.shape[:3] != q.shape[:3]:
+        raise ValueError(f"q_den is {list(q_den.shape)}; expected [{batch}, {tokens}, {heads}, L] as in q.")
+    if k_den is not None and k_den.shape != (batch, keys, groups, q_den.shape[3]):
+        raise ValueError(f"k_den is {list(k_den.shape)}; expected {[batch, keys, groups, q_den.shape[3]]}.")
+
+
+def check_options(q, scale, normalize, impl):
+    """The options that are not tensors."""
+    if not isinstance(normalize, bool) and normalize != "official":
+        raise ValueError(f"normalize is {normalize!r}; expected True, False or 'official'.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"scale is {scale!r}; expected a number or None.")
+    if scale is not None and (not math.isfinite(scale) or scale == 0):
+        raise ValueError(f"scale is {scale!r}; expected a finite number other than 0.")
+    if impl == "triton":
+        raise ValueError("impl is 'triton'; this version has the implementations 'reference' and 'torch'.")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}; expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+
+
+def check_blocks(q, k, blocks, key_blocks, causal, normalize):
+    """That the blocks cover the tokens, and fit the form asked for."""
+    for name, cut, tokens, kind in (
+        ("blocks", blocks, q.shape[1], "query"),
+        ("key_blocks", key_blocks, k.shape[1], "key"),
+    ):
+        if cut is None and name == "key_blocks":
+            continue
+        if not isinstance(cut, Blocks):
+            raise TypeError(f"{name} is {cut!r}; expected a Blocks.")
+        if cut.length != tokens:
+            raise ValueError(f"{name} covers {cut.length} tokens; expected the {tokens} {kind} tokens.")
+    if key_blocks is None and k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[1]} tokens and q {q.shape[1]}; expected key_blocks to say how the keys are cut."
+        )
+    same = key_blocks is None or key_blocks == blocks
+    if causal and (blocks.block_size is None or not same):
+        raise ValueError("causal is True; expected blocks from Blocks.sequence, the same ones for queries and keys.")
+    if normalize == "official" and (causal or not same or not blocks.equal):
+        raise ValueError(
+            "normalize is 'official'; expected equal blocks, the same ones for queries and keys, and causal=False."
+        )
+
+
+def check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts):
+    """The three ways to say which tokens are real."""
+    if key_mask is not None:
+        if not isinstance(key_mask, torch.Tensor) or key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask is {describe_dtype(key_mask)}; expected a bool tensor, True for real keys.")
+        if key_mask.shape != k.shape[:2]:
+            raise ValueError(f"key_mask is {list(key_mask.shape)}; expected {list(k.shape[:2])}, [batch, keys].")
+        if key_mask.device != q.device:
+            raise ValueError(f"key_mask is on {key_mask.device}; expected {q.device}, where q is.")
+    if starts is not None:
+        if not causal or cu_seqlens is not None:
+            raise ValueError("starts came; expected it only with causal=True and without cu_seqlens.")
+        check_starts(starts, q)
+    if cu_seqlens is not None:
+        if not causal or q.shape[0] != 1:
+            raise ValueError(
+                f"cu_seqlens came with causal={causal} and batch {q.shape[0]}; expected causal=True and batch 1."
+            )
+        check_cu_seqlens(cu_seqlens, q)
+
+
+def check_starts(starts, q):
+    """int64 [B], 0 to T."""
+    if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int64:
+        raise TypeError(f"starts is {describe_dtype(starts)}; expected an int64 tensor.")
+    if starts.shape != q.shape[:1]:
+        raise ValueError(f"starts is {list(starts.shape)}; expected [{q.shape[0]}], one number per sequence.")
+    if torch.compiler.is_compiling():
+        return
+    if int(starts.min()) < 0 or int(starts.max()) > q.shape[1]:
+        raise ValueError(
+            f"starts holds {int(starts.min())} to {int(starts.max())}; expected numbers from 0 to {q.shape[1]}."
+        )
+
+
+def check_cu_seqlens(cu_seqlens, q):
+    """int32 or int64 [N + 1], rising from 0 to T."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens is {describe_dtype(cu_seqlens)}; expected an int32 or int64 tensor.")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}; expected one axis, [sequences + 1].")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {q.device}, where q is.")
+    if torch.compiler.is_compiling():
+        return
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.tolist()}; expected numbers rising from 0 to {q.shape[1]}, the tokens of q."
+        )
+
+
+def check_mixing_shape(mixing, q):
+    """[Mq, Mk] or [H, Mq, Mk], floating point, where q is."""
+    if not isinstance(mixing, torch.Tensor) or not mixing.is_floating_point():
+        raise TypeError(f"mixing is {describe_dtype(mixing)}; expected a floating-point tensor.")
+    if mixing.dim() not in (2, 3) or (mixing.dim() == 3 and mixing.shape[0] != q.shape[2]):
+        raise ValueError(f"mixing is {list(mixing.shape)}; expected [Mq, Mk] or [{q.shape[2]}, Mq, Mk].")
+    if mixing.device != q.device:
+        raise ValueError(f"mixing is on {mixing.device}; expected {q.device}, where q is.")
+
+
+def check_mixing(mixing, q, blocks, key_blocks, causal, cu_seqlens):
+    """That the mixing matrix has the rows and columns the blocks need."""
+    check_mixing_shape(mixing, q)
+    rows, columns = mixing.shape[-2:]
+    if not causal:
+        if (rows, columns) != (blocks.num_blocks, key_blocks.num_blocks):
+            raise ValueError(
+                f"mixing is {list(mixing.shape)}; expected {blocks.num_blocks} rows, {key_blocks.num_blocks} columns."
+            )
+        return
+    needed = blocks.num_blocks
+    if cu_seqlens is not None:
+        if torch.compiler.is_compiling():
+            return
+        needed = (int(cu_seqlens.diff().max()) - 1) // blocks.block_size + 1
+    if min(rows, columns) < needed:
+        raise ValueError(f"mixing is {list(mixing.shape)}; expected at least {needed} rows and columns, one per block.")
+
+
+def check_state(state, q, k, v, normalize, k_den):
+    """That the state was made for tensors like these."""
+    if not isinstance(state, MHLAState):
+        raise TypeError(f"state is a {type(state).__name__}; expected an MHLAState.")
+    if normalize == "official" or state.normalize != normalize:
+        raise ValueError(f"normalize is {normalize!r}; expected {state.normalize}, as in the state.")
+    if (state.window_k_den is not None) != (k_den is not None):
+        raise ValueError(
+            f"k_den {'is missing' if k_den is None else 'came'}; expected the same as in the calls before."
+        )
+    batch, groups, _, width, value_width = state.summaries.shape
+    if (q.shape[0], q.shape[2], *k.shape[2:], v.shape[3]) != (batch, state.prefix.shape[1], groups, width, value_width):
+        raise ValueError(
+            f"state is for batch {batch}, {state.prefix.shape[1]} query and {groups} key heads, "
+            f"widths {width} and {value_width}; "
+            f"expected one for q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}."
+        )
+    if k_den is not None and k_den.shape[3] != state.window_k_den.shape[3]:
+        raise ValueError(f"k_den is {k_den.shape[3]} wide; expected {state.window_k_den.shape[3]}, as in the state.")
+    if state.summaries.device != q.device:
+        raise ValueError(f"state is on {state.summaries.device}; expected {q.device}, where q is.")
+
+
+def describe_dtype(x):
+    """What came, for a message: the dtype of a tensor, else the type."""
+    return str(x.dtype) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"

@@ -1,0 +1,98 @@
+"""The definition of MHLA, T x T, in as few lines as it takes: what every other form is tested against.
+
+Quadratic in time and memory on purpose. All options, any dtype; inputs are expected to be checked (`operator.mhla`
+does). Letters: B batch, T query tokens, S key tokens, H query heads, G key/value heads, K key width, V value width, M
+blocks.
+"""
+
+import torch
+
+
+def mhla_reference(
+    q,
+    k,
+    v,
+    mixing,
+    *,
+    blocks,
+    key_blocks=None,
+    causal=False,
+    normalize=True,
+    scale=None,
+    q_den=None,
+    k_den=None,
+    key_mask=None,
+    cu_seqlens=None,
+    starts=None,
+):
+    """o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[block of t, block of s] * scale * <q[t], k[s]>   (paper eq. 5).
+
+    With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den may take the place of q and k; 0/0 is 0.
+    Shapes and options as in `mhla`. Computes in fp32, in fp64 if q, k or v is fp64; returns [B, T, H, V] in v's dtype.
+    """
+    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    heads = q.shape[2]
+    with torch.autocast(q.device.type, enabled=False):
+        query_block, key_block, visible = token_relations(
+            q, k, blocks, key_blocks or blocks, causal, key_mask, cu_seqlens, starts
+        )
+        m = mixing.to(dtype).expand(heads, *mixing.shape[-2:])
+        m = m[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
+
+        weight = torch.where(visible[:, None], m * scale * inner_products(q, k, dtype), 0)
+        values = torch.where(visible.any(1)[:, :, None, None], v.to(dtype), 0)
+        o = torch.einsum("bhts,bshv->bthv", weight, values.repeat_interleave(heads // v.shape[2], 2))
+        if normalize == "official":
+            o = divide_or_zero(o, official_denominator(q, k, mixing.to(dtype), blocks, scale, q_den, k_den, key_mask))
+        elif normalize:
+            if q_den is not None:
+                weight = torch.where(visible[:, None], m * scale * inner_products(q_den, k_den, dtype), 0)
+            o = divide_or_zero(o, weight.sum(-1).transpose(1, 2))
+        return o.to(v.dtype)
+
+
+def token_relations(q, k, blocks, key_blocks, causal, key_mask, cu_seqlens, starts):
+    """Block of each query [B or 1, T], block of each key [B or 1, S], and which query sees which key [B, T, S]."""
+    query_block, key_block = blocks.index(q.device)[None], key_blocks.index(q.device)[None]
+    token, key_token = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    visible = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+    if causal:
+        visible = visible & (token[:, None] >= key_token[None, :])
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, :]
+    if starts is not None:
+        visible = visible & (key_token[None, :] >= starts[:, None])[:, None, :]
+        query_block = key_block = (token[None, :] - starts[:, None]).clamp(min=0) // blocks.block_size
+    if cu_seqlens is not None:
+        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
+        visible = visible & (sequence[:, None] == sequence[None, :])
+        query_block = key_block = ((token - cu_seqlens.long()[sequence]) // blocks.block_size)[None]
+    return query_block, key_block, visible
+
+
+def inner_products(q, k, dtype):
+    """<q[t], k[s]> of each query head with its key head, [B, H, T, S]."""
+    k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
+
+
+def official_denominator(q, k, mixing, blocks, scale, q_den, k_den, key_mask):
+    """What the authors' vision code divides by: sum_b mixing[i, b] <q at the same slot of block b, z_b>, [B, T, H].
+
+    It is not the paper's (which has q[t] itself in place of that other query); checkpoints of that code need it.
+    """
+    q, k = (q, k) if q_den is None else (q_den, k_den)
+    k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
+    tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, n], slot by slot
+    z = k.to(mixing.dtype)[:, tokens].sum(2).repeat_interleave(q.shape[2] // k.shape[2], 2)  # [B, M, H, K]
+    own = torch.einsum("bmnhk,bmhk->hbmn", q.to(mixing.dtype)[:, tokens], z)
+    mixed = torch.einsum("him,hbmn->binh", mixing.expand(q.shape[2], *mixing.shape[-2:]), own).flatten(1, 2)
+    return scale * mixed[:, torch.argsort(tokens.flatten())]
+
+
+def divide_or_zero(numerator, denominator):
+    """numerator [..., V] / denominator [...], and 0 where the denominator vanishes; finite in the backward pass too."""
+    dead = denominator.abs() < torch.finfo(denominator.dtype).tiny
+    quotient = numerator / torch.where(dead, 1, denominator)[..., None]
+    return torch.where(dead[..., None], 0, quotient)

@@ -1,0 +1,146 @@
+"""What a decoder has to remember: `MHLAState`.
+
+Every row of the batch has its own position, so left-padded rows of very different lengths share one state. Three
+things are
+kept: the summaries of the closed blocks; their mixture for the open block (the prefix), refreshed once per block; and
+a window of the last two blocks' keys and values. Attention inside the open block reads the window, so nothing is ever
+subtracted from a sum, and taking tokens back (`crop`) is exact as long as they are in the window. For inference only:
+nothing here has a gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class MHLAState:
+    """State of B rows. The methods that change it work in place and return None.
+
+    block_size C; normalize: the kind of denominator (True or False); summaries [B, G, N, K, V] of closed blocks and z
+    [B, G, N, K] of their keys (None unless normalised), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
+    prefix [B, H, K, V] and prefix_z [B, H, K]: sum over closed blocks b of mixing[i, b] times summary b, for the
+    block i in prefix_block (int64 [B], on the CPU; -1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or
+    V] in the inputs' dtype, the token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per
+    row, int64 [B], on the CPU;
+    oldest: first position the window still holds, int64 [B], on the CPU.
+    """
+
+    block_size: int
+    normalize: bool
+    summaries: torch.Tensor
+    z: torch.Tensor | None
+    prefix: torch.Tensor
+    prefix_z: torch.Tensor | None
+    prefix_block: torch.Tensor
+    window_k: torch.Tensor
+    window_v: torch.Tensor
+    window_k_den: torch.Tensor | None
+    length: torch.Tensor
+    oldest: torch.Tensor
+
+    @staticmethod
+    def empty(
+        batch: int,
+        num_kv_heads: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        block_size: int,
+        *,
+        normalize: bool = True,
+        separate_den: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device=None,
+        den_dim: int | None = None,
+    ) -> "MHLAState":
+        """A state that has seen nothing. dtype: the inputs'. separate_den: a k_den of width den_dim (key_dim if None)
+        will come.
+
+        ValueError for "official", which has no causal form.
+        """
+        if normalize not in (True, False):
+            raise ValueError(
+                f"normalize is {normalize!r}; expected True or False, the kinds that can be decoded step by step."
+            )
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        den_dim = den_dim if den_dim is not None and separate_den else key_dim
+        window = (batch, 2 * block_size, num_kv_heads)
+        return MHLAState(
+            block_size=block_size,
+            normalize=bool(normalize),
+            summaries=torch.zeros(batch, num_kv_heads, 1, key_dim, value_dim, dtype=exact, device=device),
+            z=torch.zeros(batch, num_kv_heads, 1, den_dim, dtype=exact, device=device) if normalize else None,
+            prefix=torch.zeros(batch, num_heads, key_dim, value_dim, dtype=exact, device=device),
+            prefix_z=torch.zeros(batch, num_heads, den_dim, dtype=exact, device=device) if normalize else None,
+            prefix_block=torch.full((batch,), -1),
+            window_k=torch.zeros(*window, key_dim, dtype=dtype, device=device),
+            window_v=torch.zeros(*window, value_dim, dtype=dtype, device=device),
+            window_k_den=torch.zeros(*window, den_dim, dtype=dtype, device=device)
+            if normalize and separate_den
+            else None,
+            length=torch.zeros(batch, dtype=torch.int64),
+            oldest=torch.zeros(batch, dtype=torch.int64),
+        )
+
+    def map_tensors(self, change) -> None:
+        """Replace every tensor t by change(name, t)."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, change(name, value))
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keep the rows of `index` (int64 [B'], repeats allowed), in that order."""
+        self.map_tensors(lambda name, tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Put row index[i] in place i (beam search); index int64 [B]."""
+        self.select(index)
+
+    def repeat(self, times: int) -> None:
+        """Repeat every row `times` times, the copies side by side."""
+        self.map_tensors(lambda name, tensor: tensor.repeat_interleave(times, 0))
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens of every row, exactly.
+
+        ValueError if that is more than a block, more than a row has, or further back than the window reaches after an
+        earlier crop.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
+            raise ValueError(f"crop got {count!r} tokens; expected 0 to {self.block_size}, the tokens of one block.")
+        length = self.length - count
+        if bool((length < 0).any()):
+            raise ValueError(
+                f"crop got {count} tokens; expected at most {int(self.length.min())}, the shortest row's length."
+            )
+        if bool((length < self.oldest).any()):
+            reach = int((self.length - self.oldest).min())
+            raise ValueError(f"crop got {count} tokens; expected at most {reach}, what the window still holds.")
+        self.length = length
+        self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)
+
+    def to(self, device) -> None:
+        """Move to `device`; positions stay on the CPU, where they are read without waiting for a device."""
+        on_cpu = ("prefix_block", "length", "oldest")
+        self.map_tensors(lambda name, tensor: tensor if name in on_cpu else tensor.to(device))
+
+    def reset(self) -> None:
+        """Forget everything but the shapes."""
+        self.map_tensors(lambda name, tensor: torch.full_like(tensor, -1 if name == "prefix_block" else 0))
+
+    def clone(self) -> "MHLAState":
+        """A copy that shares no memory with this state."""
+        copy = MHLAState(**vars(self))
+        copy.map_tensors(lambda name, tensor: tensor.clone())
+        return copy
+
+    def reserve(self, closed: int) -> None:
+        """Make room for `closed` summaries, at least doubling when there is too little."""
+        room = self.summaries.shape[2]
+        if closed <= room:
+            return
+        extra = max(closed, 2 * room) - room
+        self.summaries = torch.nn.functional.pad(self.summaries, (0, 0, 0, 0, 0, extra))
+        if self.z is not None:
+            self.z = torch.nn.functional.pad(self.z, (0, 0, 0, extra))

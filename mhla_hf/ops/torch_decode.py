@@ -1,0 +1,265 @@
+"""Continue an `MHLAState`: one new token, a few, or a whole chunk of a prompt, for rows that stand at different
+positions.
+
+Two ways through. While no row leaves its open block (`step_within_block`, every ordinary decode step) only the prefix
+and the
+window are read: constant time per token, and the prefix is mixed anew once per block. Otherwise
+(`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block
+edge, and handled as one batch. Each summary is computed from the whole block when it closes, so the numbers do not
+depend on how the tokens were cut into steps. Positions (length, block, offset, counts) are int64 [B] on the CPU.
+"""
+
+import torch
+
+from .reference import divide_or_zero
+
+
+def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts):
+    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as
+    there."""
+    counts = torch.full_like(state.length, q.shape[1])
+    if starts is not None:
+        counts = counts - starts.cpu()
+    fits = int((state.length % state.block_size + counts).max()) <= state.block_size
+    if fits and int(counts.min()) == q.shape[1]:
+        return step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
+    return step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
+
+
+def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
+    """T new tokens of every row, all inside each row's open block."""
+    size, exact, steps = state.block_size, state.summaries.dtype, q.shape[1]
+    block, offset = state.length // size, state.length % size
+    stale = torch.nonzero(state.prefix_block != block).flatten()
+    if len(stale) > 0:
+        refresh_prefix(state, mixing, stale, block[stale])
+    slots = torch.arange(size) + (block % 2 * size)[:, None]
+    together = bool((state.length == state.length[0]).all())
+    opened = []
+    for name, new in window_entries(state, k, v, k_den):
+        window = getattr(state, name)
+        if together:
+            half = window[:, int(slots[0, 0]) : int(slots[0, 0]) + size]
+            half[:, int(offset[0]) : int(offset[0]) + steps] = new
+        else:
+            rows, places = torch.arange(len(window))[:, None], torch.arange(steps) + offset[:, None]
+            window[rows, slots.gather(1, places)] = new.to(window.dtype)
+            half = window[rows, slots]
+        opened.append(half.to(exact))
+    seen = torch.arange(size) <= (offset[:, None] + torch.arange(steps))[:, :, None]
+    o = attend_blocks(
+        by_head(q, exact),
+        by_head(q if q_den is None else q_den, exact),
+        [by_head(half, exact) for half in opened],
+        state.prefix[:, :, None],
+        None if state.prefix_z is None else state.prefix_z[:, :, None],
+        seen.to(q.device)[:, None, None],
+        own_weight(mixing, block[:, None], exact),
+        scale,
+    )
+    closing = torch.nonzero(offset + steps == size).flatten()
+    if len(closing) > 0:
+        push_summaries(state, closing, block[closing], [half[closing.to(half.device)] for half in opened])
+    state.length = state.length + steps
+    state.oldest = torch.maximum(state.oldest, (block - 1) * size)
+    return o[:, :, 0].transpose(1, 2).to(v.dtype)
+
+
+def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
+    """T new tokens, of which row b keeps the last counts[b]; any number of blocks may close."""
+    exact, size = state.summaries.dtype, state.block_size
+    layout = BlockLayout(state, counts, q.shape[1])
+    opened = append_tokens(state, layout, k, v, k_den)
+    rows = torch.arange(len(counts))
+    prefix, prefix_z = mixed_summaries(state, mixing, rows, layout.blocks)
+    o = attend_blocks(
+        cut_blocks(by_head(layout.place(q), exact), size),
+        cut_blocks(by_head(layout.place(q if q_den is None else q_den), exact), size),
+        [cut_blocks(by_head(tokens, exact), size) for tokens in opened],
+        prefix,
+        prefix_z,
+        torch.ones(size, size, dtype=torch.bool, device=q.device).tril(),
+        own_weight(mixing, layout.blocks, exact),
+        scale,
+    )
+    return layout.take_back(o.flatten(2, 3).transpose(1, 2)).to(v.dtype)
+
+
+def attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale):
+    """q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if prefix_z is given.
+
+    query [B, H, n, T, K]; opened: k, v and perhaps k_den [B, G, n, C, K or V]; prefix [B, H, n, K, V]; prefix_z [B,
+    H, n, K];
+    seen: which query sees which key, [T, C] at its end; own: m_ii, [B, H or 1, n, 1, 1].
+    """
+    group = query.shape[1] // opened[0].shape[1]
+    key, value, key_den = (
+        x.repeat_interleave(group, 1) if group > 1 else x for x in (opened[0], opened[1], opened[-1])
+    )
+    weight = torch.where(seen, query @ key.transpose(-1, -2), 0) * own
+    o = query @ prefix + weight @ value
+    if prefix_z is None:
+        return o * scale
+    if len(opened) == 3:
+        weight = torch.where(seen, query_den @ key_den.transpose(-1, -2), 0) * own
+    den = (query_den @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1)
+    return divide_or_zero(o, den)
+
+
+def mixed_summaries(state, mixing, rows, blocks):
+    """Sum over closed blocks b < i of mixing[i, b] times summary b, for the query blocks i = blocks [R, n] of R `rows`.
+
+    Returns the prefixes [R, H, n, K, V] and, where normalised, those of z [R, H, n, K]; else None.
+    """
+    exact, device = state.summaries.dtype, state.summaries.device
+    heads, closed = state.prefix.shape[1], min(int(blocks.max()), mixing.shape[-1])
+    summaries = state.summaries[rows.to(device), :, :closed]
+    earlier = (torch.arange(closed) < blocks[..., None]).to(device)
+    weight = mixing[..., blocks.to(device).clamp(max=mixing.shape[-2] - 1), :closed].to(exact)
+    weight = torch.where(earlier, weight, 0)  # [H, R, n, N] or [R, n, N]
+    weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)
+    return tuple(
+        None if s is None else mix_flat(weight, s, heads)
+        for s in (summaries, None if state.z is None else state.z[rows.to(device), :, :closed])
+    )
+
+
+def mix_flat(weight, summaries, heads):
+    """weight [R, H or 1, n, N] times summaries [R, G, N, ...] -> [R, H, n, ...], query head h taking key head h // (H
+    // G)."""
+    groups = summaries.shape[1]
+    flat = summaries.flatten(3)
+    if weight.shape[1] == 1:
+        mixed = (weight @ flat).repeat_interleave(heads // groups, 1)
+    else:
+        mixed = weight @ flat.repeat_interleave(heads // groups, 1)
+    return mixed.unflatten(-1, summaries.shape[3:])
+
+
+def refresh_prefix(state, mixing, rows, blocks):
+    """Mix the closed summaries anew for those `rows` whose open block, now `blocks`, has changed since the last
+    time."""
+    prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
+    state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
+    if prefix_z is not None:
+        state.prefix_z[rows.to(state.prefix.device)] = prefix_z[:, :, 0]
+    state.prefix_block = state.prefix_block.index_copy(0, rows, blocks)
+
+
+def own_weight(mixing, blocks, exact):
+    """m_ii of the blocks [B, n], [B, H or 1, n, 1, 1]; blocks beyond the mixing (which hold no token) repeat its
+    last."""
+    diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(exact)
+    own = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
+    own = own[:, None] if mixing.dim() == 2 else own.transpose(0, 1)
+    return own[..., None, None]
+
+
+def push_summaries(state, rows, blocks, opened):
+    """Close the blocks `blocks` [R] of `rows`: opened holds their k, v and perhaps k_den, [R, C, G, K or V]."""
+    state.reserve(int(blocks.max()) + 1)
+    rows, blocks = rows.to(state.summaries.device), blocks.to(state.summaries.device)
+    state.summaries[rows, :, blocks] = block_summary(opened[0], opened[1])
+    if state.z is not None:
+        state.z[rows, :, blocks] = opened[-1 if len(opened) == 3 else 0].sum(1)
+
+
+def block_summary(k, v):
+    """sum over the tokens of k v^T: [R, C, G, K], [R, C, G, V] -> [R, G, K, V] (paper eq. 4)."""
+    return k.permute(0, 2, 3, 1) @ v.transpose(1, 2)
+
+
+def append_tokens(state, layout, k, v, k_den):
+    """Write new tokens into the state; returns k, v and perhaps k_den laid out by block, [B, n * C, G, K or V]."""
+    size, exact, device = state.block_size, state.summaries.dtype, state.summaries.device
+    opened, windows = [], []
+    for name, new in window_entries(state, k, v, k_den):
+        window = getattr(state, name)
+        opened.append(layout.place(new.to(window.dtype), window))
+        windows.append((name, layout.last_two_blocks(opened[-1], window)))
+    cut = [tokens.to(exact).unflatten(1, (-1, size)).flatten(0, 1) for tokens in opened]
+    rows = torch.arange(len(state.length)).repeat_interleave(layout.blocks.shape[1])
+    state.reserve(int(layout.blocks.max()) + 1)
+    push_summaries(state, rows, layout.blocks.flatten(), cut)
+    for name, window in windows:
+        setattr(state, name, window)
+    state.length = state.length + layout.counts
+    highest = (state.length - 1).clamp(min=0) // size
+    state.oldest = torch.maximum(state.oldest, (highest - 1) * size)
+    return [tokens.to(device) for tokens in opened]
+
+
+def window_entries(state, k, v, k_den):
+    """The window fields and the new tokens that belong into them."""
+    entries = [("window_k", k), ("window_v", v)]
+    if state.window_k_den is not None:
+        entries.append(("window_k_den", k_den))
+    return entries
+
+
+def by_head(x, exact):
+    """[B, T, H, K] -> [B, H, 1, T, K] in the exact dtype."""
+    return x.to(exact).transpose(1, 2)[:, :, None]
+
+
+def cut_blocks(x, size):
+    """[B, H, 1, n * C, K] -> [B, H, n, C, K]."""
+    return x.squeeze(2).unflatten(2, (-1, size))
+
+
+class BlockLayout:
+    """Where each row's new tokens go when they are laid out from the edge of its own open block.
+
+    Row b starts with the `offset` tokens of its open block, then come its `counts[b]` new ones, the last of T; the
+    rest of the n blocks is empty. blocks: which blocks of the row these are, [B, n].
+    """
+
+    def __init__(self, state, counts, steps):
+        size = state.block_size
+        self.size, self.counts, self.steps = size, counts, steps
+        self.first, self.offset = state.length // size, state.length % size
+        self.device = state.summaries.device
+        room = max(1, -(-int((self.offset + counts).max()) // size))
+        self.blocks = self.first[:, None] + torch.arange(room)
+        place = torch.arange(room * size)
+        token = place - self.offset[:, None] + (steps - counts)[:, None]
+        old = place < self.offset[:, None]
+        new = (place >= self.offset[:, None]) & (place < (self.offset + counts)[:, None])
+        slot = (self.first[:, None] * size + place) % (2 * size)
+        self.source = torch.where(new, token + 2 * size, torch.where(old, slot, 0)).to(self.device)
+        self.new, self.filled = new.to(self.device), (new | old).to(self.device)
+
+    def place(self, tokens, window=None):
+        """[B, T, H, K] -> [B, n * C, H, K]; the open block's earlier tokens come from `window`, or are zeros without
+        one."""
+        rows = torch.arange(tokens.shape[0], device=self.device)[:, None]
+        if window is None:
+            placed = tokens[rows, (self.source - 2 * self.size).clamp(min=0)]
+            return torch.where(self.new[..., None, None], placed, 0)
+        placed = torch.cat((window, tokens), 1)[rows, self.source]
+        return torch.where(self.filled[..., None, None], placed, 0)
+
+    def take_back(self, placed):
+        """The outputs of the new tokens, [B, n * C, H, V] -> [B, T, H, V]; zeros where a row has none."""
+        token = torch.arange(self.steps) - (self.steps - self.counts)[:, None]
+        rows = torch.arange(placed.shape[0], device=self.device)[:, None]
+        o = placed[rows, (token + self.offset[:, None]).clamp(min=0).to(self.device)]
+        return torch.where((token >= 0).to(self.device)[..., None, None], o, 0)
+
+    def last_two_blocks(self, placed, window):
+        """The window after these tokens: the last block with a token and the one before it, each in its half."""
+        highest = (self.first * self.size + self.offset + self.counts - 1).clamp(min=0) // self.size
+        half = torch.arange(2)
+        block = torch.where(highest[:, None] % 2 == half, highest[:, None], highest[:, None] - 1)
+        here = (block - self.first[:, None])[:, :, None] * self.size + torch.arange(self.size)
+        here = here.flatten(1).to(self.device)
+        rows = torch.arange(placed.shape[0], device=self.device)[:, None]
+        return torch.where((here >= 0)[..., None, None], placed[rows, here.clamp(min=0)], window)
+
+
+def absorb(k, v, state, k_den=None, starts=None):
+    """Let `state` see k and v (masked tokens already zero), as a decoder that had been fed them one by one."""
+    counts = torch.full_like(state.length, k.shape[1])
+    if starts is not None:
+        counts = counts - starts.cpu()
+    append_tokens(state, BlockLayout(state, counts, k.shape[1]), k, v, k_den)
