@@ -1,0 +1,41 @@
+"""mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
+
+Importing this registers the model types with transformers' Auto classes, without importing torch: names resolve on first
+use, and the classes are registered when transformers' own tables are first read.
+"""
+
+import importlib
+
+from ._register import register_auto_classes_on_import
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Blocks": "ops.blocks",
+    "MHLAState": "ops.state",
+    "mhla": "ops.operator",
+    "mhla_step": "ops.operator",
+    "MHLASettings": "nn.settings",
+    "MHLAConfig": "models.configuration",
+    "MHLAForCausalLM": "models.language",
+    "convert": "patch",
+    "distill": "train",
+    "evaluate": "scores.language",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name.startswith("MHLA"):
+        return getattr(importlib.import_module(".models.converted", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *_PUBLIC})
+
+
+register_auto_classes_on_import()

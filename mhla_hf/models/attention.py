@@ -1,0 +1,184 @@
+"""How an MHLA core takes the place of softmax inside a transformers attention module, unchanged around it.
+
+The base module keeps its projections, its norms on q and k and its RoPE, and calls "the attention function" as for any
+other implementation; the function is ours (`mhla_attention`), chosen by a private copy of the configuration in that one
+module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword arguments.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from ..nn.core import MHLA
+from ..nn.settings import MHLASettings
+from ..ops.namespace import NAMESPACE
+from .cache import mhla_cache_layer
+
+ATTENTION_NAME = f"mhla_{NAMESPACE}"
+
+
+def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
+
+    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
+    form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
+    """
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "cache: continuous batching with paged caches came, expected past_key_values; MHLA has no pages."
+        )
+    starts, key_mask = kwargs.get("mhla_padding") or (None, None)
+    cache = kwargs.get("mhla_cache")
+    output = module.mhla(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        hidden_states=kwargs.get("mhla_hidden_states"),
+        starts=starts,
+        key_mask=key_mask,
+        cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,
+        cache=cache,
+    )
+    return output, None
+
+
+AttentionInterface.register(ATTENTION_NAME, mhla_attention)
+
+
+class MHLAMixer:
+    """Mixed into a transformers attention class; the module has a child `mhla` (`MHLA`)."""
+
+    def forward(self, hidden_states: torch.Tensor, *args, past_key_values=None, **kwargs):
+        """As the base, with the layer's own cache in place of keys and values."""
+        cache = mhla_cache_layer(past_key_values, self.layer_idx)
+        output = super().forward(
+            hidden_states,
+            *args,
+            past_key_values=None,
+            mhla_cache=cache,
+            mhla_hidden_states=hidden_states,
+            **kwargs,
+        )
+        if cache is not None:
+            cache.seen_tokens += hidden_states.shape[1]
+        return output
+
+
+_MIXER_CLASSES = {}
+
+
+def mixer_class(base: type) -> type:
+    """The MHLA version of an attention class, made once: `MHLALlamaAttention` for `LlamaAttention`."""
+    if base not in _MIXER_CLASSES:
+        module = __name__.replace("models.attention", "models.converted")
+        _MIXER_CLASSES[base] = type(f"MHLA{base.__name__}", (MHLAMixer, base), {"__module__": module})
+    return _MIXER_CLASSES[base]
+
+
+def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention modules of a decoder that can become MHLA, by layer index."""
+    needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
+    found = {}
+    for name, module in model.named_modules():
+        if all(hasattr(module, attribute) for attribute in needed):
+            if module.layer_idx in found:
+                raise ValueError(
+                    f"model: {name} is a second attention of layer {module.layer_idx}, expected one per layer."
+                )
+            found[module.layer_idx] = module
+    return found
+
+
+def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a causal LM with a body."""
+    config = model.config
+    attentions = softmax_attentions(model)
+    chosen = settings.resolve_layers(config.num_hidden_layers)
+    for index in chosen:
+        attention = attentions[index]
+        core = MHLA(
+            settings,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            key_dim=attention.head_dim,
+            value_dim=attention.head_dim,
+            hidden_size=config.hidden_size,
+            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        )
+        core.train(attention.training)
+        attention.__class__ = mixer_class(type(attention))
+        attention.config = copy.copy(config)
+        attention.config._attn_implementation_internal = ATTENTION_NAME
+        attention.add_module("mhla", core)
+    if len(chosen) == config.num_hidden_layers:
+        # No layer reads a T x T mask: under a name without a mask function transformers makes none.
+        config._attn_implementation_internal = ATTENTION_NAME
+    model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
+
+
+def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
+    """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
+
+    Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
+    positions from the first real token where the caller gave none, so that a padded row equals the row alone.
+    """
+    inputs = kwargs.get("input_ids", args[0] if args else None)
+    inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    if inputs is None:
+        return None
+    batch, length = inputs.shape[:2]
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    past = kwargs.get("past_key_values")
+    seen = past.get_seq_length() if past is not None else 0
+    if mask is None:
+        borders = packed_borders(kwargs.get("position_ids"), batch, seen)
+        return None if borders is None else (args, {**kwargs, "cu_seq_lens_q": borders})
+    real = real_tokens(mask, batch, length, seen)
+    if real is None or (not torch.compiler.is_compiling() and bool(real.all())):
+        return None
+    starts = torch.where(real.any(1), real.int().argmax(1), length)
+    added = {"mhla_padding": (starts, real)}
+    if kwargs.get("position_ids") is None and len(args) < 3 and mask.ndim == 2:
+        added["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    return args, {**kwargs, **added}
+
+
+def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
+    """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+        if mask is None:
+            return None
+    if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
+        return mask[:, -length:].bool()
+    if mask.ndim == 4 and mask.shape[-1] >= seen + length:
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        return allowed[:, 0, :, seen : seen + length].any(1).expand(batch, length)
+    raise ValueError(
+        f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
+        f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
+    )
+
+
+def packed_borders(position_ids, batch: int, seen: int) -> torch.Tensor | None:
+    """Borders of the sequences packed into one row, int32 `[N + 1]`, where position ids start anew; None if they do not."""
+    if (
+        position_ids is None
+        or seen
+        or position_ids.ndim != 2
+        or position_ids.shape[1] < 2
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    new = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not bool(new.any()):
+        return None
+    if batch != 1:
+        raise ValueError(
+            f"position_ids: they start anew inside a row of a batch of {batch}, expected packed sequences in a batch of 1."
+        )
+    inner = new[0].nonzero()[:, 0] + 1
+    edges = torch.tensor([0, position_ids.shape[1]], device=position_ids.device)
+    return torch.cat([edges[:1], inner, edges[1:]]).to(torch.int32)

@@ -1,0 +1,113 @@
+"""The KV cache of MHLA layers, as a layer of any transformers `Cache`.
+
+Unusual: a cache is made by transformers before the model runs, from a configuration that says nothing of MHLA. So an MHLA
+attention module exchanges its layer of the cache for this one at first use (`mhla_cache_layer`). It calls itself a linear
+attention layer so that softmax layers of a hybrid never size their masks by it, and an attention layer so that a cache
+made of nothing else still knows its length.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+
+class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """Block summaries, the mixed prefix and the open block of one layer (`state`, an `MHLAState`), and its length.
+
+    `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
+    """
+
+    is_compileable = True  # False would make transformers drop the mask that a hybrid's static softmax layers need
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self):
+        LinearAttentionCacheLayerMixin.__init__(self)
+        CacheLayerMixin.__init__(self)
+        self.state = None
+        self.seen_tokens = 0
+        self.mixing = None
+
+    def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
+        """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""
+        needed = -(-(self.seen_tokens + new_tokens) // block_size)
+        if self.mixing is None or self.mixing.shape[-1] < needed:
+            capacity = max(mixing.num_blocks, 1 << (needed - 1).bit_length())
+            self.mixing = mixing(capacity).detach()
+        return self.mixing
+
+    def get_seq_length(self) -> int:
+        return self.seen_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen_tokens + query_length, 0
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Nothing to do: the first forward pass makes the state."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise ValueError(
+            "past_key_values: a softmax layer wrote to an MHLA layer's cache; expected the layers of one model."
+        )
+
+    def update_conv_state(self, conv_states, **kwargs):
+        raise ValueError(
+            "past_key_values: a convolution wrote to an MHLA layer's cache; expected the layers of one model."
+        )
+
+    def update_recurrent_state(self, recurrent_states, **kwargs):
+        raise ValueError(
+            "past_key_values: a recurrent layer wrote to an MHLA layer's cache; expected the layers of one model."
+        )
+
+    def offload(self) -> None:
+        """Stays where it is: transformers offloads before the layer has read its state."""
+
+    def prefetch(self) -> None:
+        """See `offload`."""
+
+    def reset(self) -> None:
+        self.state, self.seen_tokens, self.mixing = None, 0, None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.state is not None:
+            self.state.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state.repeat(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.state is not None:
+            self.state.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: got {tokens_to_remove}, expected a negative number of tokens to remove."
+            )
+        if tokens_to_remove and self.state is not None:
+            self.state.crop(-tokens_to_remove)
+            self.seen_tokens += tokens_to_remove
+
+
+def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACacheLayer | None:
+    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache."""
+    if past_key_values is None:
+        return None
+    layers = past_key_values.layers
+    while len(layers) <= layer_idx:
+        layers.append(past_key_values.layer_class_to_replicate())
+    layer = layers[layer_idx]
+    if isinstance(layer, MHLACacheLayer):
+        return layer
+    if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.get_seq_length():
+        raise ValueError(
+            f"past_key_values: layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values, "
+            "expected an empty cache or one that this model filled."
+        )
+    layers[layer_idx] = MHLACacheLayer()
+    return layers[layer_idx]

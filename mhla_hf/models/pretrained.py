@@ -1,0 +1,48 @@
+"""What every MHLA language model adds to `PreTrainedModel`: its new parameters' start, its source beside its weights,
+and a look at the loaded weights before anyone trusts them.
+"""
+
+import transformers.initialization
+
+from .saving import SOURCE_FILE, check_loaded_weights, write_source
+
+
+class MHLAPreTrainedMixin:
+    """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model."""
+
+    source_entry = ""
+    _keep_in_fp32_modules_strict = ["mixing"]
+    # A decode step reads the length of the cache on the host: it compiles, but not as one graph.
+    _can_compile_fullgraph = False
+
+    def initialize_weights(self):
+        """As transformers, then the MHLA modules' own starts (parameters that were loaded are left alone)."""
+        super().initialize_weights()
+        for module in self.modules():
+            if hasattr(module, "initial_values"):
+                for name, value in module.initial_values().items():
+                    transformers.initialization.copy_(module.get_parameter(name), value)
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As transformers; damaged MHLA weights (NaN, negative mixing) are refused."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        check_loaded_weights(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+        """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""
+        if kwargs.get("is_main_process", True):
+            write_source(self.source_entry, save_directory)
+        module = SOURCE_FILE.removesuffix(".py")
+        self.config.auto_map = {
+            "AutoConfig": f"{module}.{type(self.config).__name__}",
+            "AutoModelForCausalLM": f"{module}.{type(self).__name__}",
+        }
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", str(save_directory).rstrip("/").split("/")[-1]), **hub)
+
+
+HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "tags", "commit_description")

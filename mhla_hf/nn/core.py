@@ -1,0 +1,134 @@
+"""The MHLA core: everything an attention module gains when it stops being softmax attention.
+
+It takes q, k and v where softmax attention would, and returns what softmax attention would. Feature maps, mixing, output
+norm and gate live here, so that a converted layer holds all of its new parameters under one name, `mhla`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..ops.blocks import Blocks
+from ..ops.operator import mhla, mhla_step
+from .features import FeatureMap
+from .mixing import Mixing
+from .settings import MHLASettings
+
+GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
+
+
+class MHLA(nn.Module):
+    """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
+
+    Args:
+        settings: the choices.
+        num_heads: query heads H.
+        num_kv_heads: key/value heads G; query head h uses head h // (H // G).
+        key_dim: width K of q and k.
+        value_dim: width V of v.
+        hidden_size: width of the layer's input, needed by the gate.
+        norm_eps: eps of the output norm.
+    """
+
+    def __init__(
+        self,
+        settings: MHLASettings,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        hidden_size: int,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        if settings.normalize == "official":
+            raise ValueError('normalize: got "official", expected true or false for a causal model.')
+        self.settings = settings
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.value_dim = value_dim
+        self.norm_eps = norm_eps
+        self.q_map = FeatureMap(settings.feature_map, num_heads, key_dim)
+        self.k_map = FeatureMap(settings.feature_map, num_kv_heads, key_dim)
+        self.mixing = Mixing(
+            settings.num_blocks,
+            num_heads if settings.per_head else None,
+            start=settings.mixing_start,
+            form=settings.mixing_form,
+            learn=settings.learn_mixing,
+        )
+        if settings.output_norm:
+            self.norm_weight = nn.Parameter(torch.ones(value_dim))
+        if settings.gate:
+            self.gate = nn.Linear(hidden_size, num_heads * value_dim)
+            for name, value in self.initial_values().items():
+                self.get_parameter(name).data.copy_(value)
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each own parameter, for models that are built empty and filled later."""
+        values = {}
+        if self.settings.output_norm:
+            values["norm_weight"] = torch.ones(self.value_dim)
+        if self.settings.gate:
+            values["gate.weight"] = torch.zeros(self.gate.weight.shape)
+            values["gate.bias"] = torch.full(self.gate.bias.shape, GATE_OPEN)
+        return values
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        rotate=None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache=None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`.
+            hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
+            rotate: with `rope="after"`, what rotates q's and k's features: a function of both.
+            starts: int64 `[B]`, first real token of each row of a left-padded batch.
+            key_mask: bool `[B, T]`, False where a token is padding.
+            cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
+            cache: a layer of an MHLA cache; read and written in place.
+
+        Returns:
+            `[B, T, H, V]` in v's dtype.
+        """
+        q, k = self.q_map(q), self.k_map(k)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, :, None, None], 0.0)
+        q_den = k_den = None
+        if rotate is not None:
+            if self.settings.normalize:
+                q_den, k_den = q, k
+            q, k = rotate(q, k)
+        settings = self.settings
+        options = {
+            "normalize": settings.normalize,
+            "q_den": q_den,
+            "k_den": k_den,
+            "starts": starts,
+            "impl": settings.impl,
+        }
+        blocks = Blocks.sequence(q.shape[1], self.settings.block_size)
+        if cache is None:
+            mixing = self.mixing(blocks.num_blocks)
+            o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, **options)
+        elif cache.state is None:
+            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
+            o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
+        else:
+            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
+            o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
+        if self.settings.output_norm:
+            o = F.rms_norm(o.float(), (self.value_dim,), self.norm_weight.float(), self.norm_eps).to(o.dtype)
+        if self.settings.gate:
+            o = o * F.silu(self.gate(hidden_states)).view_as(o)
+        return o

@@ -1,0 +1,53 @@
+"""Feature maps: what is done to q and k before the products that replace softmax(q k^T).
+
+The learned one follows Hedgehog (arXiv 2402.04347): two softmaxes over the width, of x W and of -x W, with W the identity
+at the start, so that a converted model begins close to attention that peaks where softmax attention does.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FEATURE_EPS = 1e-6
+
+
+class FeatureMap(nn.Module):
+    """Maps `[B, T, H, K]` to `[B, T, H, features]`, the same for q and for k.
+
+    Args:
+        kind: "relu", "elu", "identity" or "hedgehog" (see `MHLASettings`).
+        num_heads: heads of its input (the learned map has its own W per head).
+        head_dim: width K.
+    """
+
+    def __init__(self, kind: str, num_heads: int, head_dim: int):
+        super().__init__()
+        self.kind = kind
+        self.head_dim = head_dim
+        if kind == "hedgehog":
+            self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
+            self.weight.data.copy_(self.initial_values()["weight"])
+
+    @property
+    def num_features(self) -> int:
+        """Width of the result."""
+        return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each own parameter, for models that are built empty and filled later."""
+        if self.kind != "hedgehog":
+            return {}
+        return {"weight": torch.eye(self.head_dim).expand(self.weight.shape)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "relu":
+            return F.relu(x) + FEATURE_EPS
+        if self.kind == "elu":
+            return F.elu(x) + 1.0
+        if self.kind == "identity":
+            return x
+        y = torch.einsum("bthk,hkf->bthf", x, self.weight).float()
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, head_dim={self.head_dim}"

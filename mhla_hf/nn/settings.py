@@ -1,0 +1,127 @@
+"""Every choice about the attention, in one dataclass: what `config.json` holds under "mhla".
+
+No torch here: a configuration must be readable without loading a model.
+"""
+
+from dataclasses import asdict, dataclass, fields
+
+FORMAT_VERSION = 1
+FEATURE_MAPS = ("relu", "elu", "hedgehog", "identity")
+MIXING_STARTS = ("locality", "uniform")
+MIXING_FORMS = ("softmax", "direct")
+IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
+
+
+@dataclass
+class MHLASettings:
+    """How MHLA layers are built. Saved with the model; checked when made and when loaded.
+
+    Args:
+        block_size: tokens in a block of a sequence (the paper's chunk; 64 in section 5.4).
+        num_blocks: side M of the learned mixing matrix. Longer sequences work: rows beyond M repeat the last row by
+            distance and continue it with a geometric tail (`Mixing`).
+        feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "elu" (elu(x) + 1), "identity", or "hedgehog"
+            (learned per head: softmax(x W) and softmax(-x W) side by side, twice the width).
+        normalize: True divides by the summed weights (eq. 4), False leaves that to `output_norm` (section 4.1), "official"
+            is the released vision code's denominator (not for causal models).
+        mixing_start: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or "uniform" (plain
+            linear attention).
+        learn_mixing: False freezes the mixing at its start.
+        mixing_form: "softmax" keeps a matrix of logits (rows sum to one, weights positive); "direct" keeps the weights
+            themselves, as released checkpoints do (negative ones are refused when loaded).
+        per_head: one mixing matrix per query head instead of one per layer.
+        output_norm: RMSNorm over each head's output (section 4.1 for language and video).
+        gate: multiply the output by silu(W x + b), starting at one.
+        rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
+            paper's order; the denominator, if any, then uses the un-rotated ones).
+        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list of layer indices.
+        impl: which implementation of the operator: "auto", "reference", "torch" or "triton".
+    """
+
+    block_size: int = 64
+    num_blocks: int = 32
+    feature_map: str = "hedgehog"
+    normalize: bool | str = True
+    mixing_start: str = "locality"
+    learn_mixing: bool = True
+    mixing_form: str = "softmax"
+    per_head: bool = False
+    output_norm: bool = False
+    gate: bool = False
+    rope: str = "before"
+    layers: str | list[int] | tuple[int, ...] = "all"
+    impl: str = "auto"
+
+    def __post_init__(self):
+        for name in ("block_size", "num_blocks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
+        choices = {
+            "feature_map": FEATURE_MAPS,
+            "normalize": (True, False, "official"),
+            "mixing_start": MIXING_STARTS,
+            "mixing_form": MIXING_FORMS,
+            "rope": ("before", "after"),
+            "impl": IMPLEMENTATIONS,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {list(allowed)}.")
+        for name in ("learn_mixing", "per_head", "output_norm", "gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected true or false.")
+        if isinstance(self.layers, str):
+            if self.layers not in ("all", "2/3"):
+                raise ValueError(f'layers: got {self.layers!r}, expected "all", "2/3" or a list of layer indices.')
+        else:
+            self.layers = _checked_layer_indices(self.layers)
+
+    def resolve_layers(self, num_layers: int) -> list[int]:
+        """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""
+        if self.layers == "all":
+            return list(range(num_layers))
+        if self.layers == "2/3":
+            chosen = [i for i in range(num_layers) if i % 3]
+            if not chosen:
+                raise ValueError(f'layers: got "2/3" for a model of {num_layers} layer, which would convert none.')
+            return chosen
+        if self.layers[-1] >= num_layers:
+            raise ValueError(
+                f"layers: got index {self.layers[-1]}, expected less than the model's {num_layers} layers."
+            )
+        return list(self.layers)
+
+    def to_dict(self) -> dict:
+        """Plain values for `config.json`, with the version of this format."""
+        return {"format_version": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "MHLASettings":
+        """The settings that `to_dict` wrote. A newer format, or a key this version does not know, is refused."""
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"mhla: got {type(values).__name__}, expected the dictionary of settings of an MHLA model."
+            )
+        version = values.get("format_version", FORMAT_VERSION)
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise ValueError(
+                f"format_version: got {version!r}, expected at most {FORMAT_VERSION}; "
+                "update mhla_hf to load this checkpoint."
+            )
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known - {"format_version"})
+        if unknown:
+            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def _checked_layer_indices(layers) -> list[int]:
+    if not isinstance(layers, (list, tuple)) or not layers:
+        raise ValueError(f'layers: got {layers!r}, expected "all", "2/3" or a list of layer indices.')
+    for index in layers:
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise ValueError(f"layers: got index {index!r}, expected whole numbers of at least 0.")
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"layers: got {list(layers)}, expected each index once.")
+    return sorted(layers)
