@@ -6,7 +6,7 @@ use, and the classes are registered when transformers' own tables are first read
 
 import importlib
 
-from ._register import register_auto_classes_on_import
+from ._register import register_on_import
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,8 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str):
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name.startswith("MHLA") and name.endswith("Config"):
+        return importlib.import_module(".models.configuration", __name__).overlay_config_named(name)
     if name.startswith("MHLA"):
         return getattr(importlib.import_module(".models.converted", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -38,4 +40,4 @@ def __dir__():
     return sorted({*globals(), *_PUBLIC})
 
 
-register_auto_classes_on_import()
+register_on_import()

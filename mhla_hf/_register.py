@@ -1,7 +1,8 @@
 """Registering MHLA's model types with transformers' Auto classes without paying for it at `import mhla_hf`.
 
-`AutoConfig` and `AutoModelForCausalLM` live in two modules that transformers imports lazily. If one is loaded already its
-classes are registered now; otherwise a one-time import hook registers them as soon as it has been loaded.
+transformers reads its Auto tables lazily, and reads them in the middle of its own imports. So nothing of ours is imported
+when a table is loaded: each model type gets a line of names, as transformers' own models have, and the classes are imported
+when somebody asks for them. `register()` of the Auto classes would need the classes, and would import them in a circle.
 """
 
 import importlib
@@ -12,37 +13,49 @@ CONFIG_TABLE = "transformers.models.auto.configuration_auto"
 MODEL_TABLE = "transformers.models.auto.modeling_auto"
 SAVING = "mhla_hf.models.saving"
 
+# model type -> (configuration class, causal LM class); the same names as `CONVERTIBLE_MODEL_TYPES` gives, spelt out here
+# because asking would import transformers.
+MODEL_TYPES = {
+    "mhla": ("MHLAConfig", "MHLAForCausalLM"),
+    "mhla_llama": ("MHLALlamaConfig", "MHLALlamaForCausalLM"),
+    "mhla_mistral": ("MHLAMistralConfig", "MHLAMistralForCausalLM"),
+    "mhla_mixtral": ("MHLAMixtralConfig", "MHLAMixtralForCausalLM"),
+    "mhla_qwen2": ("MHLAQwen2Config", "MHLAQwen2ForCausalLM"),
+    "mhla_qwen3": ("MHLAQwen3Config", "MHLAQwen3ForCausalLM"),
+}
+
+
+class _Room:
+    """Stands where transformers keeps a model's module: a class is imported when it is asked for."""
+
+    def __getattr__(self, name: str):
+        return getattr(importlib.import_module("mhla_hf"), name)
+
 
 def register_configs() -> None:
-    """Tell `AutoConfig` the from-scratch and the converted model types."""
-    table = sys.modules[CONFIG_TABLE]
-    configuration = importlib.import_module("mhla_hf.models.configuration")
-    table.AutoConfig.register("mhla", configuration.MHLAConfig, exist_ok=True)
-    for base in configuration.CONVERTIBLE_MODEL_TYPES:
-        name = configuration.overlay_model_type(base)
-        table.AutoConfig.register(name, configuration.overlay_config_class(base), exist_ok=True)
+    """Tell `AutoConfig` the names of the from-scratch and the converted model types."""
+    mapping = sys.modules[CONFIG_TABLE].CONFIG_MAPPING
+    for model_type, (config, _) in MODEL_TYPES.items():
+        mapping._mapping[model_type] = config
+        mapping._modules[model_type] = _Room()
 
 
 def register_models() -> None:
-    """Tell `AutoModelForCausalLM` their classes."""
-    table = sys.modules[MODEL_TABLE]
-    language = importlib.import_module("mhla_hf.models.language")
-    converted = importlib.import_module("mhla_hf.models.converted")
-    configuration = importlib.import_module("mhla_hf.models.configuration")
-    auto = table.AutoModelForCausalLM
-    auto.register(configuration.MHLAConfig, language.MHLAForCausalLM, exist_ok=True)
-    for base in configuration.CONVERTIBLE_MODEL_TYPES:
-        auto.register(configuration.overlay_config_class(base), converted.overlay_model_class(base), exist_ok=True)
+    """Tell `AutoModelForCausalLM` the names of their classes."""
+    mapping = sys.modules[MODEL_TABLE].MODEL_FOR_CAUSAL_LM_MAPPING
+    for model_type, (config, model) in MODEL_TYPES.items():
+        mapping._model_mapping[model_type] = model
+        mapping._reverse_config_mapping[config] = model_type
+        mapping._modules[model_type] = _Room()
 
 
 def hand_over_source_writer() -> None:
     """Tell `models` how the one-file source of a checkpoint is written; the room itself knows nothing of `hub`."""
-    saving = sys.modules[SAVING]
 
     def write(entry, folder):
         return importlib.import_module("mhla_hf.hub.bundle").write_bundle(entry, folder)
 
-    saving.set_source_writer(write)
+    sys.modules[SAVING].set_source_writer(write)
 
 
 class _AfterImport:
@@ -68,12 +81,11 @@ class _AfterImport:
         return spec
 
 
-def register_auto_classes_on_import() -> None:
-    """Register now what transformers has loaded, and the rest when it loads it."""
+def register_on_import() -> None:
+    """Register now with what is loaded, and with the rest when it is loaded."""
     actions = {CONFIG_TABLE: register_configs, MODEL_TABLE: register_models, SAVING: hand_over_source_writer}
     for module, action in actions.items():
-        loaded = sys.modules.get(module)
-        if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
+        if module in sys.modules:
             action()
         else:
             sys.meta_path.insert(0, _AfterImport(module, action))

@@ -136,6 +136,14 @@ def base_of_overlay_name(name: str, suffix: str) -> str | None:
     return None
 
 
+def overlay_config_named(name: str) -> type:
+    """The configuration class of a converted family by its own name, such as "MHLALlamaConfig"."""
+    base_model_type = base_of_overlay_name(name, "Config")
+    if base_model_type is None:
+        raise AttributeError(f"name: got {name!r}, expected a configuration of {list(CONVERTIBLE_MODEL_TYPES)}.")
+    return overlay_config_class(base_model_type)
+
+
 _OVERLAY_CONFIGS = {}
 # Where a process that unpickles such a class finds it: the module that resolves overlay names. In a bundle, this one.
 _OVERLAY_MODULE = __name__.replace(".configuration", ".converted")

@@ -2,7 +2,7 @@
 and a look at the loaded weights before anyone trusts them.
 """
 
-import transformers.initialization
+from transformers.initialization import copy_
 
 from .saving import SOURCE_FILE, check_loaded_weights, write_source
 
@@ -21,7 +21,7 @@ class MHLAPreTrainedMixin:
         for module in self.modules():
             if hasattr(module, "initial_values"):
                 for name, value in module.initial_values().items():
-                    transformers.initialization.copy_(module.get_parameter(name), value)
+                    copy_(module.get_parameter(name), value)
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):

@@ -1,15 +1,16 @@
 """Every choice about the attention, in one dataclass: what `config.json` holds under "mhla".
 
-No torch here: a configuration must be readable without loading a model.
+A setting that cannot be right is refused where it is made, whether by a person or by a loaded file.
 """
 
 from dataclasses import asdict, dataclass, fields
+
+from ..ops.operator import IMPLEMENTATIONS
 
 FORMAT_VERSION = 1
 FEATURE_MAPS = ("relu", "elu", "hedgehog", "identity")
 MIXING_STARTS = ("locality", "uniform")
 MIXING_FORMS = ("softmax", "direct")
-IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 
 
 @dataclass
