@@ -1,0 +1,511 @@
+"""distill(): one Accelerate loop for everything that is trained here.
+
+Transfer, distillation and training from scratch differ in a loss and in which parameters move, so a stage is data
+(`recipe.Stage`) and the loop exists once. Unusual: a run continues bit for bit after a kill at any moment, because the
+data's order is a function of (seed, stage, step), the learning rate one of the step, and everything else (weights,
+moments, random generators, sums not yet logged, the place in a stream) is in a state that is written aside and renamed.
+The loop never waits for the device except when it logs or saves.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import nullcontext
+
+import torch
+from tqdm import tqdm
+
+from .data import open_text
+from .objectives import NO_LABEL, DistillStep
+from .recipe import Stage, make_stages, read_recipe
+from .run_folder import RECORD, RunFolder, write_json
+from .scores.machine import describe_hardware, describe_versions, now, source_commit
+from .trainable import check_models, choose_trainable, direct_mixings, parameter_groups
+
+logger = logging.getLogger("mhla_hf")
+
+KEPT_STATES = 2
+SAMPLED = 1024
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation")
+DEFAULTS = {
+    "mixed_precision": None,
+    "gradient_checkpointing": False,
+    "save_every": 100,
+    "log_every": 10,
+    "tracker": "",
+}
+
+__all__ = ["DistillStep", "Stage", "distill"]
+
+
+def distill(
+    student,
+    teacher=None,
+    *,
+    out,
+    data=None,
+    tokenizer=None,
+    stages=None,
+    recipe=None,
+    seed=0,
+    mixed_precision=None,
+    gradient_checkpointing=None,
+    save_every=None,
+    log_every=None,
+    tracker=None,
+    text_field="text",
+    progress=True,
+    command=None,
+):
+    """Train `student` through the stages, from `teacher` or from the text alone, and save it to `out`.
+
+    A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
+
+    Args:
+        student: a causal language model of transformers, trained in place; trainable weights in float32.
+        teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses
+            "transfer" and "logits".
+        out: folder to make; while the run goes on its state is in `<out>.state`.
+        data, text_field: text to train on, see `mhla_hf.data.open_text`; None: the recipe's.
+        tokenizer: of transformers; saved with the model.
+        stages: list of `Stage` or dict; or recipe: path of a YAML file that holds them. One of the two.
+        seed: whole number of at least 0; decides the order of the data and every random choice of the run.
+        mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
+        gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
+        save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
+        log_every: optimizer steps between two entries of the history (10).
+        tracker: "tensorboard" (into `runs/`) or another that accelerate knows; None or "": none.
+        progress: show bars and messages on stderr. command: the shell line that repeats the run, for the record.
+
+    Returns:
+        The student. `out/train.json` holds stages, tokens, seconds, losses, versions, hardware and seed.
+
+    Raises:
+        ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
+        KeyboardInterrupt: on Ctrl-C, after the running step, with the state saved; its text says how to go on.
+    """
+    given = {
+        "mixed_precision": mixed_precision,
+        "gradient_checkpointing": gradient_checkpointing,
+        "save_every": save_every,
+        "log_every": log_every,
+        "tracker": tracker,
+    }
+    stages, data, options = _resolve(stages, recipe, data, seed, given)
+    check_models(student, teacher, stages)
+    accelerate = _import_accelerate()
+    fresh = not accelerate.state.is_initialized()
+    accelerator = _make_accelerator(accelerate, options, out)
+    try:
+        vocab = student.get_input_embeddings().weight.shape[0]
+        source = open_text(data, tokenizer, text_field=text_field, vocab_size=vocab)
+        run = _Run(accelerator, student, teacher, tokenizer, source, stages, options, seed, out, progress, command)
+        return run.execute()
+    finally:
+        accelerator.free_memory()
+        if fresh:
+            accelerate.state.AcceleratorState._reset_state()
+
+
+class _Run:
+    """One call of `distill`, from its folder to its record."""
+
+    def __init__(self, accelerator, student, teacher, tokenizer, source, stages, options, seed, out, progress, command):
+        self.accelerator, self.student, self.teacher, self.tokenizer = accelerator, student, teacher, tokenizer
+        self.source, self.stages, self.options, self.seed = source, stages, options, seed
+        self.progress, self.command = progress and accelerator.is_main_process, command
+        self.main = accelerator.is_main_process
+        self.fingerprint = self._identify()
+        self.folder = RunFolder(out, self.fingerprint, main=self.main)
+        self.at = {"stage": 0, "step": 0, "total": 0, "tokens": 0, "seconds": 0.0, "resumed": 0, "reader": None}
+        self.at |= {"sums": {}, "since": 0, "history": [], "stage_seconds": [0.0] * len(stages)}
+        self.interrupt = _Interrupt()
+
+    def execute(self):
+        """Everything, in order: refuse or recognise the folder, train, save, give back."""
+        if self.folder.finished():
+            self.accelerator.wait_for_everyone()
+            self.folder.clear()
+            self._load_finished()
+            self._say(f"{self.folder.out} is finished already: nothing to do")
+            return self.student
+        latest = self.folder.latest()
+        self.source.reader(max(stage.seq_len for stage in self.stages), self.seed, 0).close()
+        if self.main and latest is None:
+            self.folder.check_room(self._bytes_needed())
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self.folder.begin()
+        self.accelerator.wait_for_everyone()
+        kept = [(parameter, parameter.requires_grad) for parameter in self.student.parameters()]
+        was_training = self.student.training
+        try:
+            with self.interrupt:
+                self._train(self.folder.latest())
+                self._finish()
+        finally:
+            for parameter, flag in kept:
+                parameter.requires_grad_(flag)
+            self.student.train(was_training)
+            self.folder.release()
+        return self.student
+
+    def _train(self, latest):
+        import accelerate
+
+        if latest is not None:
+            resumed = self.at["resumed"]
+            self.at = json.loads((latest / "progress.json").read_text(encoding="utf-8"))
+            self.at["resumed"] += resumed + 1
+            self._say(f"going on from step {self.at['total']} of {self._total()} ({latest})")
+        accelerate.utils.set_seed(self.seed, device_specific=True)
+        self._start_tracker()
+        flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
+        self.student.train()
+        if self.options["gradient_checkpointing"]:
+            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            for number in range(self.at["stage"], len(self.stages)):
+                choose_trainable(self.student, self.stages[number], flags)
+                self._stage(number, latest)
+                latest = None
+        finally:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+            if self.options["gradient_checkpointing"]:
+                self.student.gradient_checkpointing_disable()
+
+    def _stage(self, number, latest):
+        """One stage, from its start or from the state in `latest`, to its end, which is saved."""
+        stage = self.stages[number]
+        accelerator, at = self.accelerator, self.at
+        accelerator.free_memory()
+        if self.teacher is not None and stage.loss != "lm":
+            self.teacher.to(accelerator.device).eval()
+        optimizer = torch.optim.AdamW(
+            parameter_groups(self.student, stage), betas=(stage.beta1, stage.beta2), fused=True
+        )
+        step, optimizer = accelerator.prepare(DistillStep(self.student, self.teacher, stage), optimizer)
+        if latest is not None:
+            accelerator.load_state(str(latest))
+            self._check_generators()
+        else:
+            at.update(stage=number, step=0, sums={}, since=0)
+        reader = self.source.reader(stage.seq_len, self.seed, number, at["reader"])
+        sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        clamped = direct_mixings(self.student)
+        label = f"{stage.name} ({number + 1}/{len(self.stages)})"
+        bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
+        clock, norm = time.monotonic(), None
+        try:
+            while at["step"] < stage.steps:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["top_lr"] * stage.lr_factor(at["step"])
+                for part, last in self._parts(reader, stage):
+                    with nullcontext() if last else accelerator.no_sync(step):
+                        loss, logs = step(*part)
+                        accelerator.backward(loss)
+                    for key, value in logs.items():
+                        sums[key] = sums[key] + value if key in sums else value
+                if stage.max_grad_norm:
+                    norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                for mixing in clamped:
+                    mixing.data.clamp_(min=0.0)
+                at.update(step=at["step"] + 1, total=at["total"] + 1, since=at["since"] + 1)
+                at["tokens"] += stage.batch_size * stage.seq_len
+                bar.update()
+                stop = self.interrupt.asked and accelerator.num_processes == 1
+                done = at["step"] == stage.steps
+                if logged := done or at["step"] % self.options["log_every"] == 0:
+                    clock = self._count_time(clock, number)
+                    stop = self._log(stage, sums, norm, group["lr"], bar)
+                    sums = {}
+                if done or stop or at["step"] % self.options["save_every"] == 0:
+                    if not logged:
+                        clock = self._count_time(clock, number)
+                    self._save(reader, sums, norm, stage)
+                if stop and not (done and number + 1 == len(self.stages)):
+                    raise KeyboardInterrupt(
+                        f"stopped after step {at['total']} of {self._total()}, which is saved in {self.folder.state}; "
+                        "the same command goes on from there"
+                    )
+            at["reader"] = reader.handover()
+        finally:
+            bar.close()
+            reader.close()
+
+    def _parts(self, reader, stage):
+        """The batch of one step as this process sees it: ((ids, labels, token share, row share), is it the last)."""
+        ids, labels = reader.take(stage.batch_size)
+        predicted = int((labels[:, 1:] != NO_LABEL).sum())
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        own = stage.batch_size // world
+        rows = own // stage.grad_accum
+        shares = world / max(1, predicted), world / stage.batch_size
+        device = self.accelerator.device
+        for first in range(rank * own, (rank + 1) * own, rows):
+            part = slice(first, first + rows)
+            batch = ids[part].to(device), labels[part].to(device), *shares
+            yield batch, first + rows == (rank + 1) * own
+
+    def _count_time(self, clock, number):
+        moment = time.monotonic()
+        self.at["seconds"] += moment - clock
+        self.at["stage_seconds"][number] += moment - clock
+        return moment
+
+    def _log(self, stage, sums, norm, lr, bar):
+        """An entry of the history; returns whether any process was asked to stop. The only place that waits."""
+        at = self.at
+        values = torch.stack(
+            [*sums.values(), torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)]
+        )
+        *means, asked = self.accelerator.reduce(values, reduction="mean").tolist()
+        entry = {"stage": stage.name, "step": at["step"], "total": at["total"], "tokens": at["tokens"]}
+        entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
+        entry |= {"lr": lr, "seconds": round(at["seconds"], 3)}
+        if norm is not None:
+            entry["grad_norm"] = float(norm)
+        self._refuse_not_finite(stage, entry["loss"], entry.get("grad_norm", 0.0))
+        at["history"].append(entry)
+        at["since"] = 0
+        self.accelerator.log(
+            {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry},
+            step=at["total"],
+        )
+        speed = at["tokens"] / max(at["seconds"], 1e-9)
+        bar.set_postfix(loss=f"{entry['loss']:.4g}", tok_s=f"{speed:,.0f}", refresh=False)
+        return asked > 0
+
+    def _refuse_not_finite(self, stage, loss, norm):
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        last = self.folder.latest() if self.main else None
+        rest = f"the last good state is {last}" if last else "no state had been saved"
+        raise ValueError(
+            f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} "
+            f"(loss {loss}, gradient norm {norm}), so a smaller lr is needed; {rest}"
+        )
+
+    def _save(self, reader, sums, norm, stage):
+        """Write the whole state aside and rename it; keep the last two."""
+        import accelerate
+
+        at, target = self.at, self.folder.state_path(self.at["total"])
+        at["reader"] = reader.state()
+        at["sums"] = {key: value.item() for key, value in sums.items()}
+        self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), 0.0 if norm is None else float(norm))
+        with self.folder.writing(target, "a state") if self.main else nullcontext() as aside:
+            aside = accelerate.utils.broadcast_object_list([str(aside)])[0]
+            self.accelerator.save_state(aside, safe_serialization=False)
+            self.accelerator.wait_for_everyone()
+            if self.main:
+                write_json(os.path.join(aside, "progress.json"), {**at, "generator": _generator_hash()})
+                os.replace(aside, target)
+                self.folder.prune(KEPT_STATES)
+        self.accelerator.wait_for_everyone()
+
+    def _check_generators(self):
+        """accelerate skips random generators that it cannot read, and says so to nobody."""
+        if self.main and self.at.pop("generator") != _generator_hash():
+            raise ValueError(f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions")
+
+    def _finish(self):
+        """The finished model, its tokenizer and the record, aside and renamed; then the state goes."""
+        self.accelerator.wait_for_everyone()
+        if not self.main:
+            self.accelerator.wait_for_everyone()
+            return
+        with self.folder.writing(self.folder.out, "the model") as aside:
+            self.student.save_pretrained(aside)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(aside)
+            runs = self.folder.state / "runs"
+            if runs.exists():
+                os.replace(runs, aside / "runs")
+            write_json(aside / RECORD, self._record())
+            self.folder.finish(aside)
+        self._say(f"{self.folder.out} is finished: {self.at['total']} steps in {self.at['seconds']:.0f} s")
+        self.accelerator.wait_for_everyone()
+
+    def _record(self):
+        at, stages = self.at, []
+        for stage, seconds in zip(self.stages, at["stage_seconds"], strict=True):
+            entries = [entry for entry in at["history"] if entry["stage"] == stage.name]
+            stages.append(
+                dataclasses.asdict(stage)
+                | {"tokens": stage.steps * stage.batch_size * stage.seq_len, "seconds": round(seconds, 3)}
+                | {"steps_per_second": stage.steps / max(seconds, 1e-9)}
+                | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
+            )
+        teacher = None if self.teacher is None else self.teacher.config.name_or_path or type(self.teacher).__name__
+        return {
+            "format_version": 1,
+            "student": type(self.student).__name__,
+            "parameters": self.student.num_parameters(),
+            "teacher": teacher,
+            "seed": self.seed,
+            "stages": stages,
+            "steps": at["total"],
+            "tokens": at["tokens"],
+            "seconds": round(at["seconds"], 3),
+            "steps_per_second": at["total"] / max(at["seconds"], 1e-9),
+            "resumed": at["resumed"],
+            "data": self.source.describe() | {"name": self.source.name},
+            **{key: self.options[key] for key in ("mixed_precision", "gradient_checkpointing")},
+            "processes": self.accelerator.num_processes,
+            "hardware": describe_hardware(self.accelerator.device),
+            "versions": describe_versions(),
+            "commit": source_commit(),
+            "command": self.command,
+            "date": now(),
+            "fingerprint": self.fingerprint,
+            "history": at["history"],
+        }
+
+    def _identify(self):
+        """What makes this run this run: whatever would change the trained weights, in the order of refusal."""
+        used = any(stage.loss != "lm" for stage in self.stages)
+        parameters = [
+            (name, list(value.shape), str(value.dtype), value.requires_grad)
+            for name, value in self.student.named_parameters()
+        ]
+        return {
+            "seed": self.seed,
+            "mixed_precision": self.options["mixed_precision"],
+            "processes": self.accelerator.num_processes,
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "data": self.source.describe(),
+            "student": _digest(_plain_config(self.student), parameters),
+            "teacher": _digest(_plain_config(self.teacher), _samples(self.teacher)) if used else None,
+        }
+
+    def _bytes_needed(self):
+        size = sum(value.numel() * value.element_size() for value in self.student.state_dict().values())
+        return 3 * size * (KEPT_STATES + 1) + size
+
+    def _start_tracker(self):
+        if not self.options["tracker"]:
+            return
+        self.accelerator.init_trackers("runs", init_kwargs={"tensorboard": {"purge_step": self.at["total"] + 1}})
+
+    def _load_finished(self):
+        trained = type(self.student).from_pretrained(self.folder.out, dtype=self.student.dtype)
+        self.student.load_state_dict(trained.state_dict())
+
+    def _total(self):
+        return sum(stage.steps for stage in self.stages)
+
+    def _say(self, text):
+        logger.info(text)
+        if self.progress:
+            tqdm.write(text, file=sys.stderr)
+
+
+class _Interrupt:
+    """The first Ctrl-C is a wish, heard after the running step; the second stops at once."""
+
+    def __init__(self):
+        self.asked = False
+        self.installed = False
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGINT, self._ask)
+            self.installed = True
+
+    def __exit__(self, kind, _value, _trace):
+        if self.installed:
+            signal.signal(signal.SIGINT, self.before)
+        if self.asked and kind is None:
+            raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
+
+    def _ask(self, _number, _frame):
+        if self.asked:
+            raise KeyboardInterrupt("stopped at once; the same command goes on from the last saved state")
+        self.asked = True
+
+
+def _resolve(stages, recipe, data, seed, given):
+    """Stages, data and options from arguments, recipe and defaults, in that order of force; all checked."""
+    if (stages is None) == (recipe is None):
+        raise ValueError("stages: expected either stages or recipe, one of the two")
+    run = {}
+    if recipe is not None:
+        recipe = read_recipe(recipe)
+        stages, run = recipe.stages, recipe.run
+        data = recipe.data if data is None else data
+    stages = make_stages(stages)
+    if data is None:
+        raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed: got {seed!r}; expected a whole number of at least 0")
+    options = DEFAULTS | run | {key: value for key, value in given.items() if value is not None}
+    for key in ("save_every", "log_every"):
+        if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
+            raise ValueError(f"{key}: got {options[key]!r}; expected a whole number of at least 1")
+    return stages, data, options
+
+
+def _import_accelerate():
+    try:
+        import accelerate
+    except ImportError as error:
+        raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
+    return accelerate
+
+
+def _make_accelerator(accelerate, options, out):
+    tracker, precision = options["tracker"], options["mixed_precision"]
+    if precision not in (None, "no", "bf16"):
+        raise ValueError(f"mixed_precision: got {precision!r}; expected 'no' or 'bf16'")
+    if tracker == "tensorboard" and not accelerate.utils.is_tensorboard_available():
+        raise ImportError("tracker: tensorboard is missing: pip install 'mhla_hf[train]'")
+    accelerator = accelerate.Accelerator(
+        mixed_precision=precision,
+        log_with=tracker or None,
+        project_dir=f"{os.path.abspath(os.path.expanduser(out))}.state",
+        kwargs_handlers=[
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ],
+    )
+    if tracker and not accelerator.log_with:
+        raise ImportError(f"tracker: {tracker!r} is missing: pip install {tracker}")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
+    options["mixed_precision"] = accelerator.mixed_precision
+    return accelerator
+
+
+def _plain_config(model):
+    config = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def _samples(model):
+    """Some values of every weight, as bytes: enough to know a model by, quick for a large one."""
+    for name, value in model.named_parameters():
+        flat = value.detach().flatten()
+        yield name
+        yield flat[:: max(1, len(flat) // SAMPLED)].float().cpu().numpy().tobytes()
+
+
+def _digest(text, parts):
+    digest = hashlib.sha256(text.encode())
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+    return digest.hexdigest()[:32]
+
+
+def _generator_hash():
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
