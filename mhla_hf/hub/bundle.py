@@ -18,6 +18,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .files import write_text
+
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
@@ -60,14 +62,7 @@ def write_bundle(entry: str, folder: str | os.PathLike) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a directory, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / FILE_NAME
-    aside = folder / f"{FILE_NAME}.tmp-{os.getpid()}"
-    try:
-        aside.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)
-    return target
+    return write_text(folder / FILE_NAME, text)
 
 
 def check_bundle(text: str) -> dict[str, str]:

@@ -179,7 +179,9 @@ GUARD = """\
 def test_guarded_import_stays_guarded_and_single(tmp_path):
     files = {
         "ops/one": GUARD + "def has_triton():\n        return triton is not None and tl is not None\n",
-        "models/toy": "from ..ops.one import has_triton\n" + textwrap.dedent(GUARD) + "FOUND = [triton, tl, has_triton()]\n",
+        "models/toy": "from ..ops.one import has_triton\n"
+        + textwrap.dedent(GUARD)
+        + "FOUND = [triton, tl, has_triton()]\n",
     }
     text = folded(tmp_path, files)
     assert text.count("import triton\n") == 1 and text.count("    import triton\n") == 1
@@ -204,7 +206,8 @@ def test_reexport_and_conditional_definition(tmp_path):
 def test_future_import_comes_first(tmp_path):
     files = {
         "ops/low": '"""Low."""\n\nfrom __future__ import annotations\n\nimport math\n\nX = math.pi\n',
-        "models/toy": "from __future__ import annotations\n\nfrom ..ops.low import X\n\n\ndef f(a: Undefined):\n    return X\n",
+        "models/toy": "from __future__ import annotations\n\nfrom ..ops.low import X\n\n\n"
+        "def f(a: Undefined):\n    return X\n",
     }
     text = folded(tmp_path, files)
     assert text.count("__future__") == 1 and run(text)["f"](1) > 3
@@ -227,7 +230,10 @@ REFUSED = {
         {"ops/low": LOW + "A = 1\n", "models/toy": USE + "\n\ndef f():\n    global A\n    A = 2\n"},
         "'A' means something else",
     ),
-    "definition against import": ({"ops/low": LOW + "def nn(): ...\n", "models/toy": USE + "from torch import nn\n"}, "nn"),
+    "definition against import": (
+        {"ops/low": LOW + "def nn(): ...\n", "models/toy": USE + "from torch import nn\n"},
+        "nn",
+    ),
     "import against import": (
         {"ops/low": LOW + "from math import gamma\n", "models/toy": USE + "from torch.special import gamma\n"},
         "'gamma' means something else",
@@ -245,8 +251,14 @@ REFUSED = {
     "library star": ({"models/toy": "from math import *\n"}, "one by one"),
     "own package by name": ({"ops/low": LOW, "models/toy": "from toy.ops.low import Low\n"}, "imported relatively"),
     "own package by import": ({"ops/low": LOW, "models/toy": "import toy.ops.low\n"}, "imported relatively"),
-    "import in function": ({"models/toy": "def f():\n    import math\n    return math\n"}, r"toy\.py:2: import inside a func"),
-    "import in method": ({"models/toy": "class A:\n    def f(self):\n        from ..ops.low import B\n"}, "inside a function"),
+    "import in function": (
+        {"models/toy": "def f():\n    import math\n    return math\n"},
+        r"toy\.py:2: import inside a func",
+    ),
+    "import in method": (
+        {"models/toy": "class A:\n    def f(self):\n        from ..ops.low import B\n"},
+        "inside a function",
+    ),
     "type checking": (
         {"models/toy": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton\n"},
         r"toy\.py:1: TYPE_CHECKING is refused",
@@ -261,7 +273,10 @@ REFUSED = {
         {"models/toy": "try:\n    import triton\nexcept ImportError:\n    import math\n"},
         "in its first part",
     ),
-    "guard without handler": ({"models/toy": "try:\n    import triton\nfinally:\n    X = 1\n"}, "needs `except ImportError"),
+    "guard without handler": (
+        {"models/toy": "try:\n    import triton\nfinally:\n    X = 1\n"},
+        "needs `except ImportError",
+    ),
     "relative import in try": (
         {"ops/low": LOW, "models/toy": "try:\n    from ..ops.low import Low\nexcept ImportError:\n    Low = None\n"},
         "relative import inside `try:`",
@@ -275,7 +290,10 @@ REFUSED = {
         "triton has another guard in toy/ops/low.py:1",
     ),
     "import by name": ({"models/toy": "import importlib\nX = importlib.import_module('toy.ops')\n"}, "import by name"),
-    "import by relative name": ({"models/toy": "import importlib\nX = importlib.import_module('.ops', 'toy')\n"}, "by name"),
+    "import by relative name": (
+        {"models/toy": "import importlib\nX = importlib.import_module('.ops', 'toy')\n"},
+        "by name",
+    ),
     "unguarded library": ({"models/toy": "import triton\n"}, "import of triton outside `try:`"),
     "docstring looks relative": (
         {"models/toy": 'def f():\n    """Use it so:\n\n    from .low import Low\n    """\n'},
@@ -284,7 +302,10 @@ REFUSED = {
     "string looks relative": ({"models/toy": 'X = """\nimport .low\n"""\n'}, r"toy\.py:2: this text looks like"),
     "missing file": ({"models/toy": "from ..ops.low import Low\n"}, r"there is no file ops/low\.py"),
     "missing name": ({"ops/low": LOW, "models/toy": "from ..ops.low import High\n"}, "ops/low.py defines no 'High'"),
-    "upward": ({"ops/low": "from ..nn.middle import A\n", "nn/middle": "A = 1\n", "models/toy": USE}, "imports point down"),
+    "upward": (
+        {"ops/low": "from ..nn.middle import A\n", "nn/middle": "A = 1\n", "models/toy": USE},
+        "imports point down",
+    ),
     "outside": ({"train": "A = 1\n", "models/toy": "from ..train import A\n"}, "train does not ship"),
     "beyond the package": ({"models/toy": "from ...x import A\n"}, "leaves the package"),
     "circle": (

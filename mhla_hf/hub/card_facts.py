@@ -1,0 +1,253 @@
+"""What a model card may say: facts read from the files in the model's folder, checked before a word is written.
+
+Unusual: a card can be proven. Everything it shows comes from config.json, results.json, train.json, speed.json and
+card.json; the last holds what only a person knows (licence, base, limits) and the scores of the models it is compared
+with, so that the folder alone is enough to render the card again and compare.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..nn.settings import MHLASettings
+from ..scores.results import Result, Results, fingerprint_folder
+
+PERSON_FILE = "card.json"
+PERSON_FORMAT = 1
+OWN = "MHLA"
+TEACHER = "teacher"
+STAGE_NUMBERS = ("steps", "batch_size", "seq_len", "lr", "tokens", "seconds", "first_loss", "last_loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class CardFacts:
+    """All that a card shows.
+
+    name: title, and what the loading snippet says: a Hub id or a plain name. config: of config.json.
+    records: own scores. compared: label -> scores of another model; "teacher" is the softmax original.
+    train, speed: of train.json and speed.json, None without such a file.
+    base_model: Hub id of the softmax original, None when it is not published or there is none.
+    license, license_name, license_link: as the Hub writes them. datasets, language: Hub ids, language codes.
+    about: a sentence or more for the top. limits: sentences for the section of that name.
+    """
+
+    name: str
+    config: dict
+    records: list[Result]
+    compared: dict[str, list[Result]]
+    train: dict | None
+    speed: dict | None
+    base_model: str | None
+    license: str
+    license_name: str | None
+    license_link: str | None
+    datasets: list[str]
+    language: list[str]
+    about: str
+    limits: list[str]
+
+
+PERSON_KEYS = tuple(
+    field.name for field in dataclasses.fields(CardFacts) if field.name not in ("config", "records", "train", "speed")
+)
+
+
+def read_facts(folder, person: dict) -> CardFacts:
+    """Check `person` (what card.json holds, `compared` as `Result` lists) and put the folder's files beside it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"folder must be a model's directory, got {str(folder)!r}")
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise ValueError(f"{folder} holds no config.json: expected a saved MHLA model")
+    if not isinstance(config.get("mhla"), dict) or not isinstance(config.get("num_hidden_layers"), int):
+        raise ValueError(
+            f'{folder / "config.json"} has no "mhla" settings: expected the configuration of an MHLA model'
+        )
+    layers = MHLASettings.from_dict(config["mhla"]).resolve_layers(config["num_hidden_layers"])
+    config["mhla"]["layers"] = layers
+    _check_person(person)
+    return CardFacts(
+        config=config,
+        records=read_records(folder, "folder"),
+        train=_checked_train(folder),
+        speed=_checked_speed(folder),
+        **person,
+    )
+
+
+def read_json(folder: Path, name: str) -> dict | None:
+    """The object in `folder`/`name`; None without such a file."""
+    path = folder / name
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def read_records(folder, what: str) -> list[Result]:
+    """The scores in a model's folder; refused when there are none or when they belong to other weights."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{what} must be a model's directory, got {str(folder)!r}")
+    records = Results.read(folder).records
+    if not records:
+        raise ValueError(f"{folder} holds no results.json with scores: evaluate the model first")
+    local = [record for record in records if record.fingerprint.startswith("files:")]
+    if local:
+        now = fingerprint_folder(folder)
+        for record in local:
+            if record.fingerprint != now:
+                raise ValueError(
+                    f"{folder}: {record.task} was scored with other weights than it holds now: evaluate again"
+                )
+    return records
+
+
+def read_person(folder) -> dict:
+    """What `write_card` kept in card.json, with `compared` as lists of `Result`."""
+    path = Path(folder) / PERSON_FILE
+    content = read_json(Path(folder), PERSON_FILE)
+    if content is None:
+        raise ValueError(f"{path} does not exist: write the card with write_card first")
+    if content.pop("format_version", None) != PERSON_FORMAT:
+        raise ValueError(f"{path} must have format_version {PERSON_FORMAT}: write the card again")
+    if set(content) != set(PERSON_KEYS):
+        odd = sorted(set(content) ^ set(PERSON_KEYS))
+        raise ValueError(f"{path}: {odd[0]!r} is unknown or missing, expected exactly {', '.join(PERSON_KEYS)}")
+    content["compared"] = {
+        label: [Result.from_dict(record) for record in records] for label, records in content["compared"].items()
+    }
+    return content
+
+
+def person_json(person: dict) -> str:
+    """The text of card.json for `person`."""
+    compared = {label: [dataclasses.asdict(r) for r in records] for label, records in person["compared"].items()}
+    content = {"format_version": PERSON_FORMAT, **person, "compared": compared}
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def find_licence(base_model, teacher, given: dict) -> dict:
+    """license, license_name and license_link: what the base states, else what is given; never a guess.
+
+    base_model: Hub id or None. teacher: folder of the base, or None. given: the same three keys, from the caller.
+    """
+    stated, where = _stated_licence(base_model, teacher)
+    if given["license"] is None and stated is None:
+        asked = f"{where} states no licence" if where else "no base states a licence"
+        raise ValueError(f"license is missing: {asked}, so give license=... yourself")
+    if given["license"] is not None and stated is not None and given["license"] != stated["license"]:
+        raise ValueError(f"license {given['license']!r} is not what {where} states: {stated['license']!r}")
+    found = stated or given
+    if not isinstance(found["license"], str) or not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", found["license"]):
+        raise ValueError(f"license must be a Hub identifier such as apache-2.0, got {found['license']!r}")
+    if found["license"] == "unknown":
+        raise ValueError("license 'unknown' is no licence: ask the authors of the base, then give license=...")
+    if found["license"] == "other" and not found["license_name"]:
+        raise ValueError("license 'other' needs license_name (and license_link, where the text can be read)")
+    return found
+
+
+def _stated_licence(base_model, teacher) -> tuple[dict | None, str]:
+    """The licence in the base's own card, and where that card is; (None, "") without any base."""
+    places = []
+    if teacher is not None:
+        places.append((Path(teacher) / "README.md", str(Path(teacher) / "README.md")))
+    if base_model is not None:
+        places.append((base_model, f"the card of {base_model}"))
+    tried = ""
+    for place, where in places:
+        if isinstance(place, Path) and not place.is_file():
+            tried = f"{where} (no such file)"
+            continue
+        try:
+            data = ModelCard.load(place, ignore_metadata_errors=True).data
+        except OSError as error:
+            tried = f"{where} (not readable: {type(error).__name__})"
+            continue
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"{where} has front matter that cannot be read: {' '.join(str(error).split())}") from None
+        if data.get("license") is not None:
+            return {key: data.get(key) for key in ("license", "license_name", "license_link")}, where
+        tried = where
+    return None, tried
+
+
+def _check_person(person: dict) -> None:
+    for key in ("name", "base_model"):
+        if key == "base_model" and person[key] is None:
+            continue
+        try:
+            validate_repo_id(person[key])
+        except (HFValidationError, TypeError):
+            raise ValueError(f"{key} must be a Hub id such as user/model, got {person[key]!r}") from None
+    if person["base_model"] is not None and Path(person["base_model"]).exists():
+        raise ValueError(f"base_model {person['base_model']!r} is a local path: a card names a Hub id, or nothing")
+    for label, records in person["compared"].items():
+        if label == OWN or not re.fullmatch(r"[\w ,.+-]+", label):
+            raise ValueError(f"compared: label must be plain words other than {OWN!r}, got {label!r}")
+        if not records:
+            raise ValueError(f"compared: {label!r} has no scores")
+    for key in ("datasets", "language", "limits"):
+        if not isinstance(person[key], list) or not all(isinstance(text, str) and text for text in person[key]):
+            raise ValueError(f"{key} must be a list of texts, got {person[key]!r}")
+    if not isinstance(person["about"], str):
+        raise ValueError(f"about must be a text, got {person['about']!r}")
+
+
+def _checked_train(folder: Path) -> dict | None:
+    """train.json, with the keys that a card shows looked at."""
+    train = read_json(folder, "train.json")
+    if train is None:
+        return None
+    where = folder / "train.json"
+    missing = [key for key in ("stages", "tokens", "seconds", "seed", "hardware", "versions") if train.get(key) is None]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]!r}: expected the record of a finished training run")
+    if not isinstance(train["stages"], list) or not isinstance(train["versions"], dict):
+        raise ValueError(f"{where}: stages must be a list and versions an object, got {train['stages']!r:.80}")
+    for stage in train["stages"]:
+        for key in STAGE_NUMBERS:
+            if not isinstance(stage, dict) or not _number(stage.get(key)):
+                raise ValueError(f"{where}: every stage needs {key} as a number, got {stage!r:.80}")
+    return train
+
+
+def _checked_speed(folder: Path) -> dict | None:
+    speed = read_json(folder, "speed.json")
+    if speed is None:
+        return None
+    where = folder / "speed.json"
+    if not isinstance(speed.get("hardware"), str) or not isinstance(speed.get("versions"), dict):
+        raise ValueError(f'{where} must say "hardware" (a text) and "versions" (an object)')
+    if not isinstance(speed.get("rows"), list) or not speed["rows"]:
+        raise ValueError(f'{where} must have measurements in "rows", got {speed.get("rows")!r}')
+    for row in speed["rows"]:
+        if not isinstance(row, dict) or not isinstance(row.get("what"), str) or not _count(row.get("length")):
+            raise ValueError(f'{where}: every row needs "what" (a text) and "length" (tokens), got {row!r}')
+        for key in ("softmax_ms", "linear_ms", "mhla_ms"):
+            if not _number(row.get(key)) or row[key] <= 0:
+                at = f"{row['what']!r} at {row['length']}"
+                raise ValueError(f"{where}: {key} of {at} must be milliseconds above 0, got {row.get(key)!r}")
+    return speed
+
+
+def _count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
