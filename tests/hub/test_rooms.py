@@ -69,11 +69,14 @@ def test_entry_stands_alone(entry):
     assert f'\nNAMESPACE = "{check_bundle(text)["sha256"]}"\n' in text
 
 
-@pytest.mark.parametrize("entry", bundle.ENTRIES)
-def test_entry_runs_where_the_package_is_missing(entry, clean_python, tmp_path):
-    path = write_bundle(entry, tmp_path / "code")
-    code = f"import sys; sys.path.insert(0, {str(path.parent)!r}); import modeling_mhla; print(modeling_mhla.NAMESPACE)"
-    assert clean_python(code).strip() == check_bundle(path.read_text())["sha256"]
+def test_all_bundles_run_in_one_process_where_the_package_is_missing(clean_python, tmp_path):
+    code, wanted = "import sys\n", []
+    for number, entry in enumerate(entries()):
+        path = write_bundle(entry, tmp_path / "code").rename(tmp_path / "code" / f"bundle_{number}.py")
+        wanted.append(check_bundle(path.read_text())["sha256"])
+        code += f"sys.path.insert(0, {str(path.parent)!r})\nimport bundle_{number}\nprint(bundle_{number}.NAMESPACE)\n"
+    assert clean_python(code).split() == wanted
+    assert len(set(wanted)) == len(wanted) == 2
 
 
 @pytest.fixture
