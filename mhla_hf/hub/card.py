@@ -227,7 +227,7 @@ def _change(before: Result, after: Result | None) -> str:
 
 
 def _lost(before: Result, after: Result | None) -> bool:
-    """Whether the change is for the worse and larger than two standard errors (of both, taken as independent)."""
+    """Whether the change is for the worse and larger than two standard errors (of both, independent; unknown: zero)."""
     if after is None or before.value is None or after.value is None or before.higher_is_better is None:
         return False
     worse = before.value - after.value if before.higher_is_better else after.value - before.value
@@ -359,7 +359,7 @@ def _limits(facts: CardFacts) -> str:
             if _lost(record, after := _same(facts.records, record))
         ]
         lines.append(
-            "Worse than the teacher by more than two standard errors: " + "; ".join(lost) + "."
+            "Worse than the teacher, by more than two standard errors where these are known: " + "; ".join(lost) + "."
             if lost
             else "No score above is worse than the teacher's by more than two standard errors; smaller losses may exist."
         )

@@ -147,7 +147,9 @@ def test_recovery_table_in_the_order_of_the_question(card):
 
 
 def test_limits_say_what_was_lost(card):
-    lost = re.search(r"Worse than the teacher by more than two standard errors: (.*)\.", card).group(1)
+    lost = re.search(
+        r"Worse than the teacher, by more than two standard errors where these are known: (.*)\.", card
+    ).group(1)
     assert "acc of topics_recall (0.8700 → 0.4100)" in lost and "bits_per_byte of topics_bpb" in lost
     assert "cloze" not in lost
     assert "- It knows one book." in card and "Trained on sequences of 512 tokens" in card
