@@ -99,7 +99,9 @@ def convertible_type(model) -> str:
 
 def warn_of_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
     """Say once what the base's softmax layers did that their MHLA successors do not."""
-    windows = {getattr(attentions[i], "sliding_window", None) for i in layers} - {None}
+    windows = {getattr(attentions[i], "sliding_window", getattr(config, "sliding_window", None)) for i in layers} - {
+        None
+    }
     if windows:
         logger.warning(
             "convert: the base's layers see the last %s tokens only; as MHLA layers they see the whole context.",

@@ -9,6 +9,7 @@ import copy
 
 import torch
 from torch import nn
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ..nn.core import MHLA
@@ -45,6 +46,8 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
 
 
 AttentionInterface.register(ATTENTION_NAME, mhla_attention)
+# Padding as `[B, S]`, or nothing: a model without softmax layers never makes a T x T mask.
+AttentionMaskInterface.register(ATTENTION_NAME, flash_attention_mask)
 
 
 class MHLAMixer:
@@ -113,7 +116,6 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
         attention.config._attn_implementation_internal = ATTENTION_NAME
         attention.add_module("mhla", core)
     if len(chosen) == config.num_hidden_layers:
-        # No layer reads a T x T mask: under a name without a mask function transformers makes none.
         config._attn_implementation_internal = ATTENTION_NAME
     model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
 
@@ -131,7 +133,7 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     batch, length = inputs.shape[:2]
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     past = kwargs.get("past_key_values")
-    seen = past.get_seq_length() if past is not None else 0
+    seen = int(past.get_seq_length()) if past is not None else 0
     if mask is None:
         borders = packed_borders(kwargs.get("position_ids"), batch, seen)
         return None if borders is None else (args, {**kwargs, "cu_seq_lens_q": borders})
@@ -141,7 +143,7 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     starts = torch.where(real.any(1), real.int().argmax(1), length)
     added = {"mhla_padding": (starts, real)}
     if kwargs.get("position_ids") is None and len(args) < 3 and mask.ndim == 2:
-        added["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+        added["position_ids"] = (mask[:, : seen + length].long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
     return args, {**kwargs, **added}
 
 
@@ -152,7 +154,7 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
-        return mask[:, -length:].bool()
+        return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
         allowed = mask if mask.dtype == torch.bool else mask == 0
         return allowed[:, 0, :, seen : seen + length].any(1).expand(batch, length)

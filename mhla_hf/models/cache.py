@@ -30,6 +30,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
         """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""
         needed = -(-(self.seen_tokens + new_tokens) // block_size)
+        if torch.is_grad_enabled() and mixing.weight.requires_grad:
+            return mixing(needed)
         if self.mixing is None or self.mixing.shape[-1] < needed:
             capacity = max(mixing.num_blocks, 1 << (needed - 1).bit_length())
             self.mixing = mixing(capacity).detach()

@@ -4,6 +4,7 @@ and a look at the loaded weights before anyone trusts them.
 
 from transformers.initialization import copy_
 
+from ..nn.mixing import Mixing
 from .saving import SOURCE_FILE, check_loaded_weights, write_source
 
 
@@ -25,9 +26,13 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As transformers; damaged MHLA weights (NaN, negative mixing) are refused."""
+        """As transformers; damaged MHLA weights (NaN, negative mixing) are refused, and a frozen mixing is frozen again."""
         loaded = super().from_pretrained(*args, **kwargs)
-        check_loaded_weights(loaded[0] if isinstance(loaded, tuple) else loaded)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        check_loaded_weights(model)
+        for module in model.modules():
+            if isinstance(module, Mixing):
+                module.weight.requires_grad_(module.learn)
         return loaded
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):

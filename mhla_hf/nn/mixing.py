@@ -68,6 +68,7 @@ class Mixing(nn.Module):
         self.num_blocks = num_blocks
         self.start = start
         self.form = form
+        self.learn = learn
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
         self.weight.data.copy_(self.initial_values()["weight"])

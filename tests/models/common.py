@@ -1,0 +1,110 @@
+"""Small models of each family, made in a second, with fixed weights."""
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import mhla_hf
+
+VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+
+
+def softmax_model(family: str = "llama", **overrides):
+    """An ordinary softmax model with random weights, in eval mode."""
+    torch.manual_seed(7)
+    config_class, model_class, extra = FAMILIES[family]
+    return model_class(config_class(**{**SIZES, **extra, **overrides})).eval()
+
+
+def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, **settings):
+    """A converted model whose new parameters are not at their start, so that each of them matters."""
+    model = mhla_hf.convert(
+        softmax_model(family), layers=layers, block_size=block_size, num_blocks=num_blocks, **settings
+    )
+    return shaken(model)
+
+
+def scratch_model(*, block_size=8, num_blocks=4, **settings):
+    """The from-scratch model with random new parameters."""
+    torch.manual_seed(7)
+    mhla = {
+        **mhla_hf.MHLAConfig.preset("tiny").mhla,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "layers": "all",
+        **settings,
+    }
+    config = mhla_hf.MHLAConfig.preset(
+        "tiny",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        mhla=mhla,
+        pad_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    return shaken(mhla_hf.MHLAForCausalLM(config).eval())
+
+
+def shaken(model):
+    """Noise on every parameter that MHLA added."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mhla." in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids without the padding token."""
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+MODELS = {
+    "scratch": scratch_model,
+    "scratch-normalised": lambda: scratch_model(normalize=True, output_norm=False, gate=False),
+    "scratch-before": lambda: scratch_model(rope="before", per_head=True),
+    "llama-all": converted_model,
+    "llama-hybrid": lambda: converted_model(layers="2/3"),
+    "llama-first": lambda: converted_model(layers=[0]),
+    "llama-gate-norm": lambda: converted_model(gate=True, output_norm=True, normalize=False, per_head=True),
+    "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
+    "qwen2-all": lambda: converted_model("qwen2", feature_map="relu"),
+    "mistral-all": lambda: converted_model("mistral", feature_map="elu"),
+    "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
+}

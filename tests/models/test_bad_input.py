@@ -1,0 +1,217 @@
+"""What is wrong is refused in one sentence that names it, and nothing has been changed by then."""
+
+import json
+
+import pytest
+import torch
+from common import converted_model, scratch_model, softmax_model, tokens
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaModel
+
+import mhla_hf
+from mhla_hf import MHLAConfig, MHLASettings
+
+
+def one_sentence(error, *words):
+    text = str(error.value)
+    assert all(w in text for w in words), text
+    assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
+
+
+SETTINGS = [
+    ({"block_size": 0}, "block_size"),
+    ({"block_size": 2.5}, "block_size"),
+    ({"block_size": True}, "block_size"),
+    ({"num_blocks": -1}, "num_blocks"),
+    ({"feature_map": "softmax"}, "feature_map"),
+    ({"normalize": "yes"}, "normalize"),
+    ({"mixing_start": "random"}, "mixing_start"),
+    ({"mixing_form": "exp"}, "mixing_form"),
+    ({"rope": "never"}, "rope"),
+    ({"impl": "cuda"}, "impl"),
+    ({"learn_mixing": 1}, "learn_mixing"),
+    ({"gate": "on"}, "gate"),
+    ({"layers": "1/3"}, "layers"),
+    ({"layers": []}, "layers"),
+    ({"layers": [1, 1]}, "layers"),
+    ({"layers": [-1]}, "layers"),
+    ({"layers": ["0"]}, "layers"),
+    ({"layers": 3}, "layers"),
+]
+
+
+@pytest.mark.parametrize(("values", "name"), SETTINGS)
+def test_settings(values, name):
+    with pytest.raises(ValueError) as error:
+        MHLASettings(**values)
+    one_sentence(error, name, "got", "expected")
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [({"format_version": 2}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
+)
+def test_settings_from_a_file(values, word):
+    with pytest.raises(ValueError) as error:
+        MHLASettings.from_dict(values)
+    one_sentence(error, word)
+
+
+def test_settings_that_are_no_dictionary():
+    with pytest.raises(ValueError) as error:
+        MHLASettings.from_dict(["block_size"])
+    one_sentence(error, "mhla", "list")
+
+
+CONVERT = [
+    (lambda: "llama", {}, "model: got str"),
+    (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
+    (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9)), {}, "'gpt2'"),
+    (
+        lambda: BertModel(
+            BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+        ),
+        {},
+        "'bert'",
+    ),
+    (lambda: LlamaModel(softmax_model().config), {}, "model: got LlamaModel, expected LlamaForCausalLM"),
+    (converted_model, {}, "MHLA model already"),
+    (scratch_model, {}, "MHLA model already"),
+    (softmax_model, {"layers": [3]}, "layers: got index 3"),
+    (softmax_model, {"layers": "half"}, "layers"),
+    (softmax_model, {"blocksize": 3}, "'blocksize'"),
+    (softmax_model, {"rope": "after"}, "rope"),
+    (softmax_model, {"normalize": "official"}, "normalize"),
+    (softmax_model, {"settings": {"block_size": 8}}, "settings: got dict"),
+    (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
+def test_convert(make, arguments, word):
+    model = make()
+    before = None if isinstance(model, str) else (type(model), set(model.state_dict()))
+    with pytest.raises((TypeError, ValueError)) as error:
+        mhla_hf.convert(model, **arguments)
+    one_sentence(error, word)
+    assert before is None or before == (type(model), set(model.state_dict()))
+
+
+CONFIGS = [
+    ({"head_dim": 7}, "head_dim"),
+    ({"mhla": {"layers": [0]}}, "layers"),
+    ({"mhla": {"feature_map": "x"}}, "feature_map"),
+    ({"mhla": {"format_version": 99}}, "format_version"),
+    ({"mhla": {"normalise": True}}, "normalise"),
+]
+
+
+@pytest.mark.parametrize(("values", "word"), CONFIGS)
+def test_config(values, word):
+    with pytest.raises(Exception) as error:
+        MHLAConfig.preset("tiny", **values)
+    assert word in str(error.value)
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError) as error:
+        MHLAConfig.preset("7B")
+    one_sentence(error, "'7B'", "340M")
+
+
+def test_overlay_class_without_settings():
+    model_class = mhla_hf.MHLALlamaForCausalLM
+    with pytest.raises(ValueError) as error:
+        model_class(softmax_model().config)
+    one_sentence(error, "config: got LlamaConfig", "mhla_hf.convert")
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="MHLAFalconForCausalLM"):
+        _ = mhla_hf.MHLAFalconForCausalLM
+    with pytest.raises(AttributeError, match="MHLAFalconConfig"):
+        _ = mhla_hf.MHLAFalconConfig
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = mhla_hf.nothing
+
+
+DAMAGE = [
+    ("mixing.weight", float("nan"), {}, "NaN or infinite"),
+    ("mixing.weight", float("inf"), {}, "NaN or infinite"),
+    ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
+    ("q_map.weight", float("nan"), {}, "q_map.weight"),
+    ("norm_weight", float("nan"), {"output_norm": True}, "norm_weight"),
+]
+
+
+@pytest.mark.parametrize(("which", "value", "settings", "word"), DAMAGE)
+def test_damaged_weights(tmp_path, which, value, settings, word):
+    model = mhla_hf.convert(softmax_model(), layers=[1], block_size=8, num_blocks=4, **settings)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"model.layers.1.self_attn.mhla.{which}"].view(-1)[0] = value
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    one_sentence(error, f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word)
+
+
+def test_truncated_weights(tmp_path):
+    converted_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"(?i)safetensor|incomplete|invalid|deserializ"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_newer_format(tmp_path):
+    converted_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["mhla"]["format_version"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="update mhla_hf"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+CALLS = [
+    ({"attention_mask": torch.ones(3, 9)}, "attention_mask"),
+    ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+    ({"attention_mask": torch.ones(2, 9, 9)}, "attention_mask"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "word"), CALLS)
+@pytest.mark.parametrize("make", [converted_model, scratch_model])
+def test_calls(make, arguments, word):
+    with pytest.raises(ValueError) as error:
+        make()(tokens(2, 9), **arguments)
+    one_sentence(error, word)
+
+
+def test_both_inputs():
+    model = scratch_model()
+    with pytest.raises(ValueError) as error:
+        model(tokens(1, 3), inputs_embeds=torch.zeros(1, 3, 32))
+    one_sentence(error, "input_ids")
+
+
+def test_crop_past_a_block():
+    from transformers import DynamicCache
+
+    model = converted_model()
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 30), past_key_values=cache)
+    with pytest.raises(ValueError) as error:
+        cache.crop(-9)
+    one_sentence(error, "9", "8")
+    with pytest.raises(ValueError) as error:
+        cache.crop(4)
+    one_sentence(error, "tokens_to_remove")
+
+
+def test_continuous_batching_is_refused():
+    model = converted_model()
+    with pytest.raises(ValueError) as error:
+        model(tokens(1, 4), cache=object(), use_cache=False)
+    one_sentence(error, "cache", "past_key_values")

@@ -1,0 +1,96 @@
+"""A saved model in the hands of someone who never installed mhla_hf: another process, offline, without triton."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import MODELS, tokens
+
+VISITOR = """
+import importlib.util, json, os, sys
+ABSENT = ("mhla_hf", "triton", "diffusers", "accelerate", "lm_eval")
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in ABSENT else find_spec(name, package)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, "mhla_hf"))]
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.set_num_threads(1)
+ids = torch.tensor(json.load(open("ids.json")))
+report, out, seen = {}, {}, None
+for folder in ("saved", "again"):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    report[folder] = [sorted(info["missing_keys"]), sorted(info["unexpected_keys"])]
+    out[folder + ".logits"] = model(ids).logits.detach()
+    out[folder + ".text"] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    if folder == "saved":
+        report["class"] = type(model).__module__
+        report["one identity"] = type(AutoConfig.from_pretrained(folder, trust_remote_code=True)) is type(model.config)
+        model.save_pretrained("again")
+report["loaded"] = [m for m in ("mhla_hf", "triton", "diffusers") if m in sys.modules]
+save_file({k: v.contiguous() for k, v in out.items()}, "out.safetensors")
+json.dump(report, open("report.json", "w"))
+"""
+
+
+def visit(folder):
+    """Run the visitor in `folder`, away from this repository."""
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    run = subprocess.run([sys.executable, "-c", VISITOR], cwd=folder, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "name", ["scratch", "llama-all", "llama-hybrid", "qwen3-hybrid", "mixtral-hybrid", "llama-gate-norm"]
+)
+def test_bit_equal_elsewhere(name, tmp_path):
+    from safetensors.torch import load_file
+
+    model = MODELS[name]()
+    ids = tokens(2, 45)
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
+    report = visit(tmp_path)
+    out = load_file(tmp_path / "out.safetensors")
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    for folder in ("saved", "again"):
+        assert report[folder] == [[], []]
+        assert torch.equal(out[f"{folder}.logits"], model(ids).logits)
+        assert torch.equal(out[f"{folder}.text"], text)
+    assert report["class"].startswith("transformers_modules.") and report["one identity"]
+    assert report["loaded"] == []
+    for file in ("model.safetensors", "modeling_mhla.py", "config.json"):
+        assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+
+
+def test_refused_without_trust(tmp_path):
+    MODELS["llama-all"]().save_pretrained(tmp_path / "saved")
+    code = VISITOR.split("ids =")[0] + 'AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=False)'
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 1 and "trust_remote_code=True" in run.stderr
+
+
+def test_import_is_light():
+    code = (
+        "import sys, time, transformers; t = time.perf_counter(); import mhla_hf; d = time.perf_counter() - t;"
+        "assert 'torch' not in sys.modules and 'transformers.modeling_utils' not in sys.modules;"
+        "assert d < 0.3, d; assert set(mhla_hf.__all__) <= set(dir(mhla_hf))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

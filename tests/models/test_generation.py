@@ -1,0 +1,202 @@
+"""Cached decoding equals the full forward pass, whatever the way transformers takes through it."""
+
+import copy
+
+import pytest
+import torch
+from common import MODELS, converted_model, scratch_model, softmax_model, tokens
+from transformers import DynamicCache, StaticCache
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request):
+    return MODELS[request.param]()
+
+
+@torch.no_grad()
+def full_logits(model, ids, mask=None):
+    return model(ids, attention_mask=mask, use_cache=False).logits
+
+
+@torch.no_grad()
+def test_every_split_equals_the_full_pass(model):
+    ids = tokens(2, 36)
+    expected = full_logits(model, ids)
+    for split in (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 35):
+        cache = DynamicCache(config=model.config)
+        first = model(ids[:, :split], past_key_values=cache, use_cache=True).logits
+        second = model(ids[:, split:], past_key_values=cache, use_cache=True).logits
+        assert cache.get_seq_length() == 36
+        torch.testing.assert_close(torch.cat([first, second], 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("edge", [63, 64, 65, 127, 128, 129])
+def test_block_of_64_token_by_token(edge):
+    model = converted_model(layers="2/3", block_size=64, num_blocks=2)
+    ids = tokens(1, edge + 3)
+    expected = full_logits(model, ids)
+    cache = DynamicCache(config=model.config)
+    got = [model(ids[:, :edge], past_key_values=cache).logits]
+    got += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(edge, edge + 3)]
+    torch.testing.assert_close(torch.cat(got, 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_greedy_scores_equal_the_full_pass(model):
+    ids = tokens(2, 13)
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    expected = full_logits(model, out.sequences)[:, 12:-1]
+    torch.testing.assert_close(torch.stack(out.logits, 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["sample", "beam", "greedy"])
+def test_cached_generation_equals_cacheless(model, how):
+    ids = tokens(2, 11)
+    options = {"sample": {"do_sample": True, "top_k": 0}, "beam": {"num_beams": 3}}.get(how, {})
+    runs = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        runs.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, use_cache=use_cache, **options)
+        )
+    assert torch.equal(*runs)
+
+
+def padded(rows, side):
+    length = max(len(r) for r in rows)
+    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(length - len(row), None) if side == "left" else slice(None, len(row))
+        ids[i, where], mask[i, where] = row, 1
+    return ids, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_equals_the_row_alone(model, side):
+    rows = [tokens(1, n, seed=n)[0] for n in (5, 30, 17, 8)]
+    ids, mask = padded(rows, side)
+    ids[mask == 0] = 9  # content of the padding must not matter
+    logits = full_logits(model, ids, mask)
+    for i, row in enumerate(rows):
+        real = logits[i][mask[i].bool()]
+        torch.testing.assert_close(real, full_logits(model, row[None])[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_left_padded_generation_equals_single(model):
+    rows = [tokens(1, n, seed=n)[0] for n in (4, 19, 9)]
+    ids, mask = padded(rows, "left")
+    together = model.generate(
+        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    for i, row in enumerate(rows):
+        alone = model.generate(
+            row[None],
+            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            max_new_tokens=20,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        torch.testing.assert_close(
+            torch.stack(together.logits, 1)[i], torch.stack(alone.logits, 1)[0], rtol=1e-4, atol=1e-4
+        )
+
+
+@torch.no_grad()
+def test_static_cache_and_left_padding(model):
+    rows = [tokens(1, n, seed=n)[0] for n in (4, 19)]
+    ids, mask = padded(rows, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    dynamic = model.generate(ids, **options)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(dynamic, static)
+
+
+@torch.no_grad()
+def test_static_cache_by_hand():
+    model = converted_model(layers=[0, 1])
+    ids = tokens(2, 20)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    got = [model(ids[:, :9], past_key_values=cache).logits]
+    got += [
+        model(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t], [t]])).logits
+        for t in range(9, 20)
+    ]
+    torch.testing.assert_close(torch.cat(got, 1), full_logits(model, ids), **CLOSE)
+
+
+@torch.no_grad()
+def test_beyond_the_trained_blocks(model):
+    """4 blocks of 8 are learned; a prompt of 4 x 32 tokens runs and keeps the outputs of its beginning."""
+    ids = tokens(1, 128)
+    logits = full_logits(model, ids)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[:, :32], full_logits(model, ids[:, :32]), **CLOSE)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert torch.equal(out[:, 128:], full_logits(model, out)[:, 127:-1].argmax(-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [converted_model, lambda: converted_model(layers="2/3"), scratch_model])
+def test_assisted_decoding_rolls_back_exactly(make):
+    model = make()
+    ids = tokens(1, 14)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(ids, **options)
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p += 0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(model.generate(ids, assistant_model=draft, **options), plain)
+    assert torch.equal(model.generate(ids, assistant_model=softmax_model(), **options), plain)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), plain)
+
+
+@torch.no_grad()
+def test_packed_rows_equal_separate_rows(model):
+    rows = [tokens(1, n, seed=n) for n in (5, 20, 9)]
+    packed = torch.cat(rows, 1)
+    positions = torch.cat([torch.arange(r.shape[1]) for r in rows])[None]
+    got = model(packed, position_ids=positions, use_cache=False).logits
+    expected = torch.cat([full_logits(model, r) for r in rows], 1)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_chunked_prefill(model):
+    ids, mask = padded([tokens(1, 6)[0], tokens(1, 33)[0]], "left")
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, prefill_chunk_size=10)
+    assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+def test_cache_of_another_model_is_refused():
+    base, model = softmax_model(), converted_model()
+    cache = DynamicCache(config=base.config)
+    base(tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values: layer 0 holds 5 tokens of softmax"):
+        model(tokens(1, 1), past_key_values=cache)
+    ours = DynamicCache(config=model.config)
+    model(tokens(1, 5), past_key_values=ours)
+    with pytest.raises(ValueError, match="past_key_values: a softmax layer wrote"):
+        base(tokens(1, 1), past_key_values=ours)
+
+
+@torch.no_grad()
+def test_a_causal_model_does_not_look_ahead(model):
+    ids = tokens(1, 30)
+    changed = ids.clone()
+    changed[:, 20:] = tokens(1, 10, seed=9)
+    a, b = full_logits(model, ids), full_logits(model, changed)
+    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
+    assert (a[:, 20:] - b[:, 20:]).abs().max() > 1e-3
