@@ -64,7 +64,7 @@ class Blocks:
         length, count = self.shape[axis], self.counts[axis]
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
-        size, longer = divmod(length, count)
+        size, longer = length // count, length % count
         return (size + 1,) * longer + (size,) * (count - longer)
 
     def sizes(self) -> tuple:
@@ -82,10 +82,7 @@ class Blocks:
     @property
     def contiguous(self) -> bool:
         """True when every block is one run of the row-major tokens, in order."""
-        for axis, count in enumerate(self.counts):
-            if count > 1 and self.counts[:axis] != self.shape[:axis]:
-                return False
-        return True
+        return all(count == 1 or self.counts[:axis] == self.shape[:axis] for axis, count in enumerate(self.counts))
 
     def index(self, device=None) -> torch.Tensor:
         """Block of each token, row-major over both: int64 [T]."""
@@ -95,7 +92,7 @@ class Blocks:
             if self.block_size is not None:
                 along = place // self.block_size
             else:
-                size, longer = divmod(self.shape[axis], count)
+                size, longer = self.shape[axis] // count, self.shape[axis] % count
                 along = torch.where(
                     place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size
                 )

@@ -15,6 +15,7 @@ from .blocks import Blocks
 from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
+from .torch_impl import torch_mhla
 
 IMPLEMENTATIONS = ("auto", "reference", "torch")
 OPERATOR_LOG = logging.getLogger("mhla_hf")
@@ -71,7 +72,6 @@ def mhla(
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state is True; expected so only with causal=True and without cu_seqlens.")
-    choose_implementation(impl, q)
     options = {
         "blocks": blocks,
         "key_blocks": key_blocks,
@@ -84,7 +84,8 @@ def mhla(
         "cu_seqlens": cu_seqlens,
         "starts": starts,
     }
-    o = mhla_reference(q, k, v, mixing, **options)
+    implementation = mhla_reference if choose_implementation(impl, q) == "reference" else torch_mhla
+    o = implementation(q, k, v, mixing, **options)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
