@@ -46,7 +46,7 @@ class FeatureMap(nn.Module):
             return F.elu(x) + 1.0
         if self.kind == "identity":
             return x
-        y = torch.einsum("bthk,hkf->bthf", x, self.weight).float()
+        y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from common import converted_model, scratch_model, softmax_model, tokens
 from safetensors.torch import load_file, save_file
+from small_models import converted_model, scratch_model, softmax_model, tokens
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 import mhla_hf

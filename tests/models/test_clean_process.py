@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from common import MODELS, tokens
+from small_models import MODELS, tokens
 
 VISITOR = """
 import importlib.util, json, os, sys

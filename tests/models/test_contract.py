@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from common import FAMILIES, MODELS, SIZES, converted_model, scratch_model, softmax_model, tokens
 from safetensors.torch import load_file, save_file
+from small_models import FAMILIES, MODELS, SIZES, converted_model, scratch_model, softmax_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mhla_hf
@@ -95,7 +95,7 @@ def test_half_precision_keeps_the_mixing_in_fp32(model, dtype, tmp_path):
 
 
 def test_missing_new_weights_get_their_start(tmp_path):
-    """A softmax checkpoint under an MHLA configuration: base weights loaded, new ones at their start, nothing uninitialised."""
+    """A softmax checkpoint under an MHLA configuration: base weights loaded, the new ones at their start."""
     model = mhla_hf.convert(softmax_model(), layers="all", block_size=8, num_blocks=4, gate=True, output_norm=True)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

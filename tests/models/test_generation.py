@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import MODELS, converted_model, scratch_model, softmax_model, tokens
+from small_models import MODELS, converted_model, scratch_model, softmax_model, tokens
 from transformers import DynamicCache, StaticCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

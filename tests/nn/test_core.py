@@ -1,0 +1,103 @@
+"""The core against the formula of the paper, written out token by token and independently of `ops`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mhla_hf import MHLASettings
+from mhla_hf.nn.core import MHLA
+from mhla_hf.nn.features import FeatureMap
+from mhla_hf.nn.mixing import MIXING_FLOOR, Mixing, extend_causal, locality_start
+
+
+def by_hand(core, q, k, v, hidden=None):
+    """o_t = sum over s <= t of m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s, normalised or not; fp64, loops."""
+    settings, block = core.settings, core.settings.block_size
+    phi = {"q": core.q_map, "k": core.k_map}
+    features = {}
+    for name, x in (("q", q), ("k", k)):
+        if settings.feature_map == "hedgehog":
+            y = torch.stack([x[:, :, h] @ phi[name].weight[h] for h in range(x.shape[2])], 2)
+            features[name] = torch.cat([F.softmax(y, -1), F.softmax(-y, -1)], -1)
+        elif settings.feature_map == "relu":
+            features[name] = x.clamp_min(0) + 1e-6
+        else:
+            features[name] = x if settings.feature_map == "identity" else F.elu(x) + 1
+    length, heads = q.shape[1], q.shape[2]
+    mixing = core.mixing(-(-length // block)).double()
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for h in range(heads):
+        m = mixing[h] if mixing.ndim == 3 else mixing
+        g = h // (heads // k.shape[2])
+        for t in range(length):
+            total, weights = 0.0, 0.0
+            for s in range(t + 1):
+                w = m[t // block, s // block] * (features["q"][:, t, h] * features["k"][:, s, g]).sum(-1)
+                total, weights = total + w[:, None] * v[:, s, g], weights + w
+            out[:, t, h] = total / weights[:, None] if settings.normalize else total * features["q"].shape[-1] ** -0.5
+    if settings.output_norm:
+        out = out * (out.pow(2).mean(-1, keepdim=True) + core.norm_eps).rsqrt() * core.norm_weight
+    if settings.gate:
+        out = out * F.silu(core.gate(hidden)).view_as(out)
+    return out
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "relu", "elu", "identity"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"per_head": True}, {"gate": True, "output_norm": True}])
+def test_core_is_the_paper(feature_map, normalize, extra):
+    if feature_map == "identity" and normalize:
+        pytest.skip("signed features have no meaningful normaliser")
+    settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, normalize=normalize, **extra)
+    core = MHLA(settings, num_heads=4, num_kv_heads=2, key_dim=6, value_dim=5, hidden_size=7).double()
+    with torch.no_grad():
+        for p in core.parameters():
+            p += 0.3 * torch.randn_like(p)
+    q, k, v = torch.randn(2, 18, 4, 6), torch.randn(2, 18, 2, 6), torch.randn(2, 18, 2, 5)
+    q, k, v, hidden = q.double(), k.double(), v.double(), torch.randn(2, 18, 7).double()
+    expected = by_hand(core, q, k, v, hidden)
+    got = core(q, k, v, hidden_states=hidden)
+    # feature maps and mixing are computed in fp32 whatever comes in
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_hedgehog_starts_as_two_softmaxes_of_x():
+    feature_map = FeatureMap("hedgehog", 3, 8)
+    x = torch.randn(2, 5, 3, 8)
+    assert feature_map.num_features == 16
+    torch.testing.assert_close(feature_map(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
+    assert feature_map(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_relu_is_never_all_zero():
+    assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
+
+
+@pytest.mark.parametrize("form", ["softmax", "direct"])
+def test_locality_start_is_the_papers(form):
+    core = Mixing(5, form=form).core()
+    start = torch.tensor([[1 - abs(i - j) / 5 if j <= i else 0.0 for j in range(5)] for i in range(5)])
+    torch.testing.assert_close(core, start / start.sum(-1, keepdim=True))
+
+
+def test_locality_start_never_reaches_zero():
+    assert locality_start(torch.tensor([[0.0, 5.0]]), 5.0).min() == MIXING_FLOOR
+
+
+def test_training_keeps_the_mixing_nonnegative():
+    for form in ("softmax", "direct"):
+        mixing = Mixing(4, form=form)
+        optimizer = torch.optim.SGD(mixing.parameters(), lr=50.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (mixing(6) * torch.randn(6, 6)).sum().backward()
+            optimizer.step()
+        assert (mixing(9) >= 0).all() and mixing(9).isfinite().all()
+
+
+def test_tail_of_a_matrix_with_an_empty_oldest_block():
+    core = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]], requires_grad=True)
+    longer = extend_causal(core, 7)
+    assert longer.isfinite().all() and (longer[6, :4] < 1e-30).all()
+    longer.sum().backward()
+    assert core.grad.isfinite().all()
