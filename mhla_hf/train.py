@@ -33,7 +33,7 @@ logger = logging.getLogger("mhla_hf")
 
 KEPT_STATES = 2
 SAMPLED = 1024
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation")
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
 DEFAULTS = {
     "mixed_precision": None,
     "gradient_checkpointing": False,
@@ -42,7 +42,7 @@ DEFAULTS = {
     "tracker": "",
 }
 
-__all__ = ["DistillStep", "Stage", "distill"]
+__all__ = ["Stage", "distill"]
 
 
 def distill(
@@ -170,7 +170,7 @@ class _Run:
         flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         self.student.train()
         if self.options["gradient_checkpointing"]:
-            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+            self.student.activation_checkpointing_enable({"use_reentrant": False})
         try:
             for number in range(self.at["stage"], len(self.stages)):
                 choose_trainable(self.student, self.stages[number], flags)
@@ -180,7 +180,7 @@ class _Run:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
             if self.options["gradient_checkpointing"]:
-                self.student.gradient_checkpointing_disable()
+                self.student.activation_checkpointing_disable()
 
     def _stage(self, number, latest):
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
@@ -247,7 +247,7 @@ class _Run:
     def _parts(self, reader, stage):
         """The batch of one step as this process sees it: ((ids, labels, token share, row share), is it the last)."""
         ids, labels = reader.take(stage.batch_size)
-        predicted = int((labels[:, 1:] != NO_LABEL).sum())
+        predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         own = stage.batch_size // world
         rows = own // stage.grad_accum

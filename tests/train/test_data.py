@@ -1,0 +1,183 @@
+"""Text becomes full sequences: every token once per epoch, the same order for the same seed, streams that go on."""
+
+import json
+
+import datasets
+import numpy
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mhla_hf import data
+from mhla_hf.data import open_text
+
+WORDS = {"<end>": 0} | {word: i for i, word in enumerate(["a", "b", "c", "d", "e", "f", "g", "h"], 1)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    model = Tokenizer(models.WordLevel(WORDS, unk_token="<end>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>", unk_token="<end>")
+
+
+def test_an_epoch_shows_every_token_once():
+    reader = open_text(torch.arange(60)).reader(12, 7, 0)
+    first, second = reader.take(5)[0], reader.take(5)[0]
+    assert sorted(first.flatten().tolist()) == list(range(60))
+    assert sorted(second.flatten().tolist()) == list(range(60))
+    assert not torch.equal(first, second)
+    assert ((first - first[:, :1]) % 60 == torch.arange(12)).all()  # sequences are stretches of the ring
+
+
+def test_order_follows_from_seed_and_stage():
+    ring = open_text(torch.arange(1000))
+    same = [ring.reader(10, 3, 1).take(250)[0] for _ in range(2)]
+    assert torch.equal(*same)
+    for seed, stage in ((4, 1), (3, 0)):
+        assert not torch.equal(same[0], ring.reader(10, seed, stage).take(250)[0])
+
+
+def test_ring_goes_on_anywhere():
+    ring = open_text(torch.arange(100))
+    whole = ring.reader(10, 3, 0).take(47)[0]
+    reader = ring.reader(10, 3, 0)
+    reader.take(23)
+    rest = ring.reader(10, 3, 0, json.loads(json.dumps(reader.state()))).take(24)[0]
+    assert torch.equal(rest, whole[23:])
+
+
+def test_files_folders_and_their_ends(tokenizer, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("c d")
+    (tmp_path / "a.md").write_text("a b")
+    (tmp_path / "sub" / "c.rst").write_text("e")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "code.py").write_text("h h h")
+    assert open_text(tmp_path, tokenizer).tokens.tolist() == [1, 2, 0, 3, 4, 0, 5, 0]
+    assert open_text(str(tmp_path / "b.txt"), tokenizer).tokens.tolist() == [3, 4, 0]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def rows():
+    random = numpy.random.default_rng(0)
+    return [{"text": " ".join(random.choice(list("abcdefgh"), random.integers(1, 30)))} for _ in range(150)]
+
+
+def test_stream_is_the_documents_in_order(tokenizer, tmp_path, rows, monkeypatch):
+    monkeypatch.setattr(data, "WINDOW", 8)
+    text = tokenizer(" <end> ".join(row["text"] for row in rows) + " <end>")["input_ids"]
+    reader = open_text(write_rows(tmp_path / "t.jsonl", rows), tokenizer).reader(10, 0, 0)
+    taken = [reader.take(8)[0] for _ in range(len(text) // 80)]
+    for number, window in enumerate(taken):
+        expected = torch.tensor(text[number * 80 : number * 80 + 80]).view(8, 10)
+        assert not torch.equal(window, expected)  # shuffled within the window
+        assert sorted(window.tolist()) == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder", "dataset", "iterable"])
+def test_stream_goes_on_anywhere(tokenizer, tmp_path, rows, monkeypatch, kind):
+    monkeypatch.setattr(data, "WINDOW", 16)
+    table = datasets.Dataset.from_list(rows)
+    if kind == "folder":
+        (tmp_path / "many").mkdir()
+        for i in range(3):
+            write_rows(tmp_path / "many" / f"{i}.jsonl", rows[i * 50 : i * 50 + 50])
+    made = {
+        "jsonl": lambda: write_rows(tmp_path / "t.jsonl", rows),
+        "parquet": lambda: table.to_parquet(tmp_path / "t.parquet") and str(tmp_path / "t.parquet"),
+        "folder": lambda: tmp_path / "many",
+        "dataset": lambda: table,
+        "iterable": lambda: table.to_iterable_dataset(num_shards=3),
+    }[kind]
+    whole = open_text(made(), tokenizer).reader(11, 5, 0).take(620)[0]  # three epochs and more
+    for stop in (0, 5, 16, 201, 330, 512):
+        reader = open_text(made(), tokenizer).reader(11, 5, 0)
+        if stop:
+            reader.take(stop)
+        state = json.loads(json.dumps(reader.state()))
+        reader.close()
+        again = open_text(made(), tokenizer).reader(11, 5, 0, state)
+        assert torch.equal(again.take(100)[0], whole[stop : stop + 100])
+        again.close()
+
+
+def test_next_stage_goes_on_in_the_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "WINDOW", 4)
+    file = write_rows(tmp_path / "t.jsonl", [{"input_ids": list(range(i, i + 10))} for i in range(0, 1000, 10)])
+    source = open_text(file)
+    reader = source.reader(10, 0, 0)
+    reader.take(6)
+    second = source.reader(20, 0, 1, json.loads(json.dumps(reader.handover()))).take(4)[0]
+    assert sorted(second[:, 0].tolist()) == [80, 100, 120, 140]
+
+
+def test_labels_of_the_rows_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "WINDOW", 2)
+    file = write_rows(tmp_path / "t.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 30)
+    ids, labels = open_text(file).reader(6, 0, 0).take(3)
+    assert torch.equal(labels, torch.tensor([[-100, 2, 3, -100, 2, 3]] * 3))
+    assert torch.equal(ids, torch.tensor([[1, 2, 3, 1, 2, 3]] * 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.txt", None, "there is no file or folder"),
+        ("t.txt", "", "holds no text"),
+        ("t.txt", " \n\t", "holds no text"),
+        ("t.txt", b"a \xff\xfe b", r"is not UTF-8 text \(byte 2\)"),
+        ("t.txt", "a b c", "holds 4 tokens, which is shorter than one sequence .seq_len 10."),
+        ("t.jsonl", '{"text": "a b"}\n', "holds 3 tokens, which is shorter than one sequence"),
+        ("t.jsonl", '{"body": "a b"}\n', "has no column 'text'; it has body"),
+        ("t.jsonl", '{"text": 5}\n', "column 'text' holds a int; expected text"),
+        ("t.jsonl", '{"text": "a b"\n', "cannot be read|neither a file"),
+        ("t.jsonl", '{"input_ids": [1, 99]}\n', "gives token 99; the model knows tokens 0 to 8"),
+        ("t.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "has 2 input_ids beside 1 labels"),
+        ("empty", "folder", "the folder '.*empty' holds no text; expected files ending in .txt"),
+        ("no/such/place/text", None, "there is no file or folder"),
+    ],
+)
+def test_bad_text(tokenizer, tmp_path, name, content, words):
+    path = tmp_path / name
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=words) as caught:
+        open_text(str(path), tokenizer, vocab_size=9).reader(10, 0, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_dataset_that_cannot_be_reached(tokenizer):
+    with pytest.raises(ValueError, match="neither a file or folder here nor a dataset that can be reached"):
+        open_text("nobody/nothing-of-this-name", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        (torch.zeros(3), ValueError, r"got a tensor \(3,\) of torch.float32; expected whole numbers"),
+        (torch.zeros(2, 3, dtype=torch.long), ValueError, r"got a tensor \(2, 3\)"),
+        (torch.zeros(0, dtype=torch.long), ValueError, "holds no text"),
+        (torch.tensor([1, -1]), ValueError, "gives token -1"),
+        (torch.tensor([1, 64]), ValueError, "gives token 64; the model knows tokens 0 to 63"),
+        (["some", "text"], TypeError, "got list; expected a file"),
+        (7, TypeError, "got int; expected a file"),
+    ],
+)
+def test_bad_values(value, kind, words):
+    with pytest.raises(kind, match=words):
+        open_text(value, vocab_size=64)
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    (tmp_path / "t.txt").write_text("a b c")
+    with pytest.raises(ValueError, match="tokenizer: None was given"):
+        open_text(tmp_path / "t.txt")
