@@ -101,9 +101,15 @@ def distill(
     stages, data, options = _resolve(stages, recipe, data, seed, given)
     check_models(student, teacher, stages)
     accelerate = _import_accelerate()
-    fresh = not accelerate.state.is_initialized()
-    accelerator = _make_accelerator(accelerate, options, out)
+    fresh = not accelerate.state.PartialState._shared_state
+    accelerator = _make_accelerator(accelerate, options, out)  # its settings are global until they are reset below
     try:
+        for stage in stages:
+            if stage.batch_size % (accelerator.num_processes * stage.grad_accum):
+                raise ValueError(
+                    f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by "
+                    f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
+                )
         vocab = student.get_input_embeddings().weight.shape[0]
         source = open_text(data, tokenizer, text_field=text_field, vocab_size=vocab)
         run = _Run(accelerator, student, teacher, tokenizer, source, stages, options, seed, out, progress, command)
@@ -111,7 +117,7 @@ def distill(
     finally:
         accelerator.free_memory()
         if fresh:
-            accelerate.state.AcceleratorState._reset_state()
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=accelerator.num_processes == 1)
 
 
 class _Run:
@@ -469,8 +475,13 @@ def _make_accelerator(accelerate, options, out):
     tracker, precision = options["tracker"], options["mixed_precision"]
     if precision not in (None, "no", "bf16"):
         raise ValueError(f"mixed_precision: got {precision!r}; expected 'no' or 'bf16'")
-    if tracker == "tensorboard" and not accelerate.utils.is_tensorboard_available():
-        raise ImportError("tracker: tensorboard is missing: pip install 'mhla_hf[train]'")
+    if tracker:
+        known = [kind.value for kind in accelerate.utils.LoggerType if kind.value != "all"]
+        if tracker not in known:
+            raise ValueError(f"tracker: got {tracker!r}; expected one of {', '.join(known)}")
+        if tracker not in [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]:
+            what = "'mhla_hf[train]'" if tracker == "tensorboard" else tracker
+            raise ImportError(f"tracker: {tracker} is missing: pip install {what}")
     accelerator = accelerate.Accelerator(
         mixed_precision=precision,
         log_with=tracker or None,
@@ -479,8 +490,6 @@ def _make_accelerator(accelerate, options, out):
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
-    if tracker and not accelerator.log_with:
-        raise ImportError(f"tracker: {tracker!r} is missing: pip install {tracker}")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
     options["mixed_precision"] = accelerator.mixed_precision
