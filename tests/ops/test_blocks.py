@@ -1,0 +1,69 @@
+"""Which token is in which block."""
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mhla_hf.ops.blocks import Blocks
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=3))
+def test_grid_is_cut_as_numpy_cuts(axes):
+    shape, counts = [size for size, _ in axes], [count for _, count in axes]
+    blocks = Blocks.grid(shape, counts)
+    clamped = [min(size, count) for size, count in axes]
+    expected = numpy.zeros(shape, dtype=int)
+    for axis, (size, count) in enumerate(zip(shape, clamped, strict=True)):
+        along = numpy.concatenate([[i] * len(part) for i, part in enumerate(numpy.array_split(range(size), count))])
+        expected = expected * count + along.reshape([-1 if a == axis else 1 for a in range(len(shape))]).astype(int)
+    index = blocks.index()
+    assert index.dtype == torch.int64 and index.tolist() == expected.flatten().tolist()
+    assert blocks.counts == tuple(clamped) and blocks.length == expected.size
+    assert blocks.sizes() == tuple(numpy.bincount(expected.flatten(), minlength=blocks.num_blocks).tolist())
+    assert blocks.equal == (len(set(blocks.sizes())) == 1)
+    assert blocks.contiguous == bool((index.diff() >= 0).all())
+
+
+@pytest.mark.parametrize("length, size", [(1, 1), (1, 64), (64, 64), (65, 64), (128, 64), (7, 3)])
+def test_sequence_has_a_shorter_block_at_its_end(length, size):
+    blocks = Blocks.sequence(length, size)
+    assert blocks.index().tolist() == [t // size for t in range(length)]
+    assert blocks.sizes() == tuple(min(size, length - first) for first in range(0, length, size))
+    assert blocks.block_size == size and blocks.contiguous
+    assert blocks.equal == (length <= size or length % size == 0)
+
+
+def test_distances_are_euclidean_between_blocks():
+    blocks = Blocks.grid((4, 6, 6), (2, 1, 3))
+    expected = [[((i // 3 - j // 3) ** 2 + (i % 3 - j % 3) ** 2) ** 0.5 for j in range(6)] for i in range(6)]
+    assert blocks.distances().dtype == torch.float32
+    torch.testing.assert_close(blocks.distances(), torch.tensor(expected))
+    line = Blocks.sequence(10, 3).distances()
+    assert line.tolist() == [[abs(i - j) for j in range(4)] for i in range(4)]
+
+
+def test_blocks_are_values():
+    assert Blocks.sequence(10, 3) == Blocks.sequence(10, 3) and len({Blocks.grid(6, 2), Blocks.grid((6,), (2,))}) == 1
+    assert Blocks.sequence(6, 3) != Blocks.grid(6, 2)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Blocks.sequence(0, 4), "length is 0; expected an integer of at least 1."),
+        (lambda: Blocks.sequence(4, 0), "block_size is 0; expected an integer of at least 1."),
+        (lambda: Blocks.sequence(4.0, 2), "length is 4.0; expected an integer of at least 1."),
+        (lambda: Blocks.sequence(True, 2), "length is True; expected an integer of at least 1."),
+        (lambda: Blocks.grid((2, 2, 2, 2), (1, 1, 1, 1)), "shape has 4 axes; expected 1, 2 or 3."),
+        (lambda: Blocks.grid((2, 2), (1,)), "counts has 1 axes and shape 2; expected the same number."),
+        (lambda: Blocks.grid((2, 0), (1, 1)), "shape[1] is 0; expected an integer of at least 1."),
+        (lambda: Blocks.grid((2, 2), (1, -1)), "counts[1] is -1; expected an integer of at least 1."),
+    ],
+)
+def test_bad_blocks(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value) == words

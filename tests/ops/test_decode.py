@@ -1,0 +1,236 @@
+"""Steps and chunks against the full forward; every row at its own position; rows moved, copied and cropped exactly."""
+
+import pytest
+import torch
+from ops_cases import distance
+
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla, mhla_step
+from mhla_hf.ops.state import MHLAState
+
+SIZE = 64
+EDGES = (1, 63, 64, 65, 127, 128, 129)
+
+
+def make(batch=2, tokens=270, heads=4, groups=2, dtype=torch.float64, own_den=False, per_head=False, signed=False):
+    """Features and mixing of a causal call, by name."""
+    low = 0.5 if signed else 0.0
+    x = {
+        "q": torch.rand(batch, tokens, heads, 6, dtype=dtype) - low,
+        "k": torch.rand(batch, tokens, groups, 6, dtype=dtype) - low,
+        "v": torch.randn(batch, tokens, groups, 5, dtype=dtype),
+    }
+    if own_den:
+        x["q_den"] = torch.rand(batch, tokens, heads, 3, dtype=dtype)
+        x["k_den"] = torch.rand(batch, tokens, groups, 3, dtype=dtype)
+    blocks = -(-tokens // SIZE) + 1
+    return x, torch.rand(*([heads] if per_head else []), blocks, blocks, dtype=dtype)
+
+
+def cut(x, first, end):
+    return {name: tensor[:, first:end] for name, tensor in x.items()}
+
+
+def full(x, mixing, **options):
+    return mhla(
+        **x, mixing=mixing, blocks=Blocks.sequence(x["q"].shape[1], SIZE), causal=True, impl="reference", **options
+    )
+
+
+def prefill(x, mixing, **options):
+    blocks = Blocks.sequence(x["q"].shape[1], SIZE)
+    return mhla(**x, mixing=mixing, blocks=blocks, causal=True, return_state=True, **options)
+
+
+def step(x, mixing, state, **options):
+    o, same = mhla_step(**x, mixing=mixing, state=state, **options)
+    assert same is state
+    return o
+
+
+def same_numbers(state, other):
+    """Bit-equal in everything a later step can see."""
+    for name in ("length", "window_k", "window_v", "window_k_den"):
+        mine, theirs = getattr(state, name), getattr(other, name)
+        assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs)), name
+    for row, closed in enumerate((state.length // state.block_size).tolist()):
+        assert torch.equal(state.summaries[row, :, :closed], other.summaries[row, :, :closed])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("split", EDGES)
+@pytest.mark.parametrize("kind", ["normalised", "plain", "own_den"])
+def test_every_split(kind, split, dtype, tolerance):
+    """Prefill up to the split, one token, a chunk of each length around the block edges, then tokens one by one."""
+    x, mixing = make(
+        tokens=5 * SIZE + 9, dtype=dtype, own_den=kind == "own_den", per_head=kind == "plain", signed=kind == "plain"
+    )
+    options = {"normalize": kind != "plain"}
+    expected = full({n: t.double() for n, t in x.items()}, mixing.double(), **options)
+    for chunk in (1, 2, 62, 63, 64, 65, 129):
+        o, state = prefill(cut(x, 0, split), mixing, **options)
+        outputs, place = [o], split
+        for count in (1, chunk, *[1] * 70, chunk, 3):
+            outputs.append(step(cut(x, place, place + count), mixing, state, **options))
+            place = min(place + count, x["q"].shape[1])
+            if place == x["q"].shape[1]:
+                break
+        assert state.length.tolist() == [place] * 2
+        assert distance(torch.cat(outputs, 1), expected[:, :place]) < tolerance, chunk
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_step_by_step_from_nothing_beyond_four_blocks(normalize):
+    x, mixing = make(tokens=4 * SIZE + 30, dtype=torch.float32, signed=not normalize)
+    state = MHLAState.empty(2, 2, 4, 6, 5, SIZE, normalize=normalize, dtype=torch.float32)
+    outputs = [step(cut(x, t, t + 1), mixing, state, normalize=normalize) for t in range(x["q"].shape[1])]
+    expected = full({n: t.double() for n, t in x.items()}, mixing.double(), normalize=normalize)
+    assert distance(torch.cat(outputs, 1), expected) < 1e-5
+
+
+def test_the_tokens_of_a_long_run_all_match():
+    """Not only in the mean: the largest error of any token, 40 blocks on."""
+    x, mixing = make(batch=1, tokens=40 * SIZE, heads=1, groups=1, dtype=torch.float32)
+    _, state = prefill(cut(x, 0, 39 * SIZE - 1), mixing)
+    expected = full({n: t.double() for n, t in x.items()}, mixing.double())[:, 39 * SIZE - 1 :]
+    for t in range(SIZE + 1):
+        now = cut(x, 39 * SIZE - 1 + t, 39 * SIZE + t)
+        assert distance(step(now, mixing, state), expected[:, t : t + 1]) < 1e-5
+
+
+@pytest.mark.parametrize("first", [1, 100, 200])
+def test_left_padded_rows_of_very_different_lengths(first):
+    x, mixing = make(batch=4, tokens=300, own_den=True)
+    starts = torch.tensor([0, 131, 199, 299])
+    expected = full(x, mixing, starts=starts)
+    o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
+    outputs, place = [o], first
+    for count in (1, 64, 3, *[1] * 300):
+        end = min(place + count, 300)
+        outputs.append(step(cut(x, place, end), mixing, state, starts=(starts - place).clamp(0, end - place)))
+        place = end
+        if place == 300:
+            break
+    assert state.length.tolist() == [300, 169, 101, 1]
+    assert distance(torch.cat(outputs, 1), expected) < 1e-12
+    for row, start in enumerate(starts.tolist()):
+        alone = full({n: t[row : row + 1, start:] for n, t in x.items()}, mixing)
+        assert distance(expected[row : row + 1, start:], alone) < 1e-12
+
+
+def test_masked_keys_stay_positions():
+    x, mixing = make(tokens=200)
+    mask = torch.rand(2, 150) < 0.6
+    whole = torch.cat([mask, torch.ones(2, 50, dtype=torch.bool)], 1)
+    o, state = prefill(cut(x, 0, 150), mixing, key_mask=mask)
+    later = step(cut(x, 150, 200), mixing, state)
+    assert distance(torch.cat([o, later], 1), full(x, mixing, key_mask=whole)) < 1e-12
+
+
+def test_reference_feeds_one_token_at_a_time():
+    x, mixing = make(tokens=140)
+    expected = full(x, mixing, starts=torch.tensor([0, 100]))
+    _, state = prefill(cut(x, 0, 90), mixing, starts=torch.tensor([0, 90]))
+    o = step(cut(x, 90, 140), mixing, state, starts=torch.tensor([0, 10]), impl="reference")
+    assert distance(o, expected[:, 90:]) < 1e-12
+
+
+@pytest.mark.parametrize("before", EDGES)
+@pytest.mark.parametrize("count", [0, 1, 2, 63, 64])
+def test_crop_is_exact(before, count):
+    """Tokens taken back leave no trace: state and later outputs are those of a decoder that never saw them."""
+    if count > before:
+        pytest.skip("a row has no more tokens than it has")
+    x, mixing = make(tokens=230, own_den=True)
+    other, _ = make(tokens=230, own_den=True)
+    kept = before - count
+    state = MHLAState.empty(2, 2, 4, 6, 5, SIZE, separate_den=True, den_dim=3, dtype=torch.float64)
+    if kept:
+        step(cut(x, 0, kept), mixing, state)
+    clean = state.clone()
+    for t in range(kept, before):
+        step(cut(other, t, t + 1), mixing, state)
+    state.crop(count)
+    assert torch.equal(state.length, clean.length)
+    for t in range(before, before + 70):
+        now = cut(x, t, t + 1)
+        assert torch.equal(step(now, mixing, state), step(now, mixing, clean))
+    same_numbers(state, clean)
+
+
+def test_crop_then_a_chunk_across_the_edge_mixes_anew():
+    """The prefix of block 2 must not survive from before the crop into block 1."""
+    x, mixing = make(tokens=200)
+    other, _ = make(tokens=200)
+    _, state = prefill(cut(x, 0, 100), mixing)
+    step(cut(other, 100, 127), mixing, state)
+    for t in range(127, 131):
+        step(cut(other, t, t + 1), mixing, state)
+    state.crop(31)
+    o = step(cut(x, 100, 135), mixing, state)
+    last = step(cut(x, 135, 136), mixing, state)
+    assert distance(torch.cat([o, last], 1), full(cut(x, 0, 136), mixing)[:, 100:]) < 1e-12
+
+
+def test_rows_move_exactly():
+    x, mixing = make(batch=3, tokens=200)
+    starts = torch.tensor([0, 70, 140])
+    _, state = prefill(cut(x, 0, 160), mixing, starts=starts)
+    step(cut(x, 160, 170), mixing, state)
+    now = cut(x, 170, 200)
+    base = step(now, mixing, state.clone())
+    moves = {
+        "reorder": (lambda s: s.reorder(torch.tensor([2, 0, 0])), torch.tensor([2, 0, 0])),
+        "select": (lambda s: s.select(torch.tensor([1])), torch.tensor([1])),
+        "repeat": (lambda s: s.repeat(2), torch.tensor([0, 0, 1, 1, 2, 2])),
+    }
+    for name, (move, index) in moves.items():
+        moved = state.clone()
+        assert move(moved) is None
+        o = step({n: t[index] for n, t in now.items()}, mixing, moved)
+        assert distance(o, base[index]) < 1e-14, name
+    before = state.clone()
+    assert state.to("cpu") is None
+    same_numbers(state, before)
+
+
+def test_copies_share_nothing():
+    x, mixing = make(tokens=80)
+    _, state = prefill(cut(x, 0, 70), mixing)
+    copy = state.clone()
+    step(cut(x, 70, 80), mixing, copy)
+    _, fresh = prefill(cut(x, 0, 70), mixing)
+    same_numbers(state, fresh)
+
+
+def test_reset_forgets():
+    x, mixing = make(tokens=150)
+    _, state = prefill(x, mixing)
+    assert state.reset() is None
+    assert distance(step(cut(x, 0, 100), mixing, state), full(cut(x, 0, 100), mixing)) < 1e-12
+
+
+def test_state_grows_by_doubling_and_has_no_gradient():
+    x, mixing = make(tokens=9 * SIZE, heads=2, groups=1)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    o, state = prefill(cut(x, 0, SIZE), mixing)
+    assert o.requires_grad and not any(t.requires_grad for t in vars(state).values() if isinstance(t, torch.Tensor))
+    rooms = []
+    for t in range(SIZE, 9 * SIZE):
+        step(cut(x, t, t + 1), mixing, state)
+        rooms.append(state.summaries.shape[2])
+    assert sorted(set(rooms)) == [2, 4, 8, 16] or sorted(set(rooms)) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    """Summaries and mixtures stay fp32 whatever the inputs' dtype."""
+    x, mixing = make(tokens=200, dtype=torch.float32)
+    x = {name: t.to(dtype) for name, t in x.items()}
+    o, state = prefill(cut(x, 0, 100), mixing.to(dtype))
+    assert state.summaries.dtype == state.prefix.dtype == torch.float32 and state.window_k.dtype == dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        later = [step(cut(x, t, t + 1), mixing.to(dtype), state) for t in range(100, 200)]
+    expected = full({n: t.double() for n, t in x.items()}, mixing.to(dtype).double())
+    o = torch.cat([o, *later], 1)
+    assert o.dtype == dtype and distance(o, expected) < (2e-3 if dtype == torch.bfloat16 else 3e-4)

@@ -1,0 +1,79 @@
+"""The torch implementation against the T x T definition: generated cases, three dtypes, forward and every gradient."""
+
+import collections
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from ops_cases import FORMS, build, cases, direction_for, distance, gradient_floors, run
+
+from mhla_hf.ops import torch_impl
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla
+from mhla_hf.ops.reference import mhla_reference
+
+SEEN = collections.Counter()
+
+
+@settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def check_generated_case(monkeypatch, case):
+    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_TOKENS", 1 if case["one_by_one"] else 10**9)
+    SEEN[case["form"]] += 1
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        tensors, options = build(case, dtype)
+        exact = {name: x.double() for name, x in tensors.items()}
+        direction = direction_for(tensors, case)
+        expected, expected_grads = run(mhla_reference, exact, options, direction)
+        got, grads = run(mhla, tensors, {**options, "impl": "torch"}, direction)
+        assert got.dtype == dtype and got.shape == expected.shape
+        assert distance(got, expected) < tolerance
+        floors = gradient_floors(exact, options, direction)
+        for name, grad in grads.items():
+            assert grad.dtype == tensors[name].dtype, name
+            assert distance(grad, expected_grads[name], floors[name]) < tolerance, name
+    tensors, options = build(case, torch.bfloat16)
+    got, _ = run(mhla, tensors, {**options, "impl": "torch"})
+    expected, _ = run(mhla_reference, {name: x.double() for name, x in tensors.items()}, options)
+    assert got.dtype == torch.bfloat16
+    assert distance(got, expected) < 1.5e-2
+
+
+def test_generated_cases(monkeypatch):
+    check_generated_case(monkeypatch)
+    assert sum(SEEN.values()) >= 300
+    assert set(SEEN) == set(FORMS) and min(SEEN.values()) >= 20
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("form", ["causal", "starts", "packed", "grid", "cross", "official"])
+@pytest.mark.parametrize("own_den", [True, False])
+def test_gradcheck(monkeypatch, form, own_den, one_by_one):
+    """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
+    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_TOKENS", 1 if one_by_one else 10**9)
+    case = {
+        "form": form, "batch": 1 if form == "packed" else 2, "heads": (2, 1), "widths": (2, 3, 2), "per_head": own_den,
+        "normalize": "official" if form == "official" else own_den, "own_den": own_den, "scale": None,
+        "masked": form == "grid", "dead": False, "spare": 1, "seed": 5, "blocks": Blocks.sequence(7, 3), "key_blocks": None,
+    }  # fmt: skip
+    if form == "starts":
+        case["starts"] = [0, 4]
+    if form == "packed":
+        case["cu_seqlens"] = [0, 4, 4, 7]
+    if form in ("grid", "official"):
+        case["blocks"] = Blocks.grid((2, 4), (2, 2)) if form == "official" else Blocks.grid((3, 3), (2, 2))
+    if form == "cross":
+        case["key_blocks"] = Blocks.grid(5, 2)
+    tensors, options = build(case, torch.float64)
+    names = list(tensors)
+
+    def function(*inputs):
+        return run_plain(dict(zip(names, inputs, strict=True)), options)
+
+    inputs = [x.requires_grad_() for x in tensors.values()]
+    assert torch.autograd.gradcheck(function, inputs, rtol=1e-5, atol=1e-8)
+
+
+def run_plain(tensors, options):
+    dens = {name: tensors[name] for name in ("q_den", "k_den") if name in tensors}
+    return mhla(*(tensors[name] for name in ("q", "k", "v", "mixing")), **options, **dens, impl="torch")

@@ -1,0 +1,172 @@
+"""What must hold beside equality: no NaN, autocast changes nothing, little is saved, torch.compile takes it whole."""
+
+import copy
+
+import pytest
+import torch
+from ops_cases import distance, run
+
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla
+from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.ops.torch_causal import chunk_size
+
+FORMS = {
+    "causal": {"blocks": Blocks.sequence(300, 64), "causal": True},
+    "long_blocks": {"blocks": Blocks.sequence(300, 160), "causal": True},
+    "grid": {"blocks": Blocks.grid((15, 20), (4, 3)), "causal": False},
+    "sequence": {"blocks": Blocks.sequence(300, 64), "causal": False},
+}
+
+
+def tensors(blocks, dtype=torch.float32, batch=2, heads=4, groups=2, width=8):
+    length, count = blocks.length, blocks.num_blocks
+    shapes = {"q": (heads, width), "k": (groups, width), "v": (groups, width)}
+    made = {name: torch.rand(batch, length, *shape).to(dtype) for name, shape in shapes.items()}
+    return {**made, "mixing": torch.rand(count, count)}
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("normalize", [True, False, "official"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dead", ["queries", "keys", "both"])
+def test_dead_features_give_zero_not_nan(dead, form, normalize, impl):
+    """relu can kill every feature of a token: 0/0 is 0, and every gradient is finite."""
+    options = dict(FORMS[form], normalize=normalize, impl=impl)
+    if normalize == "official":
+        options["blocks"] = Blocks.grid((15, 20), (3, 4)) if form == "grid" else Blocks.sequence(300, 60)
+        if options["causal"]:
+            pytest.skip("the official denominator has no causal form")
+    x = tensors(options["blocks"])
+    if dead != "keys":
+        x["q"][:, ::3] = 0
+    if dead != "queries":
+        x["k"][0] = 0
+    plain = {**options, "normalize": False, "scale": 1.0, "impl": "reference"}
+    weights, _ = run(mhla, {**x, "v": torch.ones_like(x["v"])}, plain)
+    assert (weights == 0).any()  # there is something to guard
+    o, grads = run(mhla, x, options, torch.randn(*x["q"].shape[:3], 8))
+    assert o.isfinite().all() and not o[weights == 0].any()
+    for name, grad in grads.items():
+        assert grad.isfinite().all(), name
+
+
+def test_nothing_of_a_masked_token_leaks():
+    """Not even NaN in its key or value."""
+    for form, options in FORMS.items():
+        x = tensors(options["blocks"])
+        mask = torch.rand(2, 300) < 0.7
+        expected, _ = run(mhla, x, {**options, "key_mask": mask, "impl": "torch"})
+        x["k"][~mask], x["v"][~mask] = float("nan"), float("inf")
+        got, grads = run(mhla, x, {**options, "key_mask": mask, "impl": "torch"}, torch.randn(2, 300, 4, 8))
+        assert torch.equal(got, expected), form
+        assert all(grad.isfinite().all() for grad in grads.values()), form
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_changes_nothing(form):
+    """Forward and backward, both inside the region."""
+    options, x = dict(FORMS[form], impl="torch"), tensors(FORMS[form]["blocks"])
+    direction = torch.randn(2, 300, 4, 8)
+    expected, expected_grads = run(mhla, x, options, direction)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+        got, grads = run(mhla, x, options, direction)
+    assert got.dtype == torch.float32 and torch.equal(got, expected)
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected_grads[name]), name
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = run(mhla_reference, x, FORMS[form])
+    assert torch.equal(inside, run(mhla_reference, x, FORMS[form])[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bf16_gradients(form):
+    options, x = dict(FORMS[form], normalize=False), tensors(FORMS[form]["blocks"], torch.bfloat16)
+    direction = torch.randn(2, 300, 4, 8).bfloat16()
+    _, grads = run(mhla, x, {**options, "impl": "torch"}, direction)
+    _, expected = run(mhla_reference, {n: t.double() for n, t in x.items()}, options, direction.double())
+    for name, grad in grads.items():
+        assert grad.dtype == x[name].dtype and distance(grad, expected[name]) < 5e-3, name
+
+
+@pytest.mark.parametrize("form", ["causal", "grid", "starts", "packed"])
+def test_compiles_without_a_break(form):
+    options = dict(FORMS["grid" if form == "grid" else "causal"])
+    options |= {
+        "starts": {"starts": torch.tensor([3, 100])},
+        "packed": {"cu_seqlens": torch.tensor([0, 100, 300])},
+    }.get(form, {})
+    x = tensors(options["blocks"], batch=1 if form == "packed" else 2)
+    direction = torch.randn(*x["q"].shape[:3], 8)
+    expected, expected_grads = run(mhla, x, options, direction)
+    compiled = torch.compile(lambda *args, **kwargs: mhla(*args, **kwargs), fullgraph=True, backend="aot_eager")
+    got, grads = run(compiled, x, options, direction)
+    assert distance(got, expected) < 1e-6
+    for name in ("q", "k", "v"):
+        assert distance(grads[name], expected_grads[name]) < 1e-4, name
+    assert (grads["mixing"] - expected_grads["mixing"]).abs().max() < 1e-3 * direction.norm()
+
+
+def saved_bytes(function, *inputs):
+    """Bytes of the distinct storages that a forward pass keeps for its backward pass."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function(*inputs)
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_saves_no_more_than_softmax_attention(normalize):
+    q, k, v = (torch.rand(1, 2048, 4, 64, requires_grad=True) for _ in range(3))
+    mixing = torch.rand(32, 32, requires_grad=True)
+    blocks = Blocks.sequence(2048, 64)
+    ours = saved_bytes(lambda *x: mhla(*x, blocks=blocks, causal=True, normalize=normalize), q, k, v, mixing)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    theirs = saved_bytes(lambda *x: attention(*(y.transpose(1, 2) for y in x), is_causal=True), q, k, v)
+    assert theirs >= 4 * q.nbytes
+    assert ours <= (1.05 if normalize else 0.77) * theirs
+
+
+def test_frozen_inputs_and_second_derivatives():
+    x = tensors(FORMS["causal"]["blocks"])
+    q = x["q"].requires_grad_()
+    o = mhla(q, x["k"], x["v"], x["mixing"], **FORMS["causal"])
+    (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_strided_inputs_are_left_alone():
+    """q, k and v as slices of one projection, the usual case in models."""
+    blocks = FORMS["causal"]["blocks"]
+    joint = torch.rand(2, 300, 3, 4, 8)
+    q, k, v = joint.unbind(2)
+    mixing = torch.rand(5, 5)
+    before = copy.deepcopy(joint)
+    o = mhla(q, k, v, mixing, blocks=blocks, causal=True, impl="torch")
+    assert torch.equal(joint, before)
+    assert o.is_contiguous()
+    assert torch.equal(o, mhla(*(x.contiguous() for x in (q, k, v)), mixing, blocks=blocks, causal=True, impl="torch"))
+
+
+def test_large_mixing_keeps_its_spare_part_without_gradient():
+    x = tensors(FORMS["causal"]["blocks"])
+    x["mixing"] = torch.rand(9, 8)
+    _, grads = run(mhla, x, FORMS["causal"], torch.randn(2, 300, 4, 8))
+    grad = grads["mixing"]
+    assert grad.shape == (9, 8) and not grad[5:].any() and not grad[:, 5:].any()
+    assert torch.equal(grad[1:5, :5] != 0, torch.ones(5, 5, dtype=torch.bool).tril()[1:])
+
+
+@pytest.mark.parametrize(
+    "size, expected", [(1, 1), (64, 64), (100, 100), (128, 128), (192, 64), (256, 64), (160, 80), (131, 131), (186, 93)]
+)
+def test_chunk_size(size, expected):
+    assert chunk_size(size) == expected

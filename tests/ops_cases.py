@@ -1,0 +1,155 @@
+"""Generated inputs for `mhla`, and how far two results are apart. Shared by the tests of the ops room.
+
+A case is plain data (shapes, options, a seed), so hypothesis can shrink it and a failure can be built again by hand.
+"""
+
+import torch
+from hypothesis import strategies as st
+
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.reference import mhla_reference
+
+FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
+
+
+@st.composite
+def cases(draw):
+    """Shapes and options of one call: every form, ragged or not, with every legal combination of options."""
+    form = draw(st.sampled_from(FORMS))
+    group, groups = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]))
+    case = {
+        "form": form,
+        "batch": 1 if form == "packed" else draw(st.integers(1, 3)),
+        "heads": (group * groups, groups),
+        "widths": (draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 5))),
+        "per_head": draw(st.booleans()),
+        "normalize": "official" if form == "official" else draw(st.booleans()),
+        "own_den": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, 1.0, 0.3, -2.0])),
+        "masked": draw(st.booleans()),
+        "dead": draw(st.booleans()),
+        "spare": draw(st.integers(0, 2)),
+        "one_by_one": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+    if form == "official":
+        blocks = draw(
+            st.sampled_from([Blocks.grid((4, 6), (2, 3)), Blocks.grid((2, 4, 6), (1, 2, 3)), Blocks.sequence(12, 4)])
+        )
+    elif form in ("causal", "starts", "packed"):
+        size = draw(st.sampled_from([1, 3, 8, 16, 17, 64, 130, 192]))
+        blocks = Blocks.sequence(draw(st.integers(1, 4 * size if size < 64 else size + 70)), size)
+    else:
+        blocks = draw(grids())
+    case["blocks"], case["key_blocks"] = blocks, draw(grids()) if form == "cross" else None
+    if form == "starts":
+        case["starts"] = draw(st.lists(st.integers(0, blocks.length), min_size=case["batch"], max_size=case["batch"]))
+    if form == "packed":
+        cuts = draw(st.lists(st.integers(0, blocks.length), max_size=4))
+        case["cu_seqlens"] = [0, *sorted(cuts), blocks.length]
+    return case
+
+
+@st.composite
+def grids(draw):
+    """A sequence or a grid of up to three axes, equal or ragged."""
+    if draw(st.booleans()):
+        return Blocks.sequence(draw(st.integers(1, 40)), draw(st.integers(1, 20)))
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    return Blocks.grid(shape, [draw(st.integers(1, 4)) for _ in shape])
+
+
+def build(case, dtype):
+    """Tensors (a dict of those with gradients) and options of a case. Values are fp32 numbers, whatever the dtype."""
+    generator = torch.Generator().manual_seed(case["seed"])
+
+    def make(*shape, low=0.0):
+        return (torch.rand(*shape, generator=generator) * (1 - low) + low).to(dtype)
+
+    blocks, key_blocks = case["blocks"], case["key_blocks"] or case["blocks"]
+    (heads, groups), (width, value_width, den_width), batch = case["heads"], case["widths"], case["batch"]
+    low = 0.0 if case["normalize"] else -1.0  # a denominator needs nonnegative features, as after a feature map
+    tensors = {
+        "q": make(batch, blocks.length, heads, width, low=low),
+        "k": make(batch, key_blocks.length, groups, width, low=low),
+        "v": make(batch, key_blocks.length, groups, value_width, low=-1.0),
+    }
+    spare = case["spare"] if case["form"] in ("causal", "starts", "packed") else 0
+    rows, columns = blocks.num_blocks + spare, key_blocks.num_blocks + 2 * spare
+    tensors["mixing"] = make(*([heads] if case["per_head"] else []), rows, columns, low=low)
+    if case["normalize"] and case["own_den"]:
+        tensors["q_den"] = make(batch, blocks.length, heads, den_width)
+        tensors["k_den"] = make(batch, key_blocks.length, groups, den_width)
+    if case["dead"]:  # what relu does: some queries and all keys of some tokens are exactly zero
+        for name in ("q", "k", "q_den", "k_den"):
+            if name in tensors:
+                tensors[name][torch.rand(tensors[name].shape[:3], generator=generator) < 0.3] = 0
+    options = {
+        "blocks": blocks,
+        "key_blocks": case["key_blocks"],
+        "normalize": case["normalize"],
+        "scale": case["scale"],
+    }
+    options["causal"] = case["form"] in ("causal", "starts", "packed")
+    if case["masked"]:
+        options["key_mask"] = torch.rand(batch, key_blocks.length, generator=generator) < 0.7
+    if "starts" in case:
+        options["starts"] = torch.tensor(case["starts"])
+    if "cu_seqlens" in case:
+        options["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32)
+    return tensors, options
+
+
+def run(function, tensors, options, direction=None):
+    """Output, and for a `direction` (dL/do) the gradients by name."""
+    inputs = {name: x.detach().requires_grad_(direction is not None) for name, x in tensors.items()}
+    o = function(*(inputs[name] for name in ("q", "k", "v", "mixing")), **options, **dens(inputs))
+    if direction is None:
+        return o, {}
+    grads = torch.autograd.grad(o, list(inputs.values()), direction.to(o.dtype), allow_unused=True)
+    return o.detach(), dict(zip(inputs, grads, strict=True))
+
+
+def dens(tensors):
+    """The denominators' features, if any."""
+    return {name: tensors[name] for name in ("q_den", "k_den") if name in tensors}
+
+
+def direction_for(tensors, case):
+    """A random dL/do, fp64."""
+    generator = torch.Generator().manual_seed(case["seed"] + 1)
+    return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
+
+
+def distance(got, expected, floor=0.0):
+    """Relative Frobenius distance; `floor`: the size below which `expected` counts as vanished."""
+    size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)
+    return float((got.double() - expected.double()).norm()) / size
+
+
+def gradient_floors(tensors, options, direction):
+    """How large each gradient would be if the numerator's part were not cancelled by the denominator's.
+
+    With a denominator two parts cancel, wholly for the mixing of a single block: a relative error needs their size.
+    """
+    if not options["normalize"]:
+        return dict.fromkeys(tensors, 0.0)
+    ones = {**tensors, "v": torch.ones_like(tensors["v"])}
+    plain = {**options, "normalize": False, "scale": 1.0}
+    bare = {name: x for name, x in tensors.items() if name not in ("q_den", "k_den")}
+    weights, _ = run(mhla_reference, {**bare, "v": ones["v"]}, plain)
+    shares, _ = run(mhla_reference, ones, options)
+    inverse = torch.where(weights == 0, 0, shares / torch.where(weights == 0, 1, weights))
+    _, grads = run(mhla_reference, bare, plain, direction * inverse)
+    floors = {name: float(grad.norm()) for name, grad in grads.items()}
+    # The mixing gets one sum over all tokens; where nothing but rounding is left of it, its size is that of its terms.
+    _, grads = run(mhla_reference, {**bare, "v": bare["v"].abs()}, plain, (direction * inverse).abs())
+    floors["mixing"] = float(grads["mixing"].norm())
+    if "q_den" in tensors:
+        o, _ = run(mhla_reference, tensors, options)
+        size = (direction * inverse * o).abs().sum(-1, keepdim=True)
+        one = {"q": tensors["q_den"], "k": tensors["k_den"], "v": torch.ones_like(tensors["k_den"][..., :1])}
+        _, grads = run(mhla_reference, {**one, "mixing": tensors["mixing"]}, plain, size)
+        floors |= {"q_den": float(grads["q"].norm()), "k_den": float(grads["k"].norm())}
+        floors["mixing"] += float(grads["mixing"].norm())
+    return floors
