@@ -15,54 +15,70 @@ from .reference import divide_or_zero
 
 
 def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts):
-    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as
-    there."""
-    counts = torch.full_like(state.length, q.shape[1])
-    if starts is not None:
-        counts = counts - starts.cpu()
-    fits = int((state.length % state.block_size + counts).max()) <= state.block_size
-    if fits and int(counts.min()) == q.shape[1]:
+    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there."""
+    steps = q.shape[1]
+    counts = torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
+    if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
         return step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
     return step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
 
 
 def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
     """T new tokens of every row, all inside each row's open block."""
-    size, exact, steps = state.block_size, state.summaries.dtype, q.shape[1]
-    block, offset = state.length // size, state.length % size
+    exact, steps = state.summaries.dtype, q.shape[1]
+    block, offset = state.length // state.block_size, state.length % state.block_size
     stale = torch.nonzero(state.prefix_block != block).flatten()
     if len(stale) > 0:
         refresh_prefix(state, mixing, stale, block[stale])
-    slots = torch.arange(size) + (block % 2 * size)[:, None]
-    together = bool((state.length == state.length[0]).all())
-    opened = []
-    for name, new in window_entries(state, k, v, k_den):
-        window = getattr(state, name)
-        if together:
-            half = window[:, int(slots[0, 0]) : int(slots[0, 0]) + size]
-            half[:, int(offset[0]) : int(offset[0]) + steps] = new
-        else:
-            rows, places = torch.arange(len(window))[:, None], torch.arange(steps) + offset[:, None]
-            window[rows, slots.gather(1, places)] = new.to(window.dtype)
-            half = window[rows, slots]
-        opened.append(half.to(exact))
-    seen = torch.arange(size) <= (offset[:, None] + torch.arange(steps))[:, :, None]
+    entries = window_entries(state, k, v, k_den)
+    if int(state.length.min()) == int(state.length.max()):
+        opened, seen = write_together(state, entries, int(block[0]), int(offset[0]), steps)
+    else:
+        opened, seen = write_apart(state, entries, block, offset, steps)
     o = attend_blocks(
         by_head(q, exact),
-        by_head(q if q_den is None else q_den, exact),
-        [by_head(half, exact) for half in opened],
+        None if q_den is None else by_head(q_den, exact),
+        [by_head(tokens, exact) for tokens in opened],
         state.prefix[:, :, None],
         None if state.prefix_z is None else state.prefix_z[:, :, None],
-        seen.to(q.device)[:, None, None],
+        seen,
         own_weight(mixing, block[:, None], exact),
         scale,
     )
-    closing = torch.nonzero(offset + steps == size).flatten()
+    closing = torch.nonzero(offset + steps == state.block_size).flatten()
     if len(closing) > 0:
-        push_summaries(state, closing, block[closing], [half[closing.to(half.device)] for half in opened])
+        push_summaries(state, closing, block[closing], [tokens[closing.to(q.device)].to(exact) for tokens in opened])
     state.length = state.length + steps
-    state.oldest = torch.maximum(state.oldest, (block - 1) * size)
+    state.oldest = torch.maximum(state.oldest, (block - 1) * state.block_size)
     return o[:, :, 0].transpose(1, 2).to(v.dtype)
+
+
+def write_together(state, entries, block, offset, steps):
+    """Write new tokens of rows that all stand at one place; returns the open block's tokens so far, and who sees whom."""
+    first = block % 2 * state.block_size
+    for name, new in entries:
+        getattr(state, name)[:, first + offset : first + offset + steps] = new
+    opened = [getattr(state, name)[:, first : first + offset + steps] for name, _ in entries]
+    if steps == 1:
+        return opened, None
+    return opened, torch.ones(steps, offset + steps, dtype=torch.bool, device=opened[0].device).tril(offset)
+
+
+def write_apart(state, entries, block, offset, steps):
+    """As `write_together`, for rows at places of their own; returns each row's whole half of the window."""
+    device = state.window_k.device
+    slots = torch.arange(state.block_size) + (block % 2 * state.block_size)[:, None]
+    places = torch.arange(steps) + offset[:, None]
+    seen = (torch.arange(state.block_size) <= places[:, :, None]).to(device)[:, None, None]
+    rows, places, slots = (
+        torch.arange(len(block), device=device)[:, None],
+        slots.gather(1, places).to(device),
+        slots.to(device),
+    )
+    for name, new in entries:
+        window = getattr(state, name)
+        window[rows, places] = new.to(window.dtype)
+    return [getattr(state, name)[rows, slots] for name, _ in entries], seen
 
 
 def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
@@ -74,7 +90,7 @@ def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
     prefix, prefix_z = mixed_summaries(state, mixing, rows, layout.blocks)
     o = attend_blocks(
         cut_blocks(by_head(layout.place(q), exact), size),
-        cut_blocks(by_head(layout.place(q if q_den is None else q_den), exact), size),
+        None if q_den is None else cut_blocks(by_head(layout.place(q_den), exact), size),
         [cut_blocks(by_head(tokens, exact), size) for tokens in opened],
         prefix,
         prefix_z,
@@ -88,22 +104,25 @@ def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
 def attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale):
     """q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if prefix_z is given.
 
-    query [B, H, n, T, K]; opened: k, v and perhaps k_den [B, G, n, C, K or V]; prefix [B, H, n, K, V]; prefix_z [B,
-    H, n, K];
-    seen: which query sees which key, [T, C] at its end; own: m_ii, [B, H or 1, n, 1, 1].
+    query [B, H, n, T, K] and query_den (None: the same); opened: k, v and perhaps k_den [B, G, n, C, K or V]; prefix
+    [B, H, n, K, V]; prefix_z [B, H, n, K]; seen: which query sees which key, [T, C] at its end (None: all); own: m_ii,
+    [B, H or 1, n, 1, 1].
     """
     group = query.shape[1] // opened[0].shape[1]
-    key, value, key_den = (
-        x.repeat_interleave(group, 1) if group > 1 else x for x in (opened[0], opened[1], opened[-1])
-    )
-    weight = torch.where(seen, query @ key.transpose(-1, -2), 0) * own
+    key, value, *key_den = (x.repeat_interleave(group, 1) if group > 1 else x for x in opened)
+    weight = own_part(query, key, seen, own)
     o = query @ prefix + weight @ value
     if prefix_z is None:
         return o * scale
-    if len(opened) == 3:
-        weight = torch.where(seen, query_den @ key_den.transpose(-1, -2), 0) * own
-    den = (query_den @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1)
-    return divide_or_zero(o, den)
+    if query_den is not None:
+        query, weight = query_den, own_part(query_den, key_den[0], seen, own)
+    return divide_or_zero(o, (query @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1))
+
+
+def own_part(query, key, seen, own):
+    """m_ii tril(q k^T)."""
+    weight = query @ key.mT
+    return (weight if seen is None else torch.where(seen, weight, 0)) * own
 
 
 def mixed_summaries(state, mixing, rows, blocks):
