@@ -110,13 +110,15 @@ class Recipe:
     """A whole recipe.
 
     stages: in order. about: one or two sentences. base: what a conversion starts from (folder or Hub id), or None.
-    data: text to train on, as `distill(data=...)` takes it, or None. settings: arguments of `convert`, or of
-    `MHLAConfig` where there is no base. run: arguments of `distill` (the keys of RUN_KEYS).
+    tokenizer: folder or Hub id, or None for the base's. data: text to train on, as `distill(data=...)` takes it, or
+    None. settings: arguments of `convert`; or `preset` and arguments of `MHLAConfig`, for a model from scratch. run:
+    arguments of `distill` (the keys of RUN_KEYS).
     """
 
     stages: tuple[Stage, ...]
     about: str = ""
     base: str | None = None
+    tokenizer: str | None = None
     data: str | None = None
     settings: dict = dataclasses.field(default_factory=dict)
     run: dict = dataclasses.field(default_factory=dict)
@@ -142,7 +144,7 @@ def make_recipe(content, where="recipe") -> Recipe:
     if not isinstance(content, dict) or not content.get("stages"):
         raise ValueError(f"recipe: {where!r} has no stages; expected a mapping with a list under 'stages'")
     _refuse_unknown(content, known, f"recipe {where!r}")
-    for key in ("about", "base", "data"):
+    for key in ("about", "base", "tokenizer", "data"):
         if content.get(key) is not None and not isinstance(content[key], str):
             raise ValueError(f"recipe {where!r}: {key} is {content[key]!r}; expected a text")
     for key in ("settings", "run"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mhla_hf.models.configuration import MHLAConfig
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.recipe import Stage, make_stages, read_recipe
 
@@ -15,7 +16,10 @@ GOOD = {"name": "a", "loss": "lm", "steps": 10, "lr": 1e-3}
 def test_our_recipes_are_sound(path):
     recipe = read_recipe(path)
     assert recipe.about
-    if recipe.base:
+    if "preset" in recipe.settings:
+        assert recipe.tokenizer
+        MHLAConfig.preset(**{("name" if key == "preset" else key): value for key, value in recipe.settings.items()})
+    else:
         MHLASettings(**recipe.settings)
     assert all(stage.loss != "transfer" for stage in recipe.stages[1:])
 

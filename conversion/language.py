@@ -1,0 +1,67 @@
+"""A language model becomes an MHLA model: load, convert, distil from itself, save. Or the paper's, from scratch.
+
+    python conversion/language.py --model DIR_OR_HUB_ID --text FILE_FOLDER_OR_DATASET --out out/mine
+    python conversion/language.py --recipe conversion/recipes/language_llama_lite.yaml --out out/smollm2
+    torchrun --nproc_per_node 8 conversion/language.py --recipe conversion/recipes/language_340m_scratch.yaml --out out/p
+
+Stopped at any moment, the same command goes on. Unusual: nothing; it is what `mhla-hf distill` does, to be read and
+changed. The teacher is a second copy of the model, because converting happens in place.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mhla_hf
+from mhla_hf.recipe import read_recipe
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def main(arguments=None):
+    """Run the script; returns the trained model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPES / "language_cpu.yaml", help="YAML file of stages")
+    parser.add_argument("--model", help="folder or Hub id of the softmax model; default: the recipe's base")
+    parser.add_argument("--text", help="file, folder or dataset to train on; default: the recipe's data")
+    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    recipe = read_recipe(given.recipe)
+    name = given.model or recipe.base
+    torch.manual_seed(given.seed)
+    if "preset" in recipe.settings:
+        settings = dict(recipe.settings)
+        config = mhla_hf.MHLAConfig.preset(settings.pop("preset"), **settings)
+        student, teacher = mhla_hf.MHLAForCausalLM(config), None
+    elif name is None:
+        parser.error(f"--model is needed: {given.recipe} names no base")
+    else:
+        half = recipe.run.get("mixed_precision") == "bf16"
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
+        student = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        mhla_hf.convert(student, **recipe.settings)
+    return mhla_hf.distill(
+        student,
+        teacher,
+        out=given.out,
+        data=given.text,
+        tokenizer=AutoTokenizer.from_pretrained(recipe.tokenizer or name),
+        recipe=given.recipe,
+        seed=given.seed,
+        command=shlex.join(["python", *sys.argv]),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)
