@@ -1,12 +1,15 @@
 """Two processes against one with the same global batch."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
-from accelerate import debug_launcher
+from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
+from mhla_hf import train
 from mhla_hf.recipe import Stage
 
 
@@ -46,31 +49,41 @@ def test_two_processes_equal_one(lab, tmp_path, parts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "rows.jsonl", "two"]
 
 
-def stop_then_go_on(lab, out):
-    from mhla_hf import train
-
+def stop(lab, out, how):
+    """The run, stopped in its ninth step: by an error in both processes, or by Ctrl-C in the second."""
     real, calls = train.DistillStep.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
-        if len(calls) == 9:
+        if len(calls) == 9 and how == "error":
             raise MemoryError
+        if len(calls) == 9 and PartialState().process_index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
     train.DistillStep.forward = forward
-    try:
+    with pytest.raises(MemoryError if how == "error" else KeyboardInterrupt):
         run(lab, out, 1)
-    except MemoryError:
-        train.DistillStep.forward = real
-    run(lab, out, 1)
+    train.DistillStep.forward = real
 
 
-def test_two_processes_go_on_exactly(lab, tmp_path):
-    rows(tmp_path / "whole")
-    debug_launcher(run, (lab, tmp_path / "whole", 1), num_processes=2)
-    debug_launcher(stop_then_go_on, (lab, tmp_path / "stopped"), num_processes=2)
-    assert lab.weights(tmp_path / "stopped") == lab.weights(tmp_path / "whole")
-    assert json.loads((tmp_path / "stopped" / "train.json").read_text())["resumed"] == 1
+@pytest.fixture(scope="module")
+def whole(lab, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    rows(out)
+    debug_launcher(run, (lab, out, 1), num_processes=2)
+    return out
+
+
+@pytest.mark.parametrize(("how", "state"), [("error", 8), ("ctrl-c", 9)])
+def test_two_processes_go_on_exactly(lab, whole, tmp_path, how, state):
+    out = tmp_path / "out"
+    rows(out)
+    debug_launcher(stop, (lab, out, how), num_processes=2)
+    assert max(path.name for path in tmp_path.glob("out.state/step-*")) == f"step-{state:09d}"
+    debug_launcher(run, (lab, out, 1), num_processes=2)
+    assert lab.weights(out) == lab.weights(whole)
+    assert json.loads((out / "train.json").read_text())["resumed"] == 1
 
 
 def uneven(lab, out):
