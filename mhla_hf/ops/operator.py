@@ -124,8 +124,8 @@ def mhla_step(
         raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
     if starts is not None:
         check_starts(starts, q)
-    counts = q.shape[1] - (starts.cpu() if starts is not None else 0)
-    reached = max(1, (int((state.length + counts).max()) - 1) // state.block_size + 1)
+    longest = int((state.length if starts is None else state.length - starts.cpu()).max()) + q.shape[1]
+    reached = max(1, -(-longest // state.block_size))
     check_mixing_shape(mixing, q)
     if min(mixing.shape[-2:]) < reached:
         raise ValueError(

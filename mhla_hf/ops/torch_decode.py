@@ -25,16 +25,20 @@ def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts):
 
 def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
     """T new tokens of every row, all inside each row's open block."""
-    exact, steps = state.summaries.dtype, q.shape[1]
-    block, offset = state.length // state.block_size, state.length % state.block_size
-    stale = torch.nonzero(state.prefix_block != block).flatten()
-    if len(stale) > 0:
-        refresh_prefix(state, mixing, stale, block[stale])
+    exact, steps, size = state.summaries.dtype, q.shape[1], state.block_size
+    block, offset = state.length // size, state.length % size
+    stale = state.prefix_block != block
+    if stale.any():
+        rows = torch.nonzero(stale).flatten()
+        refresh_prefix(state, mixing, rows, block[rows])
     entries = window_entries(state, k, v, k_den)
-    if int(state.length.min()) == int(state.length.max()):
-        opened, seen = write_together(state, entries, int(block[0]), int(offset[0]), steps)
+    shortest, longest = (int(place) for place in state.length.aminmax())
+    if shortest == longest:
+        opened, seen = write_together(state, entries, longest // size, longest % size, steps)
+        own = mixing[..., longest // size, longest // size].to(exact).reshape(1, -1, 1, 1, 1)
     else:
         opened, seen = write_apart(state, entries, block, offset, steps)
+        own = own_weight(mixing, block[:, None], exact)
     o = attend_blocks(
         by_head(q, exact),
         None if q_den is None else by_head(q_den, exact),
@@ -42,14 +46,15 @@ def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
         state.prefix[:, :, None],
         None if state.prefix_z is None else state.prefix_z[:, :, None],
         seen,
-        own_weight(mixing, block[:, None], exact),
+        own,
         scale,
     )
-    closing = torch.nonzero(offset + steps == state.block_size).flatten()
-    if len(closing) > 0:
-        push_summaries(state, closing, block[closing], [tokens[closing.to(q.device)].to(exact) for tokens in opened])
+    closing = offset + steps == size
+    if closing.any():
+        rows = torch.nonzero(closing).flatten()
+        push_summaries(state, rows, block[rows], [tokens[rows.to(q.device)].to(exact) for tokens in opened])
     state.length = state.length + steps
-    state.oldest = torch.maximum(state.oldest, (block - 1) * state.block_size)
+    state.oldest = torch.maximum(state.oldest, (block - 1) * size)
     return o[:, :, 0].transpose(1, 2).to(v.dtype)
 
 
