@@ -40,7 +40,8 @@ class Result:
     model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights (below).
     versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
     dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
-    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: the whole run's, or None.
+    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: of the task's run, or None.
+    window: tokens the model saw at once, or None where that means nothing.
     """
 
     task: str
@@ -64,6 +65,7 @@ class Result:
     command: str
     date: str
     seconds: float | None = None
+    window: int | None = None
 
     @property
     def identity(self):

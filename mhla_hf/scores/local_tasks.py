@@ -1,0 +1,315 @@
+"""lm-eval tasks from any held-out text: bits per byte, a multiple-choice cloze, and recall from an earlier block.
+
+`make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
+small loader, all found relative to the folder, so it can be moved and shared. Unusual: the recall task asks for memory
+alone. A word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
+and the model is asked in which of four passages, equal but for that one word, it expects it most. Every passage scores
+the same word after the same last block, so what a model thinks of the word itself, or of the words around it, cancels: a
+model that cannot look back over a block scores 25 %, and small models can already score more.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+OPTIONS = 4
+LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores recall questions."""
+
+import json
+import math
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+
+def load(file, **_):
+    lines = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
+    return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
+
+
+def recall(doc, results):
+    scores = [loglikelihood for loglikelihood, _ in results]
+    true, best = scores[doc["answer"]], max(scores)
+    others = (sum(scores) - true) / (len(scores) - 1)
+    return {"acc": (true == best) / scores.count(best), "gain_bits": (true - others) / math.log(2)}
+'''
+MANIFEST = "tasks.json"
+
+
+class _FunctionTag(str):
+    """Text that YAML writes as `!function text`."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that knows lm-eval's `!function` tag."""
+
+
+_Dumper.add_representer(_FunctionTag, lambda dumper, value: dumper.represent_scalar("!function", str(value)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTasks:
+    """What `make_tasks` wrote. folder: for `include_path`. names: the tasks. sizes: task -> documents."""
+
+    folder: str
+    names: tuple
+    sizes: dict
+
+
+def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=150, block=64, seed=0):
+    """Write the three tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
+
+    text: str, held out from training; some 20,000 characters of prose with paragraphs give good tasks.
+    tokenizer: a transformers tokenizer; only lengths in tokens are taken from it, the tasks themselves are plain text.
+    prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`.
+    window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
+    block: the fact of a recall question lies at least this many tokens before the question. seed: of every choice.
+
+    The same arguments give the same bytes. ValueError: the text is too short for 16 questions, the prefix is not a
+    name, or `folder` holds something that this function did not write.
+    """
+    _check_arguments(text, prefix, window, items, block)
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise ValueError(
+            f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty folder"
+        )
+    count = _token_counter(tokenizer)
+    documents = {
+        f"{prefix}_bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
+        f"{prefix}_cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
+        f"{prefix}_recall": make_recall(text, count, window=window, items=items, block=block, seed=seed),
+    }
+    for name, rows in documents.items():
+        if name != f"{prefix}_bits_per_byte" and len(rows) < 16:
+            raise ValueError(
+                f"text gives only {len(rows)} questions for {name}; expected at least 16, so a longer text"
+            )
+    _write(folder, documents, {"prefix": prefix, "window": window, "items": items, "block": block, "seed": seed})
+    return LocalTasks(str(folder), tuple(documents), {name: len(rows) for name, rows in documents.items()})
+
+
+def _check_arguments(text, prefix, window, items, block):
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"text is {type(text).__name__} {str(text)[:20]!r}; expected a text with words in it")
+    if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)):
+        raise ValueError(f"prefix is {prefix!r}; expected letters, digits and underscores, a letter first")
+    for name, value, least in (("window", window, 128), ("items", items, 16), ("block", block, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+    if window < 2 * block + 64:
+        raise ValueError(
+            f"window is {window} and block is {block}; expected a window of at least 2 * block + 64 tokens"
+        )
+
+
+def _token_counter(tokenizer):
+    """text -> number of tokens without special ones."""
+    return lambda piece: len(tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+
+def split_text(text, tokens, count):
+    """Cut `text` into parts of at most `tokens` tokens, at line ends where there is one; joined they are `text` again."""
+    parts, current = [], ""
+    for line in text.splitlines(keepends=True):
+        while count(line) > tokens:
+            cut = next(size for size in _halves(len(line)) if count(line[:size]) <= tokens)
+            parts += [current] if current else []
+            parts, current, line = [*parts, line[:cut]], "", line[cut:]
+        if current and count(current + line) > tokens:
+            parts, current = [*parts, current], ""
+        current += line
+    return parts + ([current] if current else [])
+
+
+def _halves(size):
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def find_sentences(text):
+    """(start, end) of the prose sentences of `text`: 8 words or more, at most 300 characters, inside one paragraph."""
+    found = []
+    for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
+        whole, offset = paragraph.group(), paragraph.start()
+        starts = [0] + [match.end() for match in re.finditer(r"[.!?]\s+(?=[A-Z])", whole)]
+        for start, after in zip(starts, [*starts[1:], len(whole)], strict=True):
+            sentence = whole[start:after].rstrip()
+            letters = sum(character.isalpha() or character == " " for character in sentence)
+            prose = re.fullmatch(r"[A-Z].*[.!?]", sentence, re.DOTALL) and letters > 0.85 * len(sentence)
+            if prose and len(sentence.split()) >= 8 and len(sentence) <= 300:
+                found.append((offset + start, offset + start + len(sentence)))
+    return found
+
+
+def _context_before(text, end, tokens, count):
+    """The last lines of `text[:end]` that fit in `tokens` tokens; the first is whole, the last ends at `end`."""
+    start = max(0, end - 12 * tokens)
+    lines, taken = text[start:end].splitlines(keepends=True), ""
+    for line in reversed(lines[1:] if start else lines):
+        if count(line + taken) > tokens:
+            break
+        taken = line + taken
+    return taken.lstrip("\n")
+
+
+def make_cloze(text, count, *, context, items, seed):
+    """Questions of the form: the text up to the middle of a sentence; which of four sentence ends follows?
+
+    The other three are the ends of other sentences of the text with nearly the same number of characters, broken into
+    lines where the true one is, so that neither length nor layout gives it away. context: tokens before the gap.
+    Returns rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
+    """
+    rng, rows = random.Random(f"cloze {seed}"), []
+    endings = []
+    for start, end in find_sentences(text):
+        gaps = [start + match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text[start:end])]
+        gaps = [gap for gap in gaps if len(text[start:gap].split()) >= 4 and 30 <= end - gap <= 90]
+        if gaps:
+            gap = rng.choice(gaps)
+            endings.append((gap, text[gap:end]))
+    for gap, true in rng.sample(endings, len(endings)):
+        size = len(true)
+        others = {
+            _flat(ending) for other, ending in endings if other != gap and abs(len(ending) - size) <= size // 8 + 1
+        }
+        others = sorted(others - {_flat(true)})
+        before = _context_before(text, gap, context, count)
+        if len(others) < OPTIONS - 1 or not before:
+            continue
+        choices = [_broken_like(ending, true) for ending in rng.sample(others, OPTIONS - 1)]
+        answer = rng.randrange(OPTIONS)
+        choices.insert(answer, true)
+        rows.append({"context": before, "choices": choices, "answer": answer})
+        if len(rows) == items:
+            break
+    return rows
+
+
+def _flat(ending):
+    return " " + " ".join(ending.split())
+
+
+def _broken_like(ending, true):
+    """`ending` (one line) with the line breaks, and the indentation after them, at the places where `true` has them."""
+    for match in re.finditer(r"[ \t]*\n[ \t]*", true):
+        at = ending.find(" ", max(1, match.start() - 4))
+        if at > 0:
+            ending = ending[:at] + match.group() + ending[at + 1 :]
+    return ending
+
+
+def make_recall(text, count, *, window, items, block, seed):
+    """Questions of the form: in which of four passages is `word` expected most at the end?
+
+    A passage is a sentence with a word put in, more than `block` tokens of the text that follows it, and the sentence
+    again up to the word. The four differ in the word alone; the words are rare in the text, have equally many tokens and
+    stand nowhere else in the passage. Distances are spread from `block` to what the window holds.
+    Returns rows {"contexts", "word", "answer", "distance"}; distance: tokens from the fact to the passage's end.
+    """
+    rng, rows = random.Random(f"recall {seed}"), []
+    pools = {}
+    for word, times in sorted(Counter(re.findall(r"[A-Za-z]+", text)).items()):
+        if times <= 4 and 4 <= len(word) <= 14 and word.islower():
+            pools.setdefault(count(" " + word), []).append(word)
+    pools = [words for size, words in sorted(pools.items()) if size <= 4 and len(words) >= 4 * OPTIONS]
+    sentences = find_sentences(text)
+    reaches = [block + (window - 2 * block) * step // 4 for step in range(4)]
+    for turn in range(8 * items if pools and sentences else 0):
+        start, end = rng.choice(sentences)
+        row = _recall_row(text, start, end, reaches[turn % len(reaches)], rng.choice(pools), rng, count)
+        fits = row and all(count(context + row["word"]) < window for context in row["contexts"])
+        if fits and row["distance"] > block:
+            rows.append(row)
+        if len(rows) == items:
+            break
+    return rows
+
+
+def _recall_row(text, start, end, reach, words, rng, count):
+    """One question whose fact lies about `reach` tokens before its end, or None where the text does not give one."""
+    sentence = text[start:end]
+    gaps = re.finditer(r"(?<=[ \n])[a-z]{4,}(?=[ \n.,;])", sentence)
+    gaps = [match for match in gaps if len(sentence[: match.start()].split()) >= 4]
+    if not gaps:
+        return None
+    gap = rng.choice(gaps)
+    head, tail = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
+    between = tail + _context_after(text, end, reach, count) + "\n\n" + head
+    free = [word for word in words if not re.search(rf"\b{word}\b", head + between)]
+    if len(free) < OPTIONS:
+        return None
+    chosen = rng.sample(free, OPTIONS)
+    answer = rng.randrange(OPTIONS)
+    return {
+        "contexts": [f"{head} {word}{between}" for word in chosen],
+        "word": f" {chosen[answer]}",
+        "answer": answer,
+        "distance": count(between),
+    }
+
+
+def _context_after(text, start, tokens, count):
+    """Whole lines of text from `start` on, as many as reach `tokens` tokens; shorter only where the text ends."""
+    taken = ""
+    for line in text[start : start + 12 * tokens].splitlines(keepends=True):
+        taken += line
+        if count(taken) >= tokens:
+            break
+    return taken.rstrip()
+
+
+def _write(folder, documents, arguments):
+    """The folder, aside and renamed; an older one that this function wrote gives way."""
+    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
+        for name, rows in documents.items():
+            lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+            (aside / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (aside / f"{name}.yaml").write_text(_task_yaml(name), encoding="utf-8")
+        sizes = {name: len(rows) for name, rows in documents.items()}
+        (aside / MANIFEST).write_text(json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _task_yaml(name):
+    """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
+    common = {
+        "task": name,
+        "custom_dataset": _FunctionTag("local_data.load"),
+        "dataset_kwargs": {"file": f"{name}.jsonl"},
+        "test_split": "test",
+        "num_fewshot": 0,
+    }
+    if name.endswith("_bits_per_byte"):
+        wanted = {"bits_per_byte": "bits_per_byte"}
+        own = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+    elif name.endswith("_cloze"):
+        wanted = {"acc": "mean", "acc_mutual_info": "mean"}
+        own = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    else:
+        wanted = {"acc": "mean", "gain_bits": "mean"}
+        own = {"doc_to_text": "answer", "doc_to_choice": "contexts", "doc_to_target": "word"}
+        own["process_results"] = _FunctionTag("local_data.recall")
+    metrics = [
+        {"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}
+        for metric, aggregation in wanted.items()
+    ]
+    own = {"output_type": "multiple_choice", "target_delimiter": "", **own}
+    content = {**common, **own, "metric_list": metrics, "metadata": {"version": 1.0}}
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
