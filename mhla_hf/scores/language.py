@@ -57,6 +57,7 @@ class _Asked:
     max_length: int | None
     revision: str | None
     trust_remote_code: bool
+    command: str | None
 
 
 def evaluate(
@@ -77,6 +78,7 @@ def evaluate(
     trust_remote_code=False,
     force=False,
     progress=True,
+    command=None,
 ):
     """Judge language models on lm-eval tasks; the numbers are those of `lm_eval --model hf`.
 
@@ -94,6 +96,7 @@ def evaluate(
         max_length: tokens the model sees at once; None: the configuration's.
         revision, trust_remote_code: as in transformers. MHLA models need no remote code here.
         force: run again what is known. progress: bars on stderr.
+        command: the shell line to keep with the scores; None: the `mhla-hf evaluate` line that gives them again.
 
     Returns:
         `Comparison`: dict name -> `Results` with the scores asked for.
@@ -103,9 +106,19 @@ def evaluate(
         is missing; the text has the line that installs it.
     """
     asked = _Asked(
-        split_names(tasks), include_path, num_fewshot, limit, batch_size, seed, dtype, device, max_length, revision,
-        trust_remote_code,
-    )  # fmt: skip
+        tasks=split_names(tasks),
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        max_length=max_length,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        command=command,
+    )
     _check(asked)
     harness = import_harness()
     subjects = _subjects(models, tokenizer, output, asked)
@@ -291,7 +304,8 @@ def _judge(harness, subject, missing, kept, tokenizer, asked, progress):
         judge.quiet = not progress
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            shared = {**facts, "command": _command(item.name, facts["model"], asked), "date": now()}
+            command = asked.command or _command(item.name, facts["model"], asked)
+            shared = {**facts, "command": command, "date": now()}
             kept = kept.of(subject.fingerprint)
             kept.merge(harness.score(judge, item, limit=asked.limit, seeds=seeds, facts=shared))
             if subject.target is not None:
