@@ -90,6 +90,7 @@ def distill(
     Raises:
         ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
         KeyboardInterrupt: on Ctrl-C, after the running step, with the state saved; its text says how to go on.
+        After any error the student is as the last step left it.
     """
     given = {
         "mixed_precision": mixed_precision,
@@ -167,9 +168,8 @@ class _Run:
         import accelerate
 
         if latest is not None:
-            resumed = self.at["resumed"]
             self.at = json.loads((latest / "progress.json").read_text(encoding="utf-8"))
-            self.at["resumed"] += resumed + 1
+            self.at["resumed"] += 1
             self._say(f"going on from step {self.at['total']} of {self._total()} ({latest})")
         accelerate.utils.set_seed(self.seed, device_specific=True)
         self._start_tracker()
@@ -354,12 +354,11 @@ class _Run:
                 | {"steps_per_second": stage.steps / max(seconds, 1e-9)}
                 | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
             )
-        teacher = None if self.teacher is None else self.teacher.config.name_or_path or type(self.teacher).__name__
         return {
             "format_version": 1,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
-            "teacher": teacher,
+            "teacher": None if self.teacher is None else _public_name(self.teacher.config.name_or_path),
             "seed": self.seed,
             "stages": stages,
             "steps": at["total"],
@@ -367,7 +366,7 @@ class _Run:
             "seconds": round(at["seconds"], 3),
             "steps_per_second": at["total"] / max(at["seconds"], 1e-9),
             "resumed": at["resumed"],
-            "data": self.source.describe() | {"name": self.source.name},
+            "data": self.source.describe() | {"name": _public_name(self.source.name)},
             **{key: self.options[key] for key in ("mixed_precision", "gradient_checkpointing")},
             "processes": self.accelerator.num_processes,
             "hardware": describe_hardware(self.accelerator.device),
@@ -514,6 +513,11 @@ def _digest(text, parts):
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
     return digest.hexdigest()[:32]
+
+
+def _public_name(name):
+    """A Hub id as it is; of a path on this machine its last part, since records are published."""
+    return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
 
 
 def _generator_hash():

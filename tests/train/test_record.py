@@ -70,3 +70,15 @@ def test_bars_on_request_only(lab, tmp_path, capsys):
     silent = capsys.readouterr()
     assert silent.out == ""
     assert "lm (1/1)" not in silent.err
+
+
+def test_record_names_no_place_on_this_machine(lab, tmp_path):
+    rows = "".join(json.dumps({"input_ids": part.tolist()}) + "\n" for part in lab.tokens().split(100))
+    (tmp_path / "book.jsonl").write_text(rows)
+    lab.teacher().save_pretrained(tmp_path / "original")
+    teacher = type(lab.teacher()).from_pretrained(tmp_path / "original")
+    lab.distill(tmp_path / "out", teacher, data=tmp_path / "book.jsonl", stages=lab.stages(2))
+    text = (tmp_path / "out" / "train.json").read_text()
+    assert str(tmp_path) not in text
+    assert json.loads(text)["data"]["name"] == "book.jsonl"
+    assert json.loads(text)["teacher"] == "original"
