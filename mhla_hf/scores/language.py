@@ -7,6 +7,7 @@ task, so a stopped evaluation continues. Unusual: lm-eval is imported when it is
 
 import dataclasses
 import logging
+import math
 import os
 import shlex
 from pathlib import Path
@@ -132,13 +133,7 @@ def evaluate(
             logger.info("%s: every score is known already", subject.name)
         else:
             kept = _judge(harness, subject, missing, kept, tokenizer, asked, progress)
-        names = {name for item in requested for name in item.scored_names()}
-        shots = {name: number for item in requested for name, number in item.shots().items()}
-        compared[subject.name] = Results(
-            record
-            for record in kept.of(subject.fingerprint)
-            if record.task in names and record.limit == limit and record.shots == shots[record.task]
-        )
+        compared[subject.name] = _wanted(kept.of(subject.fingerprint), requested, limit)
     return compared
 
 
@@ -176,9 +171,8 @@ def _check(asked):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
     limit, size = asked.limit, asked.batch_size
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
-        raise ValueError(f"limit is {limit!r}; expected a number of documents above 0, or a share below 1")
-    if isinstance(limit, float) and limit >= 1 and limit != int(limit):
+    number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and math.isfinite(limit)
+    if limit is not None and not (number and limit > 0 and (limit < 1 or limit == int(limit))):
         raise ValueError(f"limit is {limit!r}; expected a whole number of documents, or a share below 1")
     if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ValueError(f'batch_size is {size!r}; expected an integer of at least 1 or "auto"')
@@ -270,6 +264,17 @@ def _missing(item, kept, subject, asked):
         if not found:
             return True
     return False
+
+
+def _wanted(kept, requested, limit):
+    """Of all scores that are kept, those that were asked for."""
+    shots = {name: number for item in requested for name, number in item.shots().items()}
+    names = {name for item in requested for name in item.scored_names()}
+    return Results(
+        record
+        for record in kept
+        if record.task in names and record.limit == limit and record.shots == shots[record.task]
+    )
 
 
 def seed_of(asked):

@@ -1,11 +1,13 @@
-"""Language models from a folder or the Hub, loaded so that a damaged one is noticed.
+"""Language models from a folder or the Hub, so that a damaged one is noticed; and into a folder, whole or not at all.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
 would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
 """
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -56,6 +58,40 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
     return model, tokenizer
+
+
+def check_new_folder(folder, overwrite=False):
+    """`folder` as a Path when a model can be saved there. ValueError: something is there, or nothing can be written."""
+    path = Path(folder).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output {str(folder)!r} is a file; expected a folder to make")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten")
+    above = path.resolve().parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"output {str(folder)!r} cannot be made: {str(above)!r} is not a folder one can write to")
+    return path
+
+
+def save_language_model(model, tokenizer, folder, overwrite=False):
+    """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
+    path = check_new_folder(folder, overwrite).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside, old = (path.with_name(f"{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        shutil.rmtree(old, ignore_errors=True)
+    return path
 
 
 def choose_device(device=None):
