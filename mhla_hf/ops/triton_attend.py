@@ -1,0 +1,250 @@
+"""The kernel that makes tokens from mixed summaries, in four roles: outputs, and gradients of queries, keys and values.
+
+All four are one formula. For the tokens t of a block with state P (its mixed summary or the gradient of its summary),
+
+    out[t] = a[t] P + own * sum over the block's own tokens s of <a[t], b[s]> c[s]
+
+where causal means s <= t for outputs (a, b, c = q, k, v) and for queries' gradients (g, v, k), s >= t for keys' (v, g, q)
+and for values' (k, q, g); the second part is missing where nothing is causal. A long block is walked in chunks of 64 tokens
+with a running state, so the cost of a token does not grow with the block. A denominator, and the rank-one terms that its
+gradient adds to <a, b>, are taken along.
+"""
+
+import torch
+
+from .triton_common import (
+    TILE_TOKENS,
+    as_argument,
+    block_range,
+    cast,
+    constexpr,
+    kernel,
+    lanes_for,
+    language_dtype,
+    launch,
+    load_tile,
+    real_tokens_of,
+    state_dot,
+    store_tile,
+    tile_dot,
+    tiles,
+    token_at,
+)
+from .triton_configs import dot_precision, pass_config
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    tl = None
+
+PARTS_TOKENS = 256
+
+
+@kernel
+def load_state(state, state_z, offset, x, y, X: constexpr, Y: constexpr, DEN: constexpr, RANK: constexpr):
+    """P [BX, BY] of a block, and z over X (for a denominator) or over Y (for a rank-one term), else zeros."""
+    inside = (x < X)[:, None] & (y < Y)[None, :]
+    pointers = state[0] + offset * X * Y + x[:, None] * state[1] + y[None, :] * state[2]
+    tile = tl.load(pointers, mask=inside, other=0.0)
+    z_x = tl.zeros_like(x).to(tl.float32)
+    z_y = tl.zeros_like(y).to(tl.float32)
+    if DEN == 1:
+        z_x = tl.load(state_z + offset * X + x, mask=x < X, other=0.0)
+    if RANK > 0:
+        z_y = tl.load(state_z + offset * Y + y, mask=y < Y, other=0.0)
+    return tile, z_x, z_y
+
+
+@kernel
+def load_scalars(x, row, token, head, tokens, heads, valid):
+    """x [B, T, H] at some tokens of a head, zeros where not valid."""
+    return tl.load(x + (row * tokens + token) * heads + head, mask=valid, other=0.0)
+
+
+@kernel
+def invert_or_zero(den):
+    """1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
+    alive = tl.abs(den) >= 1.1754943508222875e-38
+    return tl.where(alive, 1.0 / tl.where(alive, den, 1.0), 0.0)
+
+
+@kernel
+def own_weights_of(left, right, place, rank_one, RANK: constexpr, REVERSE: constexpr, PRECISION: constexpr):
+    """<a[t], b[s]> plus the rank-one term, which is that of t (RANK 1) or of s (2); zeros for the tokens t does not see."""
+    weight = tile_dot(left, tl.trans(right), PRECISION)
+    if RANK == 1:
+        weight += rank_one[:, None]
+    if RANK == 2:
+        weight += rank_one[None, :]
+    if REVERSE:
+        return tl.where(place[None, :] >= place[:, None], weight, 0.0)
+    return tl.where(place[None, :] <= place[:, None], weight, 0.0)
+
+
+@kernel
+def attend_kernel(
+    a, b, c, state, state_z, m, r, inv, e, e_sums, out, mask_a, mask_b, edges, order, starts, tokens, size, blocks, heads,
+    group, reps, share, span, parts, scale, shrink, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr,
+    OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr, DOT: constexpr,
+    PRECISION: constexpr,
+):  # fmt: skip
+    """`span` tokens of one block, one head of `out` [B, T, heads, Y], one tile of Y; `attend` says what the rest is."""
+    y_tiles: constexpr = (Y + BY - 1) // BY
+    program = tl.program_id(0)
+    y_tile, part, item = program % y_tiles, program // y_tiles % parts, program // y_tiles // parts
+    block, head = item % blocks, (item // blocks % heads).to(tl.int64)
+    row = (item // blocks // heads).to(tl.int64)
+    x, y = tl.arange(0, BX), y_tile * BY + tl.arange(0, BY)
+    offset = (row * (heads // share) + head // share) * blocks + block
+    tile, z_x, z_y = load_state(state, state_z, offset, x, y, X, Y, DEN, RANK)
+    low, high = block_range(block, row, edges, starts, tokens, size)
+    low += part * span
+    high = tl.minimum(high, low + span)
+    running = tl.zeros((BX, BY), tl.float32)
+    running_z = tl.zeros((BY,), tl.float32)
+    e_sum = tl.zeros((BY,), tl.float32)
+    own_weight = tl.load(m[0] + head * m[1] + block * m[2]) if OWN and not REVERSE else 1.0
+    for step in range(0, tl.cdiv(high - low, BT)):
+        chunk = tl.cdiv(high - low, BT) - 1 - step if REVERSE else step
+        place = low + chunk * BT + tl.arange(0, BT)
+        valid = place < high
+        token = token_at(place, valid, order)
+        seen = real_tokens_of(mask_a, row, token, valid, tokens)
+        source = real_tokens_of(mask_b, row, token, valid, tokens)
+        left = load_tile(a, row, token, head, seen, x, X, DOT)
+        value = state_dot(left, tile, shrink, DOT, PRECISION)
+        den = tl.sum(left.to(tl.float32) * z_x[None, :], 1) if DEN == 1 else 1.0
+        on_target = (
+            load_scalars(r, row, token, head, tokens, heads, valid) if RANK == 1 else 1.0 + tl.zeros((BT,), tl.float32)
+        )
+        if RANK > 0:
+            value += on_target[:, None] * z_y[None, :]
+        if OWN:
+            own = tl.zeros((BT, BY), tl.float32)
+            if MULTI:
+                own = state_dot(left, running, shrink, DOT, PRECISION)
+                if RANK > 0:
+                    own += on_target[:, None] * running_z[None, :]
+            for rep in range(reps):
+                other = head * reps + rep if REVERSE else head // group
+                factor = tl.load(m[0] + other * m[1] + block * m[2]) if REVERSE else 1.0
+                right = load_tile(b, row, token, other, source, x, X, DOT)
+                third = load_tile(c, row, token, other, source, y, Y, DOT)
+                on_source = 1.0 + tl.zeros((BT,), tl.float32)
+                if RANK == 2:
+                    on_source = load_scalars(r, row, token, other, tokens, heads * reps, valid)
+                weight = own_weights_of(left, right, place, on_target * on_source, RANK, REVERSE, PRECISION)
+                own += tile_dot(cast(weight, DOT), third, PRECISION) * factor
+                if DEN == 1:
+                    den += tl.sum(weight, 1) * own_weight
+                if MULTI:
+                    running += tile_dot(tl.trans(right), third, PRECISION) * factor
+                    if DEN == 1:
+                        z_x += tl.sum(right.to(tl.float32), 0) * own_weight
+                    if RANK > 0:
+                        running_z += tl.sum(third.to(tl.float32) * on_source[:, None], 0) * factor
+            value += own * own_weight
+            if e is not None:
+                e_sum += tl.sum(own * load_tile(e, row, token, head, valid, y, Y, tl.float32), 0)
+        if DEN == 1:
+            factor_den = invert_or_zero(den)
+            if y_tile == 0:
+                tl.store(inv + (row * tokens + token) * heads + head, factor_den, mask=valid)
+            value *= factor_den[:, None]
+        elif DEN == 2:
+            value *= load_scalars(inv, row, token, head, tokens, heads, valid)[:, None]
+        else:
+            value *= scale
+        store_tile(out, row, token, head, valid, y, tl.where(seen[:, None], value, 0.0), Y)
+    if e is not None:
+        tl.store(e_sums + item.to(tl.int64) * y_tiles + y_tile, tl.sum(e_sum, 0) * scale)
+
+
+def diagonal_of(mixing):
+    """A mixing matrix as the kernel takes it: pointer, strides of the head and of the diagonal."""
+    if mixing is None:
+        return None
+    return mixing, mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2) + mixing.stride(-1)
+
+
+def attend(
+    a,
+    b,
+    c,
+    state,
+    out,
+    cut,
+    dot,
+    *,
+    transposed=False,
+    state_z=None,
+    mixing=None,
+    reverse=False,
+    r=None,
+    inv=None,
+    e=None,
+    mask=None,
+    scale=1.0,
+):
+    """out [B, T, H, Y] as at the top of the file; returns <e[t], its own part without own>, [B, H, M] (None without e).
+
+    a [B, T, H, X]; state [B, H or fewer, M, X, Y], or [.., Y, X] if transposed. mixing (causal only, else b and c are not
+    read): fp32 [M, M] or [query heads, M, M], whose diagonal is `own`. reverse: s >= t, out is for keys, b and c of the
+    query heads are summed; mask [B, T] then leaves tokens out of `out`, else out of b and c. r [B, T, query heads]: the
+    rank-one term, with state_z over Y. inv [B, T, H]: multiplies out; with a state_z over X it is computed, and written.
+    """
+    batch, _, heads, width = a.shape
+    other = out.shape[3]
+    own, rank = mixing is not None, 0 if r is None else 2 if reverse else 1
+    den = 0 if inv is None else 1 if state_z is not None else 2
+    kind = "attend" if not own else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
+    config = pass_config(kind, width, other, dot, a.device)
+    y_tiles = tiles(other, config["BY"])
+    span = cut.span if own else PARTS_TOKENS
+    parts = tiles(cut.span, span)
+    sources = b.shape[2] if own else heads
+    e_sums = None if e is None else torch.empty(batch, heads, cut.blocks, y_tiles, dtype=torch.float32, device=a.device)
+    launch(
+        attend_kernel,
+        y_tiles * parts * cut.blocks * heads * batch,
+        a.device,
+        as_argument(a),
+        as_argument(b) if own else None,
+        as_argument(c) if own else None,
+        (state, 1, width) if transposed else (state, other, 1),
+        state_z,
+        diagonal_of(mixing),
+        r,
+        inv,
+        None if e is None else as_argument(e),
+        e_sums,
+        as_argument(out),
+        mask if reverse else None,
+        None if reverse else mask,
+        *cut.place,
+        cut.tokens,
+        cut.size,
+        cut.blocks,
+        heads,
+        max(1, heads // sources),
+        max(1, sources // heads),
+        heads // state.shape[1],
+        span,
+        parts,
+        scale,
+        2.0 ** -(max(1, cut.tokens // cut.blocks) - 1).bit_length(),
+        X=width,
+        Y=other,
+        BX=lanes_for(width),
+        OWN=own,
+        MULTI=own and cut.span > config["BT"],
+        REVERSE=reverse,
+        DEN=den,
+        RANK=rank,
+        DOT=language_dtype(dot),
+        PRECISION=dot_precision(dot),
+        **config,
+    )
+    return None if e is None else e_sums.sum(3)

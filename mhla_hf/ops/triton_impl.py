@@ -1,0 +1,144 @@
+"""MHLA in Triton: which kernels run, in which order, for the forward and the backward pass.
+
+Forward: block summaries from keys and values, mixing, outputs. Backward: both are computed again, so that only inputs,
+output and 1 / denominator are kept, then gradients of the mixed summaries, their mixture, and the tokens' gradients. A
+denominator from other features than the numerator's (q_den, or the official one) is a pass of its own, over values of ones.
+"""
+
+import torch
+
+from .triton_attend import attend
+from .triton_blocks import mix, mix_grads
+from .triton_common import cut_of, dot_dtype
+from .triton_summaries import prepare, summaries
+
+
+class Work:
+    """One call: what forward and backward share. Tensors as in `mhla`; cut and key_cut from `cut_of`; mixing fp32."""
+
+    def __init__(self, mixing, cut, key_cut, causal, mask, scale):
+        self.mixing, self.cut, self.key_cut = mixing, cut, key_cut
+        self.causal, self.mask, self.scale = causal, mask, scale
+        self.per_head = mixing.dim() == 3
+        self.own = mixing if causal else None
+        self.triangle = int(causal)
+
+    def mixed(self, k, v, heads, dot, with_z):
+        """Mixed summaries P and z, [B, H or G, M, ...], and the summaries they are made of."""
+        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=with_z)
+        heads = heads if self.per_head else k.shape[2]
+        p = mix(self.mixing, s, heads, triangle=self.triangle)
+        p_z = mix(self.mixing, z, heads, triangle=self.triangle) if with_z else None
+        return p, p_z, s, z
+
+    def forward(self, q, k, v, out, inv=None, shared=False, dot=None):
+        """Write the sum of weight times v to out [B, T, H, V]; times inv [B, T, H], which `shared` computes from q and k."""
+        dot = dot or dot_dtype(q, k, v)
+        p, p_z, _, _ = self.mixed(k, v, q.shape[2], dot, shared)
+        options = {"state_z": p_z, "mixing": self.own, "inv": inv, "mask": self.mask, "scale": self.scale}
+        attend(q, k, v, p, out, self.cut, dot, **options)
+
+    def backward(self, q, k, v, g, grads, r=None, dot=None):
+        """Write the gradients of q, k, v to `grads`, given that of the sum, g, and of the weights, r; returns mixing's."""
+        dot = dot or dot_dtype(q, k, v)
+        dot = torch.bfloat16 if dot == torch.float16 else dot
+        p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None)
+        options = {"mixing": self.own, "scale": self.scale, "mask": self.mask}
+        e = q if self.causal else None
+        own = attend(g, v, k, p, grads[0], self.cut, dot, transposed=True, state_z=p_z, r=r, e=e, **options)
+        dp, dp_z = summaries(q, g, self.cut, dot, heads=p.shape[1], r=r, with_z=r is not None)
+        dm = self.mixing_grad(dp, s, dp_z, z, own)
+        ds = mix(self.mixing, dp, k.shape[2], triangle=self.triangle, transposed=True)
+        ds_z = mix(self.mixing, dp_z, k.shape[2], triangle=self.triangle, transposed=True) if r is not None else None
+        options["reverse"] = True
+        attend(v, g, q, ds, grads[1], self.key_cut, dot, transposed=True, state_z=ds_z, r=r, **options)
+        if grads[2] is not None:
+            attend(k, q, g, ds, grads[2], self.key_cut, dot, **options)
+        return dm
+
+    def mixing_grad(self, dp, s, dp_z, z, own):
+        """Gradient of the mixing from those of P and z, and for its diagonal from `own` [B, H, M]."""
+        dm = mix_grads(dp, s, self.per_head, triangle=self.triangle)
+        if z is not None:
+            dm = dm + mix_grads(dp_z, z, self.per_head, triangle=self.triangle)
+        dm = dm * self.scale
+        if own is None:
+            return dm
+        return dm + torch.diag_embed(own.sum(0) if self.per_head else own.sum((0, 1)))
+
+
+class Call(Work):
+    """One call with its denominator. normalize: "no", "shared" (from q and k), "separate" (q_den, k_den) or "official"."""
+
+    def __init__(self, like, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
+        self.normalize, self.padded = normalize, starts is not None
+        rows = cut_of(cut, like.device, starts, edges)
+        columns = rows if key_cut == cut else cut_of(key_cut, like.device)
+        super().__init__(mixing.float(), rows, columns, causal, key_mask, scale if normalize == "no" else 1.0)
+
+    def room(self, x, *shape, dtype=None):
+        """Memory for a result; zeros where tokens before `starts` are written by no block."""
+        make = torch.zeros if self.padded else torch.empty
+        return make(shape or x.shape, dtype=dtype or x.dtype, device=x.device)
+
+    def counting(self, q, k):
+        """Weights alone: a `Work` and values of ones, whose output is the denominator (of the official kind, unmixed)."""
+        mixing = self.mixing
+        if self.normalize == "official":
+            mixing = torch.eye(self.cut.blocks, dtype=torch.float32, device=q.device)
+        work = Work(mixing, self.cut, self.key_cut, self.causal, self.mask, 1.0)
+        return work, torch.ones(1, 1, 1, 1, dtype=torch.float32, device=q.device).expand(*k.shape[:3], 1)
+
+    def across_slots(self, x, mixing):
+        """sum_j m_ij x_j over blocks for each slot of a block, [B, T, H] to [B, T, H]: the official denominator's mixing."""
+        order = self.cut.order
+        x = x if order is None else x.index_select(1, order)
+        x = x.unflatten(1, (self.cut.blocks, -1)).permute(0, 3, 1, 2)
+        x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2)
+        return x if order is None else torch.empty_like(x).index_copy(1, order.long(), x)
+
+    def run(self, q, k, v, q_den, k_den):
+        """o [B, T, H, V] and 1 / denominator, fp32 [B, T, H] (empty if not normalised)."""
+        o = self.room(v, *q.shape[:3], v.shape[3])
+        if self.normalize == "no":
+            self.forward(q, k, v, o)
+            return o, torch.empty(0, dtype=torch.float32, device=q.device)
+        inv = self.room(q, *q.shape[:3], dtype=torch.float32)
+        if self.normalize != "shared":
+            features = (q, k) if q_den is None else (q_den, k_den)
+            work, ones = self.counting(*features)
+            work.forward(*features, ones, inv[..., None], dot=torch.float32)
+            den = self.across_slots(inv, self.mixing) if self.normalize == "official" else inv
+            dead = den.abs() < torch.finfo(torch.float32).tiny
+            inv = torch.where(dead, 0, 1 / torch.where(dead, 1, den))
+        self.forward(q, k, v, o, inv, self.normalize == "shared")
+        return o, inv
+
+    def run_back(self, grad, q, k, v, q_den, k_den, o, inv):
+        """Gradients of q, k, v, mixing, q_den and k_den (the last two None where they were not given)."""
+        grads = [self.room(x) for x in (q, k, v)]
+        if self.normalize == "no":
+            return *grads, self.backward(q, k, v, grad, grads), None, None
+        dot = dot_dtype(q, k, v)
+        grad, r = prepare(grad, o, inv, torch.bfloat16 if dot == torch.float16 else dot)
+        if self.normalize == "shared":
+            return *grads, self.backward(q, k, v, grad, grads, r), None, None
+        dm = self.backward(q, k, v, grad, grads)
+        features = (q, k) if q_den is None else (q_den, k_den)
+        work, ones = self.counting(*features)
+        den_grads = [self.room(x) for x in features]
+        if self.normalize == "official":
+            own = torch.empty_like(r)
+            work.forward(*features, ones, own[..., None], dot=torch.float32)
+            cut, order = self.cut, self.cut.order
+            slots = [x if order is None else x.index_select(1, order) for x in (r, own)]
+            slots = [x.unflatten(1, (cut.blocks, -1)).permute(0, 3, 1, 2) for x in slots]
+            per_head = torch.matmul(slots[0], slots[1].mT).sum(0)
+            dm = dm + (per_head if self.per_head else per_head.sum(0))
+            r = self.across_slots(r, self.mixing.mT)
+            work.backward(*features, ones, r[..., None], [*den_grads, None], dot=torch.float32)
+        else:
+            dm = dm + work.backward(*features, ones, r[..., None], [*den_grads, None], dot=torch.float32)
+        if q_den is None:
+            return grads[0] + den_grads[0], grads[1] + den_grads[1], grads[2], dm, None, None
+        return *grads, dm, *den_grads
