@@ -1,0 +1,80 @@
+"""How long whole models take, against length: a forward pass, and one more token after that many.
+
+Unusual: the models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
+moment of the machine hits all of them or none. Decoding is timed over whole blocks, so that what MHLA does only once per
+block is paid for in its share.
+"""
+
+import time
+
+import torch
+from tqdm import tqdm
+
+WARM_UP = 64
+
+
+def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True):
+    """Time a forward pass and decoding of several language models, batch 1, on the device where they are.
+
+    Args:
+        models: name -> model of transformers, all with the same vocabulary.
+        lengths: tokens in the context, whole numbers.
+        decode_tokens: tokens decoded after the context; the result is the time of one of them.
+        rounds: of which the fastest counts.
+        progress: show a bar on stderr.
+
+    Returns:
+        List of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length.
+    """
+    if not models or not lengths or min(lengths) < 1 or rounds < 1 or decode_tokens < 1:
+        raise ValueError(
+            f"measure_speed: got {len(models)} models, lengths {list(lengths)}, rounds {rounds}, decode_tokens "
+            f"{decode_tokens}; expected at least one model and numbers of at least 1"
+        )
+    random = torch.Generator().manual_seed(0)
+    vocabulary = min(model.config.vocab_size for model in models.values())
+    ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)
+    training = {name: model.training for name, model in models.items()}
+    best = {}
+    bar = tqdm(total=len(lengths) * rounds * len(models), desc="speed", disable=not progress)
+    try:
+        with torch.inference_mode(), bar:
+            for model in models.values():
+                model.eval()
+                _one(model, ids[:, :WARM_UP], decode_tokens)
+            for length in lengths:
+                for _ in range(rounds):
+                    for name, model in models.items():
+                        for what, seconds in _one(model, ids[:, :length], decode_tokens).items():
+                            key = what, length, name
+                            best[key] = min(best.get(key, seconds), seconds)
+                        bar.update()
+                        bar.set_postfix(tokens=length, refresh=False)
+    finally:
+        for name, model in models.items():
+            model.train(training[name])
+    return [
+        {"what": what, "length": length, **{f"{name}_ms": 1e3 * best[what, length, name] for name in models}}
+        for what in ("forward", "decode, per token")
+        for length in lengths
+    ]
+
+
+def _one(model, ids, decode_tokens):
+    """Seconds of one forward pass over `ids` `[1, T]` and, after it, of one decoded token."""
+    ids = ids.to(model.device)
+    started = _now(model.device)
+    model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    forward = _now(model.device) - started
+    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    token = ids[:, -1:]
+    started = _now(model.device)
+    for _ in range(decode_tokens):
+        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+    return {"forward": forward, "decode, per token": (_now(model.device) - started) / decode_tokens}
+
+
+def _now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
