@@ -203,7 +203,6 @@ def append_tokens(state, layout, k, v, k_den):
         windows.append((name, layout.last_two_blocks(opened[-1], window)))
     cut = [tokens.to(exact).unflatten(1, (-1, size)).flatten(0, 1) for tokens in opened]
     rows = torch.arange(len(state.length)).repeat_interleave(layout.blocks.shape[1])
-    state.reserve(int(layout.blocks.max()) + 1)
     push_summaries(state, rows, layout.blocks.flatten(), cut)
     for name, window in windows:
         setattr(state, name, window)
@@ -246,20 +245,18 @@ class BlockLayout:
         room = max(1, -(-int((self.offset + counts).max()) // size))
         self.blocks = self.first[:, None] + torch.arange(room)
         place = torch.arange(room * size)
-        token = place - self.offset[:, None] + (steps - counts)[:, None]
-        old = place < self.offset[:, None]
-        new = (place >= self.offset[:, None]) & (place < (self.offset + counts)[:, None])
         slot = (self.first[:, None] * size + place) % (2 * size)
-        self.source = torch.where(new, token + 2 * size, torch.where(old, slot, 0)).to(self.device)
-        self.new, self.filled = new.to(self.device), (new | old).to(self.device)
+        token = (place - self.offset[:, None] + (steps - counts)[:, None]).clamp(max=steps - 1)
+        self.source = torch.where(place < self.offset[:, None], slot, token + 2 * size).to(self.device)
+        self.filled = (place < (self.offset + counts)[:, None]).to(self.device)
 
     def place(self, tokens, window=None):
-        """[B, T, H, K] -> [B, n * C, H, K]; the open block's earlier tokens come from `window`, or are zeros without
-        one."""
+        """[B, T, H, K] -> [B, n * C, H, K]; with a `window`, the open block's earlier tokens come from there, and what is
+        behind a row's last token is zeros: padding may hold anything, and NaN would get through a weight of 0.
+        """
         rows = torch.arange(tokens.shape[0], device=self.device)[:, None]
         if window is None:
-            placed = tokens[rows, (self.source - 2 * self.size).clamp(min=0)]
-            return torch.where(self.new[..., None, None], placed, 0)
+            return tokens[rows, (self.source - 2 * self.size).clamp(min=0)]
         placed = torch.cat((window, tokens), 1)[rows, self.source]
         return torch.where(self.filled[..., None, None], placed, 0)
 

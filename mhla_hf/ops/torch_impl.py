@@ -2,7 +2,7 @@
 
 Only the inputs are kept for the backward pass (and, where normalised, the output and one number per token and head). On the
 CPU heads are taken one by one, as views of the caller's tensors: their summaries then stay in the cache and nothing is
-copied. Elsewhere, for short sequences and under torch.compile, all heads go at once. Padding (`starts`, `cu_seqlens`) is
+copied. Elsewhere, for small heads and under torch.compile, all heads go at once. Padding (`starts`, `cu_seqlens`) is
 moved out of the way before, and outputs are moved back.
 """
 
@@ -14,7 +14,7 @@ from .torch_bidirectional import full_grads, full_sums, official_den, official_d
 from .torch_causal import causal_grads, causal_sums
 from .torch_layout import BlockCut, Heads, MoveTokens, align_sequences, shift_to_start
 
-HEAD_BY_HEAD_TOKENS = 256
+HEAD_BY_HEAD_SIZE = 32768  # numbers in one head's q; measured: below, the calls cost more than the cache gives
 
 
 def torch_mhla(
@@ -35,10 +35,7 @@ def torch_mhla(
     starts=None,
 ):
     """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked."""
-    if normalize:
-        scale = 1.0
-    elif scale is None:
-        scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:
         k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
     back = None
@@ -122,7 +119,8 @@ class HeadWork:
         self.exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         self.rows = BlockCut(blocks, q.device)
         self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)
-        one_by_one = q.device.type == "cpu" and q.shape[1] >= HEAD_BY_HEAD_TOKENS and not torch.compiler.is_compiling()
+        one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
+        one_by_one = one_by_one and not torch.compiler.is_compiling()
         self.groups = Heads.groups(q, self.exact, one_by_one)
         self.sums = causal_sums if self.causal else full_sums
         self.grads = causal_grads if self.causal else full_grads

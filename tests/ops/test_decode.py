@@ -118,6 +118,23 @@ def test_left_padded_rows_of_very_different_lengths(first):
         assert distance(expected[row : row + 1, start:], alone) < 1e-12
 
 
+@pytest.mark.parametrize("first", [1, 60, 100])
+def test_padding_may_hold_anything(first):
+    """NaN before a row's start reaches neither this call's outputs nor, through the state, a later one's."""
+    x, mixing = make(batch=3, tokens=200)
+    starts = torch.tensor([0, 70, 150])
+    expected = full(x, mixing, starts=starts)
+    padding = torch.arange(200) < starts[:, None]
+    for tensor in x.values():
+        tensor[padding] = float("nan")
+    o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
+    outputs, place = [o], first
+    for end in (first + 5, 140, 145, *range(146, 201)):
+        outputs.append(step(cut(x, place, end), mixing, state, starts=(starts - place).clamp(0, end - place)))
+        place = end
+    assert distance(torch.cat(outputs, 1), expected) < 1e-12
+
+
 def test_masked_keys_stay_positions():
     x, mixing = make(tokens=200)
     mask = torch.rand(2, 150) < 0.6

@@ -18,7 +18,7 @@ SEEN = collections.Counter()
 @settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def check_generated_case(monkeypatch, case):
-    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_TOKENS", 1 if case["one_by_one"] else 10**9)
+    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
     SEEN[case["form"]] += 1
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors, options = build(case, dtype)
@@ -50,7 +50,7 @@ def test_generated_cases(monkeypatch):
 @pytest.mark.parametrize("own_den", [True, False])
 def test_gradcheck(monkeypatch, form, own_den, one_by_one):
     """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
-    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_TOKENS", 1 if one_by_one else 10**9)
+    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
     case = {
         "form": form, "batch": 1 if form == "packed" else 2, "heads": (2, 1), "widths": (2, 3, 2), "per_head": own_den,
         "normalize": "official" if form == "official" else own_den, "own_den": own_den, "scale": None,
