@@ -30,8 +30,8 @@ from datasets import Dataset, DatasetDict
 
 
 def load(file, **_):
-    lines = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
-    return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
+    with Path(__file__).with_name(file).open(encoding="utf-8") as lines:
+        return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
 
 
 def recall(doc, results):
@@ -171,6 +171,8 @@ def make_cloze(text, count, *, context, items, seed):
     rng, rows = random.Random(f"cloze {seed}"), []
     endings = []
     for start, end in find_sentences(text):
+        if text.find(text[start:end]) < start:
+            continue
         gaps = [start + match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text[start:end])]
         gaps = [gap for gap in gaps if len(text[start:gap].split()) >= 4 and 30 <= end - gap <= 90]
         if gaps:
@@ -201,8 +203,9 @@ def _flat(ending):
 def _broken_like(ending, true):
     """`ending` (one line) with the line breaks, and the indentation after them, at the places where `true` has them."""
     for match in re.finditer(r"[ \t]*\n[ \t]*", true):
-        at = ending.find(" ", max(1, match.start() - 4))
-        if at > 0:
+        gaps = [at for at in range(1, len(ending)) if ending[at] == " " and ending[at - 1] not in " \n"]
+        if gaps:
+            at = min(gaps, key=lambda gap: abs(gap - match.start()))
             ending = ending[:at] + match.group() + ending[at + 1 :]
     return ending
 

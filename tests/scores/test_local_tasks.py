@@ -1,0 +1,199 @@
+"""Tasks made from a text: nothing of it is lost, questions are fair, the folder is whole or not there.
+
+Run: pytest tests/scores/test_local_tasks.py
+"""
+
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from lm_eval.api.model import LM
+from small_scores import HELD_OUT, WINDOW, small_tokenizer
+
+from mhla_hf.scores.harness import HARNESS_SEEDS, load_tasks, score
+from mhla_hf.scores.local_tasks import find_sentences, make_cloze, make_recall, make_tasks, split_text
+
+BLOCK = 32
+TOKENIZER = small_tokenizer()
+
+
+def count(piece):
+    return len(TOKENIZER(piece, add_special_tokens=False)["input_ids"])
+
+
+def make(folder, text=HELD_OUT, **changes):
+    arguments = {"prefix": "here", "window": WINDOW, "items": 40, "block": BLOCK} | changes
+    return make_tasks(text, folder, TOKENIZER, **arguments)
+
+
+def rows_of(made, kind):
+    with Path(made.folder, f"here_{kind}.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("made") / "tasks")
+
+
+def test_every_byte_is_scored_once(made):
+    parts = [row["text"] for row in rows_of(made, "bits_per_byte")]
+    assert "".join(parts) == HELD_OUT
+    assert max(map(count, parts)) <= WINDOW - 2
+    assert made.sizes["here_bits_per_byte"] == len(parts)
+
+
+@pytest.mark.parametrize("text", ["one line " * 200, "a\n" * 500, "\n\n\nx", "ü€ " * 300 + "\r\nend", "x" * 3000])
+def test_any_text_is_cut_without_loss(text):
+    parts = split_text(text, 50, count)
+    assert "".join(parts) == text and all(0 < count(part) <= 50 for part in parts)
+
+
+def test_sentences_are_prose():
+    sentences = [HELD_OUT[start:end] for start, end in find_sentences(HELD_OUT)]
+    assert len(sentences) > 80
+    for sentence in sentences:
+        assert sentence[0].isupper() and sentence[-1] in ".!?" and "\n\n" not in sentence
+        assert len(sentence.split()) >= 8 and ">>>" not in sentence and "::=" not in sentence
+    text = "Heading\n\nThis one sentence, e.g. with dots, is long enough.\nShort one. 12 34 56 78 90 12 34 56 78."
+    assert [text[a:b] for a, b in find_sentences(text)] == ["This one sentence, e.g. with dots, is long enough."]
+
+
+def test_cloze_asks_for_the_true_ending_among_three_of_its_size_and_layout(made):
+    rows = rows_of(made, "cloze")
+    assert len(rows) == 40 and len({row["context"] for row in rows}) == 40
+    ends = {" ".join(HELD_OUT[start:end].split())[-15:] for start, end in find_sentences(HELD_OUT)}
+    for row in rows:
+        choices, true = row["choices"], row["choices"][row["answer"]]
+        assert row["context"] + true in HELD_OUT and count(row["context"]) <= WINDOW // 3
+        assert sum(row["context"] + choice in HELD_OUT for choice in choices) == 1
+        assert len({" ".join(choice.split()) for choice in choices}) == 4
+        sizes = [len(" ".join(choice.split())) for choice in choices]
+        assert max(sizes) - min(sizes) <= max(sizes) // 3
+        assert {choice.count("\n") for choice in choices} == {true.count("\n")}
+        assert all(choice[0] == " " and " ".join(choice.split())[-15:] in ends for choice in choices)
+
+
+def test_recall_passages_differ_in_one_word_more_than_a_block_back(made):
+    rows = rows_of(made, "recall")
+    assert len(rows) == 40
+    for row in rows:
+        word, contexts = row["word"].strip(), row["contexts"]
+        words = [re.findall(r"\w+", context) for context in contexts]
+        assert len({len(passage) for passage in words}) == 1
+        differing = [column for column in zip(*words, strict=True) if len(set(column)) > 1]
+        assert len(differing) == 1 and len(set(differing[0])) == 4
+        assert differing[0][row["answer"]] == word
+        assert [passage.count(word) for passage in words] == [int(i == row["answer"]) for i in range(4)]
+        assert len({count(context) for context in contexts}) == 1
+        assert max(count(context + row["word"]) for context in contexts) < WINDOW
+        assert BLOCK < row["distance"] == count(contexts[0].split(differing[0][0], 1)[1])
+    assert max(row["distance"] for row in rows) > 3 * BLOCK
+
+
+def test_the_right_answer_is_at_no_favourite_place():
+    for rows in (
+        make_recall(HELD_OUT, count, window=WINDOW, items=300, block=BLOCK, seed=3),
+        make_cloze(HELD_OUT, count, context=20, items=300, seed=3),
+    ):
+        places = Counter(row["answer"] for row in rows)
+        assert len(rows) > 70 and min(places[i] for i in range(4)) > 0.15 * len(rows)
+
+
+class Reader(LM):
+    """A language model for tests: `judge(context, continuation)` is the log-likelihood."""
+
+    max_length, quiet = WINDOW, True
+
+    def __init__(self, judge):
+        super().__init__()
+        self.judge = judge
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return [(self.judge(*request.args), False) for request in requests]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return [-float(len(request.args[0].encode())) for request in requests]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        raise AssertionError("no task here generates")
+
+
+def scores(made, judge):
+    facts = dict.fromkeys(
+        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date")
+    )
+    found = {}
+    for item in load_tasks(list(made.names), made.folder):
+        records = score(Reader(judge), item, limit=None, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
+        found.update({(record.task.removeprefix("here_"), record.metric): record for record in records})
+    return found
+
+
+def test_memory_scores_everything_and_no_memory_exactly_a_quarter(made):
+    remembers = scores(made, lambda context, word: 5.0 * (word.strip() in context.split("\n\n")[0]))
+    assert remembers["recall", "acc"].value == 1.0
+    assert remembers["recall", "gain_bits"].value == pytest.approx(5 / 0.6931471805599453)
+    blind = scores(made, lambda context, word: -float(hash((context[-60:], word)) % 97))
+    assert blind["recall", "acc"].value == 0.25 and blind["recall", "gain_bits"].value == 0.0
+    assert blind["bits_per_byte", "bits_per_byte"].value == pytest.approx(1.4426950408889634)
+    assert blind["bits_per_byte", "bits_per_byte"].stderr == pytest.approx(0, abs=1e-9)
+    reads = scores(made, lambda context, ending: float(context + ending in HELD_OUT))
+    assert reads["cloze", "acc"].value == 1.0
+
+
+def test_the_same_call_writes_the_same_bytes_and_another_seed_others(made, tmp_path):
+    again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
+    files = sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert len(files) == 8
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == Path(made.folder, name).read_bytes()
+    for kind in ("cloze", "recall"):
+        assert rows_of(again, kind) != rows_of(other, kind)
+
+
+def test_the_folder_can_be_moved_and_made_anew(made, tmp_path):
+    moved = shutil.copytree(made.folder, tmp_path / "elsewhere")
+    tasks = load_tasks(["here_*"], moved)
+    assert [item.name for item in tasks] == sorted(made.names)
+    assert [item.hashes() for item in tasks] == [item.hashes() for item in load_tasks(sorted(made.names), made.folder)]
+    make(moved, items=16)
+    assert len((moved / "here_cloze.jsonl").read_text().splitlines()) == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def refusals():
+    yield {"text": ""}, "text is str ''"
+    yield {"text": None}, "text is NoneType"
+    yield {"text": "Too short a text for questions."}, "expected at least 16, so a longer text"
+    yield {"prefix": "a/b"}, "prefix is 'a/b'"
+    yield {"window": 100}, "window is 100"
+    yield {"window": 128, "block": 64}, "2 \\* block \\+ 64"
+    yield {"items": 3}, "items is 3"
+    yield {"items": True}, "items is True"
+    yield {"block": 0}, "block is 0"
+
+
+@pytest.mark.parametrize(("changes", "says"), list(refusals()))
+def test_bad_arguments_are_one_sentence_and_nothing_is_written(tmp_path, changes, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        make(tmp_path / "tasks", **changes)
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_unusual_line_ends_survive_the_files(tmp_path):
+    text = HELD_OUT[:9000].replace(". ", ".\u2028", 5).replace("\n", "\r\n", 20) + HELD_OUT[9000:]
+    made = make(tmp_path / "tasks", text)
+    assert "".join(row["text"] for row in rows_of(made, "bits_per_byte")) == text
+    loaded = load_tasks(["here_bits_per_byte"], made.folder)[0].tasks["here_bits_per_byte"].eval_docs
+    assert "".join(loaded["text"]) == text
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no"):
+        make(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]

@@ -1,0 +1,168 @@
+"""The record of a score, its file, the table, the fingerprint of a model.
+
+Run: pytest tests/scores/test_results.py
+"""
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_scores import make_result, save_llama, small_llama
+
+from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.results import (
+    Result,
+    Results,
+    fingerprint_folder,
+    fingerprint_model,
+    finite,
+    format_score,
+    render_table,
+    score_rows,
+)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path):
+    records = [make_result(), make_result(metric="ppl", value=None, stderr=None, limit=0.5, seconds=1.5, window=512)]
+    path = Results(records).write(tmp_path)
+    assert path == tmp_path / "results.json"
+    assert Results.read(tmp_path).records == records == Results.read(path).records
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+    assert len(Results.read(tmp_path / "nothing.json")) == 0
+
+
+def test_merge_replaces_only_the_same_thing():
+    old = Results([make_result(), make_result(shots=5), make_result(limit=10), make_result(metric="f1")])
+    old.merge([make_result(value=0.75), make_result(task="arc")])
+    assert {record.identity: record.value for record in old} == {
+        ("arc", "acc", 0, None): 0.5,
+        ("copa", "acc", 0, None): 0.75,
+        ("copa", "acc", 0, 10): 0.5,
+        ("copa", "acc", 5, None): 0.5,
+        ("copa", "f1", 0, None): 0.5,
+    }
+    assert old.find("copa", "acc", shots=0).value == 0.75
+    assert old.find("copa", "acc", limit=10).value == 0.5
+    assert old.find("copa", "acc", shots=3) is None
+
+
+def test_scores_of_other_weights_are_told_apart():
+    both = Results([make_result(), make_result(task="arc", fingerprint="files:2")])
+    assert [record.task for record in both.of("files:2")] == ["arc"]
+
+
+def test_a_stop_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    Results([make_result()]).write(tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        Results([make_result(value=0.9)]).write(tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_number_that_is_not_finite_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        Results([make_result(value=float("nan"))]).write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert [finite(value) for value in (1, 0.5, float("inf"), float("nan"), "N/A", None, True)] == [1.0, 0.5] + [
+        None
+    ] * 5
+
+
+def broken_files():
+    good = {"format_version": 1, "results": [dataclasses.asdict(make_result())]}
+    record = good["results"][0]
+    yield "half", json.dumps(good)[:100], "is not a results file"
+    yield "list", "[1]", 'the list "results"'
+    yield "bytes", b"\xff\xfe\x00", "is not a results file"
+    yield "newer", json.dumps(good | {"format_version": 99}), "format_version 99"
+    yield "unknown", json.dumps(good | {"results": [record | {"colour": "red"}]}), "unknown field 'colour'"
+    missing = {key: value for key, value in record.items() if key != "hardware"}
+    yield "missing", json.dumps(good | {"results": [missing]}), "the field 'hardware' is missing"
+    yield "text", json.dumps(good | {"results": [record | {"value": "high"}]}), "value of 'copa' is 'high'"
+
+
+@pytest.mark.parametrize(("content", "says"), [pytest.param(*case[1:], id=case[0]) for case in broken_files()])
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path, content, says):
+    path = tmp_path / "results.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        Results.read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_cannot_leave_out_what_it_stands_on():
+    with pytest.raises(TypeError):
+        Result(task="copa", metric="acc", value=0.5)
+
+
+def test_the_table_shows_models_side_by_side_with_errors():
+    models = {
+        "teacher": [make_result(), make_result(metric="bpb", higher_is_better=False, value=1.9, stderr=None)],
+        "mhla": [make_result(value=0.25, stderr=0.1), make_result(limit=5, samples=5, value=None)],
+    }
+    header, rows = score_rows(models)
+    assert header == ["task", "metric", "shots", "samples", "teacher", "mhla"]
+    assert ["copa", "acc ↑", "0", "100", "0.5000 ± 0.0500", "0.2500 ± 0.1000"] in rows
+    assert ["copa", "bpb ↓", "0", "100", "1.9000", ""] in rows
+    assert ["copa", "acc ↑", "0", "5 (limit)", "", "not finite"] in rows
+    assert len(rows) == 3
+    lines = render_table(models).splitlines()
+    assert len({line.index("±") for line in lines if "0.5000" in line}) == 1 and len(lines) == 5
+    assert lines[0].index("mhla") + 4 == lines[1].rindex("-") + 1
+    markdown = render_table({"a|b": [make_result()]}, style="markdown")
+    assert markdown.splitlines()[0] == "| task | metric | shots | samples | a\\|b |"
+    assert markdown.splitlines()[2] == "| copa | acc ↑ | 0 | 100 | 0.5000 ± 0.0500 |"
+    assert render_table(models, tasks=["nothing"]).count("\n") == 1
+    with pytest.raises(ValueError, match="style is 'html'"):
+        render_table(models, style="html")
+    assert format_score(1.0, 0.5, places=2) == "1.00 ± 0.50"
+
+
+def test_the_fingerprint_follows_what_decides_the_numbers(tmp_path):
+    folder = save_llama(tmp_path / "model")
+    first = fingerprint_folder(folder)
+    assert re.fullmatch(r"files:[0-9a-f]{32}", first)
+    (folder / "README.md").write_text("a card")
+    Results([make_result()]).write(folder)
+    (folder / "train.json").write_text("{}")
+    assert fingerprint_folder(folder) == first
+    weights = load_file(folder / "model.safetensors")
+    name = next(iter(weights))
+    weights[name].view(-1)[0] += 1e-6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    second = fingerprint_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    third = fingerprint_folder(folder)
+    (folder / "modeling_mhla.py").write_text("# source")
+    assert len({first, second, third, fingerprint_folder(folder)}) == 4
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        fingerprint_folder(folder)
+
+
+def test_the_fingerprint_of_a_loaded_model_follows_its_weights():
+    model = small_llama()
+    first = fingerprint_model(model)
+    assert first == fingerprint_model(small_llama())
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1e-3
+    assert fingerprint_model(model) != first
+    assert fingerprint_model(small_llama().bfloat16()) != first
+
+
+def test_the_machine_is_described():
+    assert re.search(r", \d+ cores?, 1 thread$", describe_hardware())
+    assert {"mhla_hf", "torch", "transformers", "python", "lm_eval"} <= set(describe_versions())
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changed)?|mhla_hf .+", source_commit())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", now())

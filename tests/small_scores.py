@@ -1,0 +1,79 @@
+"""A tokenizer, held-out text and saved models of 30,000 weights, for the tests of scores and of the command line."""
+
+import dataclasses
+from pydoc_data.topics import topics
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mhla_hf
+from mhla_hf.demo_text import make_tokenizer
+from mhla_hf.scores.results import Result
+
+WINDOW = 192
+HELD_OUT = "\n\n".join(topics[name] for name in ("assert", "calls", "class", "execmodel", "naming", "try"))
+TRAINING = "\n\n".join(topics[name] for name in ("compound", "function", "if", "while"))
+
+
+def small_tokenizer():
+    """Byte-level BPE, 400 tokens."""
+    return make_tokenizer(TRAINING, 400, WINDOW)
+
+
+def small_llama(seed=0, **changes):
+    """A softmax model; large random weights, so that its scores are not all alike."""
+    torch.manual_seed(seed)
+    values = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": WINDOW,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.15,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(values | changes))).eval()
+
+
+def save_llama(folder, seed=0, **changes):
+    """A Llama and its tokenizer in `folder`."""
+    small_llama(seed, **changes).save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_mhla(folder, seed=0):
+    """The same, converted."""
+    mhla_hf.convert(small_llama(seed), layers="2/3", block_size=32, num_blocks=4).save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_result(**changes):
+    """A record with plausible values."""
+    values = {
+        "task": "copa",
+        "metric": "acc",
+        "value": 0.5,
+        "stderr": 0.05,
+        "higher_is_better": True,
+        "shots": 0,
+        "samples": 100,
+        "limit": None,
+        "task_version": "1.0",
+        "task_hash": "aa",
+        "model": "out/mhla",
+        "revision": None,
+        "fingerprint": "files:1",
+        "versions": {"torch": "2.13.0"},
+        "commit": "abc",
+        "dtype": "float32",
+        "hardware": "a CPU, 2 cores, 1 thread",
+        "seed": 0,
+        "command": "mhla-hf evaluate out/mhla --tasks copa",
+        "date": "2026-01-01T00:00:00+00:00",
+    }
+    return dataclasses.replace(Result(**values), **changes)
