@@ -108,7 +108,10 @@ def choose_device(device=None):
 def stored_dtype(folder):
     """The dtype that "auto" gives for a local model, e.g. "float32": the configuration's, else the first weight's."""
     folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
     named = config.get("dtype") or config.get("torch_dtype")
     if named:
         return str(named).removeprefix("torch.")
