@@ -13,6 +13,7 @@ import sys
 from . import __version__
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError)
+STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
 DEMO = """\
 example:
   mhla-hf demo                                  the whole journey into out/, about 15 minutes on two cores
@@ -265,12 +266,11 @@ def main(argv=None):
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
         logging.getLogger("mhla_hf").setLevel(logging.WARNING if given.quiet else logging.INFO)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         given.run(given, shlex.join(["mhla-hf", *argv]))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        print(f"mhla-hf: {stop or 'stopped; what was finished is kept, and the same command goes on'}", file=sys.stderr)
+        print(f"mhla-hf: {str(stop) or STOPPED}", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
         if given.debug:

@@ -4,6 +4,7 @@ transformers fills weights that a checkpoint lacks with random ones and only war
 would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
@@ -48,16 +50,32 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     wanted = DTYPES.get(dtype, "auto")
+    local = isinstance(source, Path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
-        loaded = AutoModelForCausalLM.from_pretrained(str(source), dtype=wanted, output_loading_info=True, **options)
-        model = loaded[0].to(choose_device(device)).eval()
+        with without_bars() if local else contextlib.nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                str(source), dtype=wanted, output_loading_info=True, **options
+            )
+            model = loaded[0].to(choose_device(device)).eval()
     except LOADING_ERRORS as error:
-        where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
+        where = "" if local else " (no folder here has that name, so the Hub was asked)"
         raise ValueError(f"model {str(name)!r} cannot be loaded{where}: {first_line(error)}") from error
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def without_bars():
+    """transformers shows no progress bars meanwhile; for files that are here, they end before they are seen."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def check_new_folder(folder, overwrite=False):
@@ -81,8 +99,9 @@ def save_language_model(model, tokenizer, folder, overwrite=False):
     path.parent.mkdir(parents=True, exist_ok=True)
     aside, old = (path.with_name(f"{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        with without_bars():
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
         if path.exists():
             os.replace(path, old)
         os.replace(aside, path)

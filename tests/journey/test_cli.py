@@ -1,0 +1,290 @@
+"""`mhla-hf`: the whole way through it, its help, and bad input as one sentence that names the thing.
+
+Run: pytest tests/journey/test_cli.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
+from transformers import AutoModelForCausalLM
+
+from mhla_hf.cli import main, parse_layers, parse_settings
+from mhla_hf.scores.local_tasks import make_tasks
+from mhla_hf.scores.results import Results
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+settings: {layers: all, block_size: 32, num_blocks: 4}
+stages:
+  - {name: transfer, loss: transfer, trainable: mhla, steps: 2, lr: 1e-2, batch_size: 2, seq_len: 64}
+  - {name: distil, loss: logits, steps: %d, lr: 1e-3, batch_size: 2, seq_len: 64}
+run: {save_every: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A softmax model, an MHLA model, text, tasks and recipes, never changed; and things that are broken."""
+    folder = tmp_path_factory.mktemp("shelf")
+    save_llama(folder / "llama")
+    save_mhla(folder / "mhla")
+    (folder / "train.txt").write_text(TRAINING)
+    make_tasks(HELD_OUT[:24_000], folder / "tasks", small_tokenizer(), prefix="here", window=WINDOW, items=16, block=32)
+    (folder / "recipe.yaml").write_text(RECIPE % 2)
+    (folder / "long.yaml").write_text(RECIPE % 4000)
+    (folder / "typo.yaml").write_text(RECIPE.replace("steps", "stepps") % 2)
+    save_llama(folder / "truncated")
+    weights = folder / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:4000])
+    save_llama(folder / "no_config")
+    (folder / "no_config" / "config.json").unlink()
+    save_llama(folder / "lacking")
+    kept = load_file(folder / "lacking" / "model.safetensors")
+    kept.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(kept, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    save_mhla(folder / "negative")
+    kept = load_file(folder / "negative" / "model.safetensors")
+    name = next(name for name in kept if "mixing" in name)
+    kept[name].fill_(float("nan"))
+    save_file(kept, folder / "negative" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "letter.txt").write_text("mine")
+    (folder / "file").write_text("")
+    return folder
+
+
+@pytest.fixture
+def place(shelf, monkeypatch):
+    """The shelf as working folder; afterwards nothing on it may have changed."""
+    monkeypatch.chdir(shelf)
+    before = inventory(shelf)
+    yield shelf
+    assert inventory(shelf) == before
+
+
+def inventory(folder):
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def start(arguments, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mhla_hf.cli", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+BAD = {
+    "no command": ("", "COMMAND"),
+    "unknown command": ("evalute llama", "'evalute'"),
+    "unknown option": ("convert llama new --layer all", "--layer"),
+    "no output": ("convert llama", "OUT"),
+    "no tasks": ("evaluate llama", "--tasks"),
+    "tasks empty": ("evaluate llama --tasks ,", "tasks is empty"),
+    "seeds no number": ("demo --seeds two", "--seeds"),
+    "seeds zero": ("demo --seeds 0 --out new", "seeds"),
+    "demo text missing": ("demo --text nothing.txt --out new", "nothing.txt"),
+    "demo model missing": ("demo --model ./nothing --out new", "./nothing"),
+    "demo out a file": ("demo --out file", "'file'"),
+    "demo out taken": ("demo --out full", "'full'"),
+    "model missing": ("convert ./nothing new", "'./nothing'"),
+    "model a file": ("convert train.txt new", "'train.txt' is a file"),
+    "model empty": ("convert empty new", "'empty' has no config.json"),
+    "model without config": ("convert no_config new", "'no_config' has no config.json"),
+    "model truncated": ("convert truncated new", "'truncated' cannot be loaded"),
+    "model lacking": ("convert lacking new", "'lacking' lacks 1 of its weights"),
+    "model converted already": ("convert mhla new", "is an MHLA model already"),
+    "model not on the hub": ("convert nobody/nothing new", "'nobody/nothing' cannot be loaded"),
+    "layers": ("convert llama new --layers half", "layers is 'half'"),
+    "layers negative": ("convert llama new --layers=-1", "layers is '-1'"),
+    "layers beyond": ("convert llama new --layers 1,7", "index 7"),
+    "layers twice": ("convert llama new --layers 1,1", "[1, 1]"),
+    "setting unknown": ("convert llama new --set colour=red", "'colour'"),
+    "setting without value": ("convert llama new --set block_size", "set is 'block_size'"),
+    "setting bad": ("convert llama new --set block_size=0", "block_size: got 0"),
+    "dtype": ("convert llama new --dtype int4", "dtype is 'int4'"),
+    "output not empty": ("convert llama full", "'full' is not empty"),
+    "output a file": ("convert llama file", "'file' is a file"),
+    "output below a file": ("convert llama file/new", "'file/new' cannot be made"),
+    "output on a read-only system": ("convert llama /proc/new", "/proc"),
+    "recipe missing": ("distill llama --recipe no.yaml --text train.txt --out new", "'no.yaml'"),
+    "recipe misspelt": ("distill llama --recipe typo.yaml --text train.txt --out new", "stepps"),
+    "text missing": ("distill llama --recipe recipe.yaml --text ./no.txt --out new", "no.txt"),
+    "no text": ("distill llama --recipe recipe.yaml --out new", "data"),
+    "teacher missing": ("distill mhla --teacher ./no --recipe recipe.yaml --text train.txt --out new", "'./no'"),
+    "no teacher": ("distill mhla --recipe recipe.yaml --text train.txt --out new", "teacher"),
+    "student truncated": ("distill truncated --recipe recipe.yaml --text train.txt --out new", "'truncated'"),
+    "distil onto a file": ("distill llama --recipe recipe.yaml --text train.txt --out file", "file"),
+    "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
+    "task folder missing": ("evaluate llama --tasks x --include-path nowhere", "'nowhere' is no folder"),
+    "evaluated model missing": ("evaluate ./a llama --tasks x", "'./a'"),
+    "evaluated model truncated": ("evaluate truncated --tasks here_cloze --include-path tasks", "'truncated'"),
+    "evaluated model has NaN": ("evaluate negative --tasks here_cloze --include-path tasks", "'negative'"),
+    "limit": ("evaluate llama --tasks x --limit 0", "limit is 0"),
+    "batch size": ("evaluate llama --tasks x --batch-size -3", "batch_size is '-3'"),
+    "device": ("evaluate llama --tasks x --device gpu", "device 'gpu'"),
+    "results nowhere": ("evaluate llama --tasks x --output file/r.json", "file/r.json"),
+    "suite": ("bench --suite slow", "'slow'"),
+    "threads": ("bench --threads 0", "threads is 0"),
+    "bench out": ("bench --out file", "'file'"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(place, capfd, name):
+    line, says = BAD[name]
+    assert main(line.split()) == 2
+    stdout, stderr = capfd.readouterr()
+    assert stdout == "" and "Traceback" not in stderr
+    assert len(stderr.strip().splitlines()) == 1, stderr
+    assert says in stderr and stderr.startswith("mhla-hf")
+
+
+@pytest.mark.parametrize("name", ["model truncated", "layers beyond", "no teacher"])
+def test_in_a_process_of_its_own_nothing_else_is_on_stderr(place, name):
+    line, says = BAD[name]
+    process = start(line.split(), place)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1), stderr
+    assert says in stderr
+
+
+def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
+    quickest = []
+    for _ in range(3):
+        started = time.perf_counter()
+        process = start(["--help"], place)
+        text = process.communicate()[0]
+        quickest.append(time.perf_counter() - started)
+        assert process.returncode == 0
+    assert min(quickest) < 1.0
+    for command in ("demo", "convert", "distill", "evaluate", "bench"):
+        assert f"  {command} " in text
+        assert main([command, "--help"]) == 0
+        assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("mhla_hf ")
+
+
+def test_the_commands_import_nothing_heavy_before_they_run(place):
+    code = "import sys; from mhla_hf.cli import main; main(['evaluate', '--help']); print(sorted(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment).stdout
+    assert "'mhla_hf.cli'" in text
+    assert not any(f"'{name}'" in text for name in ("torch", "transformers", "lm_eval", "accelerate", "yaml"))
+
+
+def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(shelf)
+    converted, distilled = str(tmp_path / "converted"), str(tmp_path / "distilled")
+    assert main(["convert", "llama", converted, "--layers", "1,2", "--set", "block_size=32", "--set", "gate=true"]) == 0
+    assert "layers [1, 2] of 3 are MHLA" in capsys.readouterr().out
+    settings = json.loads(Path(converted, "config.json").read_text())["mhla"]
+    assert (settings["layers"], settings["block_size"], settings["gate"]) == ([1, 2], 32, True)
+    assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(converted).iterdir()}
+    recipe = ["--recipe", "recipe.yaml", "--text", "train.txt", "--quiet"]
+    assert main(["distill", converted, "--teacher", "llama", "--out", distilled, *recipe]) == 0
+    assert main(["distill", "llama", "--out", str(tmp_path / "direct"), *recipe]) == 0
+    record = json.loads(Path(distilled, "train.json").read_text())
+    assert record["command"].startswith("mhla-hf distill ")
+    before = AutoModelForCausalLM.from_pretrained(converted)
+    after = AutoModelForCausalLM.from_pretrained(distilled)
+    assert before.config.mhla == after.config.mhla
+    ids = torch.arange(40)[None]
+    assert not torch.equal(before(ids).logits, after(ids).logits)
+    capsys.readouterr()
+    models = [converted, distilled, str(tmp_path / "direct")]
+    scored = ["evaluate", *models, "--tasks", "here_cloze,here_recall", "--include-path", "tasks", "--quiet"]
+    assert main([*scored, "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 6
+    assert len(Results.read(distilled)) == 4
+
+
+def test_convert_replaces_only_when_told(shelf, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(shelf)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old.txt").write_text("old")
+    assert main(["convert", "llama", str(out)]) == 2
+    assert [path.name for path in out.iterdir()] == ["old.txt"]
+    assert main(["convert", "llama", str(out), "--overwrite", "--dtype", "bfloat16"]) == 0
+    assert not (out / "old.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_full_disk_while_converting_leaves_the_old_folder(shelf, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(shelf)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old.txt").write_text("old")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", str(out))
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    assert main(["convert", "llama", str(out), "--overwrite"]) == 2
+    assert capsys.readouterr().err == f"mhla-hf convert: {out}: No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and [path.name for path in out.iterdir()] == [
+        "old.txt"
+    ]
+
+
+def interrupt_when(process, ready, patience=90):
+    """Ctrl-C as soon as `ready()`; returns (exit code, stderr)."""
+    deadline = time.monotonic() + patience
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.poll() is None and ready(), process.communicate()
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=60)[1]
+    return process.returncode, stderr
+
+
+def test_ctrl_c_in_distill_is_130_and_one_sentence_how_to_go_on(shelf, tmp_path):
+    out = tmp_path / "new"
+    line = ["distill", "llama", "--recipe", "long.yaml", "--text", "train.txt", "--out", str(out), "--quiet"]
+    process = start(line, shelf)
+    state = tmp_path / "new.state"
+    code, stderr = interrupt_when(process, lambda: state.is_dir() and any(state.glob("*/*")))
+    assert code == 130 and "Traceback" not in stderr
+    assert len(stderr.strip().splitlines()) == 1 and stderr.startswith("mhla-hf") and "same" in stderr
+    assert not out.exists() and state.exists()
+
+
+def test_ctrl_c_in_evaluate_keeps_what_is_scored(shelf, tmp_path):
+    out = tmp_path / "scores.json"
+    tasks = "here_cloze,here_bits_per_byte,here_recall"
+    line = ["evaluate", "llama", "--tasks", tasks, "--include-path", "tasks", "--batch-size", "1", "--output", str(out)]
+    code, stderr = interrupt_when(start([*line, "--quiet"], shelf), out.exists)
+    assert code == 130 and len(stderr.strip().splitlines()) == 1 and "the same command goes on" in stderr
+    assert "here_cloze" in {record.task for record in Results.read(out)}
+
+
+def test_debug_shows_where_an_error_came_from(place):
+    with pytest.raises(ValueError, match="half"):
+        main(["convert", "llama", "new", "--layers", "half", "--debug"])
+
+
+def test_layers_and_settings_are_read_as_meant():
+    assert parse_layers("2/3") == "2/3" and parse_layers("all") == "all" and parse_layers(None) is None
+    assert parse_layers("3, 1,2") == [3, 1, 2]
+    assert parse_settings(["block_size=32", "gate=True", "feature_map=relu"]) == {
+        "block_size": 32,
+        "gate": True,
+        "feature_map": "relu",
+    }
