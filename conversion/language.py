@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.recipe import read_recipe
+from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -19,7 +19,7 @@ _PUBLIC = {
     "MHLAConfig": "models.configuration",
     "MHLAForCausalLM": "models.language",
     "convert": "patch",
-    "distill": "train",
+    "distill": "training.loop",
     "evaluate": "scores.language",
 }
 

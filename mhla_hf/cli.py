@@ -138,7 +138,7 @@ def _bench_options(sub):
 
 def run_demo(given, command):
     """mhla-hf demo"""
-    from .demo import run_demo
+    from .demo.journey import run_demo
 
     run_demo(
         given.out, given.model, given.text, given.seeds, license=given.license, progress=not given.quiet, command=command
@@ -169,9 +169,9 @@ def run_distill(given, command):
     import torch
 
     from .patch import convert
-    from .recipe import read_recipe
     from .scores.loading import load_language_model
-    from .train import distill
+    from .training.loop import distill
+    from .training.recipe import read_recipe
 
     recipe = read_recipe(given.recipe)
     student, tokenizer = load_language_model(given.student, dtype="float32", device="cpu")

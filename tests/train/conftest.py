@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
-from mhla_hf.train import Stage, distill
+from mhla_hf.training.loop import Stage, distill
 
 VOCAB, LENGTH = 64, 48
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from mhla_hf import run_folder
-from mhla_hf.train import Stage, distill
+from mhla_hf.training import run_folder
+from mhla_hf.training.loop import Stage, distill
 
 STAGE = {"seq_len": 48, "batch_size": 4}
 LM = [Stage("lm", "lm", 4, 1e-3, **STAGE)]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from mhla_hf import objectives
-from mhla_hf.objectives import DistillStep, NextToken
-from mhla_hf.train import Stage
+from mhla_hf.training import objectives
+from mhla_hf.training.loop import Stage
+from mhla_hf.training.objectives import DistillStep, NextToken
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])

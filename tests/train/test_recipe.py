@@ -6,7 +6,7 @@ import pytest
 
 from mhla_hf.models.configuration import MHLAConfig
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.recipe import Stage, make_stages, read_recipe
+from mhla_hf.training.recipe import Stage, make_stages, read_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "conversion" / "recipes").glob("language*.yaml"))
 GOOD = {"name": "a", "loss": "lm", "steps": 10, "lr": 1e-3}

@@ -5,7 +5,7 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mhla_hf.train import Stage
+from mhla_hf.training.loop import Stage
 
 
 def test_record(lab, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf import data, train
+from mhla_hf.training import data, loop
 
 FORK = multiprocessing.get_context("fork")
 
@@ -113,7 +113,7 @@ def newest(out):
 
 
 def test_ctrl_c_leaves_a_state_and_says_so(lab, whole, tmp_path, monkeypatch):
-    out, real = tmp_path / "out", train.DistillStep.forward
+    out, real = tmp_path / "out", loop.DistillStep.forward
     calls = []
 
     def forward(self, *arguments):
@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_a_state_and_says_so(lab, whole, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    monkeypatch.setattr(train.DistillStep, "forward", forward)
+    monkeypatch.setattr(loop.DistillStep, "forward", forward)
     before = signal.getsignal(signal.SIGINT)
     student = dropped(lab)
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 37 of 60, which is saved in .*out\.state"):
@@ -137,15 +137,15 @@ def test_ctrl_c_leaves_a_state_and_says_so(lab, whole, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_at_the_last_step_still_stops_the_caller(lab, tmp_path, monkeypatch):
-    real = train._Run._record
-    monkeypatch.setattr(train._Run, "_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
+    real = loop._Run._record
+    monkeypatch.setattr(loop._Run, "_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
     with pytest.raises(KeyboardInterrupt, match="had just been finished"):
         lab.distill(tmp_path / "out", None, lab.student(), stages=lab.lm(2))
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_second_ctrl_c_stops_at_once():
-    with pytest.raises(KeyboardInterrupt, match="at once"), train._Interrupt() as _:
+    with pytest.raises(KeyboardInterrupt, match="at once"), loop._Interrupt() as _:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -197,7 +197,7 @@ def test_result_is_a_model_anyone_can_load(lab, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = lab.tokens()[:96].view(2, 48)
     assert torch.equal(loaded(ids).logits, trained.eval()(ids).logits)
-    assert mhla_hf.distill is train.distill
+    assert mhla_hf.distill is loop.distill
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -217,14 +217,14 @@ def test_result_is_a_model_anyone_can_load(lab, tmp_path):
 def test_another_run_is_refused(lab, tmp_path, monkeypatch, stopped, change, words):
     out = tmp_path / "out"
     if stopped:
-        monkeypatch.setattr(train._Run, "_finish", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(loop._Run, "_finish", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
     with contextlib.suppress(KeyboardInterrupt):
         lab.distill(out, None, lab.student(), stages=lab.lm(4))
     assert out.exists() is not stopped
     before = sorted(tmp_path.rglob("*"))
     stages = lab.lm(change.get("steps", 4), lr=change.get("lr", 3e-3))
     if "more" in change:
-        stages.append(train.Stage("more", "lm", 1, 1e-3, seq_len=48))
+        stages.append(loop.Stage("more", "lm", 1, 1e-3, seq_len=48))
     options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
     if "text" in change:
         options["data"] = lab.tokens(seed=1)

@@ -5,7 +5,7 @@ Unusual: the default is the Python language reference, which every Python carrie
 
 from pathlib import Path
 
-from .data import TABLE_ENDINGS, TEXT_ENDINGS
+from ..training.data import TABLE_ENDINGS, TEXT_ENDINGS
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000

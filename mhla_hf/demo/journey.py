@@ -25,23 +25,23 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from .demo_report import collect, learning_curve, render_report
-from .demo_text import hold_out, make_tokenizer, read_text
-from .hub.card import check_card, write_card
-from .hub.card_facts import find_licence
-from .hub.files import write_text
-from .nn.mixing import Mixing
-from .patch import convert
-from .plots import LABELS, plot_loss, plot_mixing, plot_speed
-from .recipe import read_recipe
-from .run_folder import RECORD, write_json
-from .scores.language import evaluate
-from .scores.loading import choose_device, load_language_model
-from .scores.local_tasks import make_tasks
-from .scores.machine import describe_hardware, describe_versions
-from .scores.results import Results, fingerprint_folder
-from .speed import measure_speed
-from .train import distill
+from ..hub.card import check_card, write_card
+from ..hub.card_facts import find_licence
+from ..hub.files import write_text
+from ..nn.mixing import Mixing
+from ..patch import convert
+from ..plots import LABELS, plot_loss, plot_mixing, plot_speed
+from ..scores.language import evaluate
+from ..scores.loading import choose_device, load_language_model
+from ..scores.local_tasks import make_tasks
+from ..scores.machine import describe_hardware, describe_versions
+from ..scores.results import Results, fingerprint_folder
+from ..speed import measure_speed
+from ..training.loop import distill
+from ..training.recipe import read_recipe
+from ..training.run_folder import RECORD, write_json
+from .report import collect, learning_curve, render_report
+from .text import hold_out, make_tokenizer, read_text
 
 RECIPES = Path(__file__).parent / "recipes"
 STUDENTS = {
@@ -405,7 +405,7 @@ class _Demo:
             seen = json.loads(place.read_text(encoding="utf-8"))
             self.say(f"{place} is there already")
         else:
-            seen = {"model": model, "prompt": PROMPT, **self._visitor(folder)}
+            seen = {"model": model, "prompt": PROMPT, **self._visit(folder)}
             if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
                 raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
             write_json(place, seen)
@@ -416,8 +416,8 @@ class _Demo:
             else f"  {PROMPT}{seen['continuation']}"
         )
 
-    def _visitor(self, folder):
-        """What `clean_process.py` says about `folder`, and the logits it has to meet."""
+    def _visit(self, folder):
+        """What `visitor.py` says about `folder`, and the logits it has to meet."""
         text = self.held_out[:20_000]
         ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"]
         width = min(200, self._config()["max_position_embeddings"], ids.shape[1] // 2)
@@ -427,7 +427,7 @@ class _Demo:
         with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
             given = os.path.join(place, "given.safetensors")
             save_file({"ids": ids, "logits": logits.contiguous()}, given)
-            source = (Path(__file__).parent / "clean_process.py").read_text(encoding="utf-8")
+            source = (Path(__file__).parent / "visitor.py").read_text(encoding="utf-8")
             arguments = [os.path.abspath(folder), given, PROMPT, str(CONTINUATION), str(torch.get_num_threads())]
             without = {
                 key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "HF_MODULES_CACHE")

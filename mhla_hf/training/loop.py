@@ -22,11 +22,11 @@ from contextlib import nullcontext
 import torch
 from tqdm import tqdm
 
+from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from .data import open_text
 from .objectives import NO_LABEL, DistillStep
 from .recipe import Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, write_json
-from .scores.machine import describe_hardware, describe_versions, now, source_commit
 from .trainable import check_models, choose_trainable, direct_mixings, parameter_groups
 
 logger = logging.getLogger("mhla_hf")
@@ -73,7 +73,7 @@ def distill(
         teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses
             "transfer" and "logits".
         out: folder to make; while the run goes on its state is in `<out>.state`.
-        data, text_field: text to train on, see `mhla_hf.data.open_text`; None: the recipe's.
+        data, text_field: text to train on, see `mhla_hf.training.data.open_text`; None: the recipe's.
         tokenizer: of transformers; saved with the model.
         stages: list of `Stage` or dict; or recipe: path of a YAML file that holds them. One of the two.
         seed: whole number of at least 0; decides the order of the data and every random choice of the run.

@@ -1,0 +1,1 @@
+"""Training: one Accelerate loop (`loop.distill`); stages are losses and parameter groups, not copies of the loop."""
