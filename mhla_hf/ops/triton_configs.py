@@ -45,8 +45,9 @@ def config_for(kind, width, other, dot, chip):
     elif kind == "mix_grads":
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
-        half = wide or inner > 128 or (kind == "attend_long" and inner > 64)
-        config |= {"BT": TILE_TOKENS, "BY": min(32 if half else 64, lanes_for(other))}
+        half = inner > 128 or (kind == "attend_long" and inner > 64)
+        config |= {"BT": 32 if half or (wide and inner > 64) else TILE_TOKENS, "BY": 32 if wide or half else 64}
+        config["BY"] = min(16 if wide and half else config["BY"], lanes_for(other))
         config["num_warps"] = 4 if kind == "attend" and inner < 128 else 8
     if INTERPRETED:
         config |= {name: 32 for name in ("BT", "BX", "BY", "BM", "BN") if name in config}

@@ -94,7 +94,7 @@ class Call(Work):
         order = self.cut.order
         x = x if order is None else x.index_select(1, order)
         x = x.unflatten(1, (self.cut.blocks, -1)).permute(0, 3, 1, 2)
-        x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2)
+        x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2).contiguous()
         return x if order is None else torch.empty_like(x).index_copy(1, order.long(), x)
 
     def run(self, q, k, v, q_den, k_den):
