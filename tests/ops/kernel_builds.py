@@ -60,7 +60,7 @@ def forms():
 
 def launches_of(form, dtype, width, value_width, chip):
     """What one forward and one backward pass launch."""
-    name, causal, blocks, normalize = form
+    _, causal, blocks, normalize = form
     q, k, v = (torch.zeros(2, blocks.length, h, d, dtype=dtype) for h, d in ((4, width), (2, width), (2, value_width)))
     mixing = torch.zeros(blocks.num_blocks, blocks.num_blocks)
     rest = (None, None, None, spell(blocks), spell(blocks), causal, normalize, 1.0)
@@ -143,7 +143,9 @@ def all_builds(chip, widths, dtypes, chosen=None):
         for dtype in dtypes:
             for width, value_width in widths:
                 for function, arguments, settings in launches_of(form, dtype, width, value_width, chip):
-                    entries = tuple(repr(typed(a, n not in COUNTS)) for a, n in zip(arguments, function.arg_names))
+                    entries = tuple(
+                        repr(typed(a, n not in COUNTS)) for a, n in zip(arguments, function.arg_names, strict=False)
+                    )
                     key = function.__name__, entries, tuple(sorted((n, str(s)) for n, s in settings.items()))
                     if key not in seen:
                         seen.add(key)
@@ -173,9 +175,8 @@ def main():
         f"Made by `python tests/ops/kernel_builds.py` with triton {triton.__version__}, compiled offline; no GPU was used.\n"
     )
     for chip in arguments.chips:
-        print(
-            f"## sm_{chip}\n\n| kernel | warps, stages | registers | stack bytes | shared KiB | tensor cores |\n|---|---|---|---|---|---|"
-        )
+        print(f"## sm_{chip}\n\n| kernel | warps, stages | registers | stack bytes | shared KiB | tensor cores |")
+        print("|---|---|---|---|---|---|")
         for label, settings, outcome in all_builds(chip, widths, dtypes):
             print(
                 f"| {label} | {settings.get('num_warps', 4)}, {settings.get('num_stages', 3)} | {outcome['registers']} "

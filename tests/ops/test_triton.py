@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+from mhla_hf.ops import triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton_common import INTERPRETED
@@ -28,6 +29,13 @@ GRIDS = {
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
+
+
+@pytest.fixture(autouse=True)
+def linear_form(request, monkeypatch):
+    """Small cases would all take the quadratic form; those that do not ask for it take the linear one."""
+    if "quadratic" not in request.node.name:
+        monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: False)
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +177,28 @@ def test_widths(causal, widths, dtype):
 @pytest.mark.parametrize("causal", [True, False])
 def test_grouped_heads(heads, groups, per_head, causal):
     check(Blocks.sequence(24, 6), causal=causal, heads=heads, groups=groups, per_head=per_head, batch=2, widths=(5, 6))
+
+
+@pytest.mark.parametrize("grid", ["2-D", "array_split", "sequence"])
+@pytest.mark.parametrize("normalize, per_head, mask, dtype", [(True, False, True, F32), (False, True, False, F32)])
+def test_quadratic(grid, normalize, per_head, mask, dtype):
+    check(GRIDS[grid], normalize=normalize, per_head=per_head, mask=mask, dtype=dtype, batch=2)
+
+
+@pytest.mark.parametrize(
+    "widths, normalize", [((12, 20, 7), True), ((12, 20), True), ((12, 20), "official"), ((5, 6), False)]
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_quadratic_denominators(widths, normalize, dtype):
+    check(Blocks.grid((4, 10), (2, 2)), widths=widths, normalize=normalize, heads=4, groups=2, dtype=dtype)
+
+
+def test_quadratic_rectangular():
+    check(GRIDS["2-D"], key_blocks=Blocks.grid((41,), (4,)), per_head=True, mask=True)
+
+
+def test_which_shapes_are_quadratic():
+    assert triton_impl.use_quadratic(256, 16, (64, 64), False)  # DiT at 256 pixels
+    assert not triton_impl.use_quadratic(1024, 16, (64, 64), False)  # at 512 pixels
+    assert not triton_impl.use_quadratic(256, 16, (64, 64), True)
+    assert not triton_impl.use_quadratic(256, 16, (64, 256), False)
