@@ -24,8 +24,9 @@ except ImportError:
 constexpr = None if tl is None else tl.constexpr
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
-COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "wide")
+COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "wide", "size_a", "size_b")
 WIDEST = 256
+WIDEST_FP32 = 64
 TILE_TOKENS = 64
 
 

@@ -1,8 +1,8 @@
 """Which tile sizes, warps and stages each kernel runs with: a table by shape, dtype and chip, not a search.
 
-Every entry is compiled for sm_80, sm_90 and sm_100 by the tests, which assert no register spill and that shared memory
-fits; `docs/kernels.md` lists the outcome. Not a search because that needs a driver even where nothing runs on a GPU, and
-because its outcome would change with every new length.
+Entries are compiled offline by the tests, which assert no register spill and that shared memory fits; `docs/kernels.md`
+lists the outcome. Not a search because that needs a driver even where nothing runs on a GPU, and because its outcome would
+change with every new length.
 """
 
 from functools import lru_cache
@@ -45,8 +45,11 @@ def config_for(kind, width, other, dot, chip):
     elif kind == "mix_grads":
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
-        half = wide or inner > 128 or (kind == "attend_long" and inner > 64)
-        config |= {"BT": TILE_TOKENS, "BY": min(32 if half else 64, lanes_for(other))}
+        half = inner > 128 or (kind == "attend_long" and inner > 64)
+        config |= {"BT": 32 if half else TILE_TOKENS, "BY": 32 if wide or half else 64}
+        if wide and kind in ("attend_own", "attend_long", "quadratic"):
+            config |= {"BT": 16, "num_stages": 1}
+        config["BY"] = min(config["BY"], lanes_for(other))
         config["num_warps"] = 4 if kind == "attend" and inner < 128 else 8
     if INTERPRETED:
         config |= {name: 32 for name in ("BT", "BX", "BY", "BM", "BN") if name in config}

@@ -1,8 +1,9 @@
 """MHLA in Triton: which kernels run, in which order, for the forward and the backward pass.
 
 Forward: block summaries from keys and values, mixing, outputs. Backward: both are computed again, so that only inputs,
-output and 1 / denominator are kept, then gradients of the mixed summaries, their mixture, and the tokens' gradients. A
-denominator from other features than the numerator's (q_den, or the official one) is a pass of its own, over values of ones.
+output and 1 / denominator are kept, then gradients of the mixed summaries, their mixture, and the tokens' gradients. Short
+sequences without causality take the quadratic form instead. A denominator from other features than the numerator's
+(q_den, or the official one) is a pass of its own, over values of ones.
 """
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from .triton_attend import attend
 from .triton_blocks import mix, mix_grads
 from .triton_common import cut_of, dot_dtype
+from .triton_quadratic import quadratic, use_quadratic
 from .triton_summaries import prepare, summaries
 
 
@@ -34,14 +36,25 @@ class Work:
     def forward(self, q, k, v, out, inv=None, shared=False, dot=None):
         """Write the sum of weight times v to out [B, T, H, V]; times inv [B, T, H], which `shared` computes from q and k."""
         dot = dot or dot_dtype(q, k, v)
+        if self.short(k, v):
+            cuts = self.cut, self.key_cut
+            options = {"inv": inv, "shared": shared, "mask": self.mask, "scale": self.scale}
+            quadratic(q, k, v, out, self.mixing, *cuts, dot, **options)
+            return
         p, p_z, _, _ = self.mixed(k, v, q.shape[2], dot, shared)
         options = {"state_z": p_z, "mixing": self.own, "inv": inv, "mask": self.mask, "scale": self.scale}
         attend(q, k, v, p, out, self.cut, dot, **options)
+
+    def short(self, k, v):
+        """Whether the quadratic form is taken."""
+        return use_quadratic(k.shape[1], self.key_cut.blocks, (k.shape[3], v.shape[3]), self.causal)
 
     def backward(self, q, k, v, g, grads, r=None, dot=None):
         """Write the gradients of q, k, v to `grads`, given that of the sum, g, and of the weights, r; returns mixing's."""
         dot = dot or dot_dtype(q, k, v)
         dot = torch.bfloat16 if dot == torch.float16 else dot
+        if self.short(k, v):
+            return self.backward_short(q, k, v, g, grads, r, dot)
         p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None)
         options = {"mixing": self.own, "scale": self.scale, "mask": self.mask}
         e = q if self.causal else None
@@ -55,6 +68,19 @@ class Work:
         if grads[2] is not None:
             attend(k, q, g, ds, grads[2], self.key_cut, dot, **options)
         return dm
+
+    def backward_short(self, q, k, v, g, grads, r, dot):
+        """`backward` by the quadratic form; only the mixing's gradient needs summaries."""
+        rows, columns = (self.mixing, self.cut, self.key_cut, dot), (self.mixing, self.key_cut, self.cut, dot)
+        options = {"scale": self.scale, "mask": self.mask}
+        quadratic(g, v, k, grads[0], *rows, r=r, **options)
+        quadratic(v, g, q, grads[1], *columns, r=r, reverse=True, **options)
+        if grads[2] is not None:
+            quadratic(k, q, g, grads[2], *columns, reverse=True, **options)
+        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=r is not None)
+        heads = q.shape[2] if self.per_head else k.shape[2]
+        dp, dp_z = summaries(q, g, self.cut, dot, heads=heads, r=r, with_z=r is not None)
+        return self.mixing_grad(dp, s, dp_z, z, None)
 
     def mixing_grad(self, dp, s, dp_z, z, own):
         """Gradient of the mixing from those of P and z, and for its diagonal from `own` [B, H, M]."""
@@ -94,7 +120,7 @@ class Call(Work):
         order = self.cut.order
         x = x if order is None else x.index_select(1, order)
         x = x.unflatten(1, (self.cut.blocks, -1)).permute(0, 3, 1, 2)
-        x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2)
+        x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2).contiguous()
         return x if order is None else torch.empty_like(x).index_copy(1, order.long(), x)
 
     def run(self, q, k, v, q_den, k_den):

@@ -8,7 +8,7 @@ import torch
 
 from .namespace import NAMESPACE
 from .torch_layout import align_sequences
-from .triton_common import INTERPRETED, WIDEST, in_rows, spell, triton
+from .triton_common import INTERPRETED, WIDEST, WIDEST_FP32, dot_dtype, in_rows, spell, triton
 from .triton_impl import Call
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
@@ -71,6 +71,8 @@ def triton_refusal(q, k, v, k_den=None):
     widest = max(x.shape[3] for x in (k, v, k_den) if x is not None)
     if widest > WIDEST:
         return f"heads are {widest} wide, more than {WIDEST}"
+    if dot_dtype(q, k, v) == torch.float32 and widest > WIDEST_FP32 and not INTERPRETED:
+        return f"fp32 heads are {widest} wide, and more than {WIDEST_FP32} do not fit the registers"
     return None
 
 

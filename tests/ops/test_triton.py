@@ -1,0 +1,204 @@
+"""The kernels against the definition in fp64, forward and every gradient, in triton's interpreter.
+
+tests/conftest.py sets TRITON_INTERPRET=1 before anything imports triton; with TRITON_INTERPRET=0 and a GPU the same cases
+run on the GPU. New memory is filled with NaN, so an element that no kernel writes shows.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from mhla_hf.ops import triton_impl
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.ops.triton_common import INTERPRETED
+from mhla_hf.ops.triton_operator import triton_mhla
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 1.5e-2}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+GRIDS = {
+    "sequence": Blocks.sequence(37, 8),
+    "one block": Blocks.sequence(20, 32),
+    "array_split": Blocks.grid((26,), (4,)),
+    "2-D": Blocks.grid((5, 7), (2, 3)),
+    "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
+}
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+
+
+@pytest.fixture(autouse=True)
+def linear_form(request, monkeypatch):
+    """Small cases would all take the quadratic form; those that do not ask for it take the linear one."""
+    if "quadratic" not in request.node.name:
+        monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: False)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def error(got, want, size):
+    """Relative, Frobenius; relative to `size` where the wanted is zero but for rounding (the mixing of a single block)."""
+    got, want, size = got.detach().double(), want.detach().double(), float(size)
+    return float((got - want).norm() / (want.norm() if want.norm() > 1e-9 * size else size))
+
+
+def inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype):
+    """Feature-mapped q, k, v, mixing (and q_den, k_den where widths has three), rounded to dtype."""
+    tokens, keys = blocks.length, (key_blocks or blocks).length
+    key_width, value_width, *den_width = widths
+    q, k = torch.randn(batch, tokens, heads, key_width), torch.randn(batch, keys, groups, key_width)
+    v = torch.randn(batch, keys, groups, value_width)
+    if normalize and not den_width:
+        q, k = q.abs(), k.abs()
+    mixing = torch.rand(*(heads,) * per_head, blocks.num_blocks, (key_blocks or blocks).num_blocks)
+    dens = [torch.rand(batch, n, h, den_width[0]) for n, h in ((tokens, heads), (keys, groups))] if den_width else []
+    return [x.to(DEVICE, dtype) for x in (q, k, v)] + [mixing.to(DEVICE)] + [x.to(DEVICE, dtype) for x in dens]
+
+
+def compute(function, inputs, grad, exact, **options):
+    """Output and the gradients of all inputs."""
+    inputs = [(x.double() if exact else x.clone()).requires_grad_() for x in inputs]
+    dens = dict(zip(("q_den", "k_den"), inputs[4:], strict=False))
+    o = function(*inputs[:4], **dens, **options)
+    return [o, *torch.autograd.grad(o, inputs, grad.to(o.dtype))]
+
+
+def check(
+    blocks, *, key_blocks=None, batch=1, heads=2, groups=1, widths=(12, 20), per_head=False, normalize=True, dtype=F32,
+    mask=False, **options,
+):  # fmt: skip
+    """Kernels against the definition: every output within the tolerance of the dtype, none NaN."""
+    inputs = inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype)
+    options = {**options, "blocks": blocks, "key_blocks": key_blocks, "normalize": normalize}
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    if mask:
+        options["key_mask"] = torch.rand(batch, (key_blocks or blocks).length, device=DEVICE) > 0.3
+    grad = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], device=DEVICE).to(dtype)
+    want = compute(mhla_reference, inputs, grad, True, **options)
+    got = compute(triton_mhla, inputs, grad, False, **options)
+    names = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
+    size = want[0].detach().norm() * grad.double().norm()
+    errors = {name: f"{error(x, y, size):.1e}" for name, x, y in zip(names, got, want, strict=False)}
+    assert all(x.isfinite().all() for x in got), errors
+    assert all(float(value) <= TOLERANCE[dtype] for value in errors.values()), errors
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "normalize, per_head, mask, dtype",
+    [(n, p, m, F32) for n, p, m in itertools.product((True, False), (False, True), (False, True))]
+    + [(n, n, n, BF16) for n in (True, False)],
+)
+def test_bidirectional(grid, normalize, per_head, mask, dtype):
+    if dtype == BF16 and grid == "one block":
+        grid = "2-D"  # the only entry of a 1 x 1 gradient is a sum that cancels: no relative error to speak of
+    check(GRIDS[grid], normalize=normalize, per_head=per_head, mask=mask, dtype=dtype)
+
+
+@pytest.mark.parametrize("per_head, mask", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("grid", ["2-D", "sequence"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rectangular(grid, normalize, per_head, mask):
+    check(
+        GRIDS[grid], key_blocks=Blocks.grid((4, 7), (2, 2)), normalize=normalize, per_head=per_head, mask=mask, groups=2
+    )
+
+
+@pytest.mark.parametrize("grid", ["2-D", "sequence"])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_separate_denominator(grid, per_head, dtype):
+    check(GRIDS[grid], widths=(12, 20, 7), per_head=per_head, mask=per_head, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "grid", [Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6), Blocks.grid((2, 4, 4), (2, 2, 2))]
+)
+@pytest.mark.parametrize("widths", [(12, 20), (12, 20, 7)])
+@pytest.mark.parametrize("per_head, mask, dtype", [(False, False, F32), (True, True, F32), (False, False, BF16)])
+def test_official_denominator(grid, widths, per_head, mask, dtype):
+    check(grid, normalize="official", widths=widths, per_head=per_head, mask=mask, dtype=dtype, groups=2)
+
+
+@pytest.mark.parametrize("length, size", [(37, 8), (70, 40), (20, 32), (64, 32)])
+@pytest.mark.parametrize(
+    "normalize, per_head, mask, dtype",
+    [(n, p, m, F32) for n, p, m in itertools.product((True, False), (False, True), (False, True))],
+)
+def test_causal(length, size, normalize, per_head, mask, dtype):
+    check(Blocks.sequence(length, size), causal=True, normalize=normalize, per_head=per_head, mask=mask, dtype=dtype)
+
+
+@pytest.mark.parametrize("length, size", [(37, 6), (160, 40)])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_causal_in_half_precision(length, size, normalize, dtype):
+    check(Blocks.sequence(length, size), causal=True, normalize=normalize, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [8, 40])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("widths", [(12, 20), (12, 20, 5)])
+def test_left_padding(size, normalize, per_head, widths):
+    if len(widths) == 3 and not normalize:
+        widths = (5, 33)
+    starts = torch.tensor([0, 11, 45])
+    check(
+        Blocks.sequence(45, size), causal=True, batch=3, starts=starts, normalize=normalize, per_head=per_head, widths=widths
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [8, 40])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("per_head, dtype", [(False, torch.int32), (True, torch.int64)])
+def test_packed_sequences(size, normalize, per_head, dtype):
+    edges = torch.tensor([0, 20, 20, 57, 90], dtype=dtype)
+    check(Blocks.sequence(90, size), causal=True, cu_seqlens=edges, normalize=normalize, per_head=per_head)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("widths", [(32, 32), (64, 64), (72, 72), (96, 96), (1, 1), (17, 3), (128, 256)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_widths(causal, widths, dtype):
+    check(Blocks.sequence(40, 10), causal=causal, widths=widths, dtype=dtype, heads=1)
+
+
+@pytest.mark.parametrize("heads, groups, per_head", [(4, 4, False), (4, 2, True), (6, 2, False), (3, 1, True)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_grouped_heads(heads, groups, per_head, causal):
+    check(Blocks.sequence(24, 6), causal=causal, heads=heads, groups=groups, per_head=per_head, batch=2, widths=(5, 6))
+
+
+@pytest.mark.parametrize("grid", ["2-D", "array_split", "sequence"])
+@pytest.mark.parametrize("normalize, per_head, mask, dtype", [(True, False, True, F32), (False, True, False, F32)])
+def test_quadratic(grid, normalize, per_head, mask, dtype):
+    check(GRIDS[grid], normalize=normalize, per_head=per_head, mask=mask, dtype=dtype, batch=2)
+
+
+@pytest.mark.parametrize(
+    "widths, normalize", [((12, 20, 7), True), ((12, 20), True), ((12, 20), "official"), ((5, 6), False)]
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_quadratic_denominators(widths, normalize, dtype):
+    check(Blocks.grid((4, 10), (2, 2)), widths=widths, normalize=normalize, heads=4, groups=2, dtype=dtype)
+
+
+def test_quadratic_rectangular():
+    check(GRIDS["2-D"], key_blocks=Blocks.grid((41,), (4,)), per_head=True, mask=True)
+
+
+def test_which_shapes_are_quadratic():
+    assert triton_impl.use_quadratic(256, 16, (64, 64), False)  # DiT at 256 pixels
+    assert not triton_impl.use_quadratic(1024, 16, (64, 64), False)  # at 512 pixels
+    assert not triton_impl.use_quadratic(256, 16, (64, 64), True)
+    assert not triton_impl.use_quadratic(256, 16, (64, 256), False)
