@@ -16,8 +16,11 @@ from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_impl import torch_mhla
+from .triton_decode import triton_decode
+from .triton_operator import triton_mhla, triton_refusal
 
-IMPLEMENTATIONS = ("auto", "reference", "torch")
+FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
+IMPLEMENTATIONS = ("auto", *FORMS)
 OPERATOR_LOG = logging.getLogger("mhla_hf")
 ANNOUNCED_CHOICES = set()
 
@@ -61,7 +64,8 @@ def mhla(
     cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
         with blocks of its own. Then mixing needs rows for the longest sequence only.
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
-    impl: "reference" (the T x T definition), "torch", or "auto", which logs once what it took.
+    impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
+        which takes triton on a GPU where it can, else torch, and logs once what it took and why.
 
     Raises TypeError or ValueError, in one sentence, for anything else.
     """
@@ -84,8 +88,7 @@ def mhla(
         "cu_seqlens": cu_seqlens,
         "starts": starts,
     }
-    implementation = mhla_reference if choose_implementation(impl, q) == "reference" else torch_mhla
-    o = implementation(q, k, v, mixing, **options)
+    o = FORMS[choose_implementation(impl, q, k, v, k_den)](q, k, v, mixing, **options)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -113,7 +116,7 @@ def mhla_step(
     return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
     call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
     reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step;
-    impl="reference" feeds it one token at a time.
+    impl="reference" feeds it one token at a time, "triton" has a kernel for the attention of a single token.
 
     Raises TypeError or ValueError, in one sentence, before the state is touched.
     """
@@ -132,9 +135,11 @@ def mhla_step(
             f"mixing is {list(mixing.shape)}; expected at least {reached} rows and columns, the blocks reached."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    choice = choose_implementation(impl, q, k, v, k_den)
     with torch.autocast(q.device.type, enabled=False):
-        if impl != "reference":
-            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts), state
+        if choice != "reference":
+            decode = triton_decode if choice == "triton" else None
+            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, decode), state
         outputs = []
         for t in range(q.shape[1]):
             now = [None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den)]
@@ -166,11 +171,16 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     return state
 
 
-def choose_implementation(impl, q):
-    """The implementation for q's device and shape; where Triton takes its seat. Says once what "auto" took."""
+def choose_implementation(impl, q, k, v, k_den):
+    """The implementation for these tensors; says once what "auto" took. ValueError where Triton is asked in vain."""
+    on_gpu = q.device.type == "cuda"
+    refusal = triton_refusal(q, k, v, k_den) if impl == "triton" or (impl == "auto" and on_gpu) else None
+    if impl == "triton" and refusal is not None:
+        raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
     if impl != "auto":
         return impl
-    choice, why = "torch", f"the fastest form this version has for {q.device.type} tensors"
+    choice = "triton" if on_gpu and refusal is None else "torch"
+    why = f"the fastest form this version has for {q.device.type} tensors" if refusal is None else f"for {refusal}"
     if not torch.compiler.is_compiling() and (choice, q.device.type) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, q.device.type))
         OPERATOR_LOG.info("mhla: impl='auto' took %r, %s.", choice, why)
@@ -219,8 +229,6 @@ def check_options(q, scale, normalize, impl):
         raise TypeError(f"scale is {scale!r}; expected a number or None.")
     if scale is not None and (not math.isfinite(scale) or scale == 0):
         raise ValueError(f"scale is {scale!r}; expected a finite number other than 0.")
-    if impl == "triton":
-        raise ValueError("impl is 'triton'; this version has the implementations 'reference' and 'torch'.")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 

@@ -79,8 +79,10 @@ def own_weights_of(left, right, place, rank_one, RANK: constexpr, REVERSE: const
     if RANK == 2:
         weight += rank_one[None, :]
     if REVERSE:
-        return tl.where(place[None, :] >= place[:, None], weight, 0.0)
-    return tl.where(place[None, :] <= place[:, None], weight, 0.0)
+        sees = place[None, :] >= place[:, None]
+    else:
+        sees = place[None, :] <= place[:, None]
+    return tl.where(sees, weight, 0.0)
 
 
 @kernel

@@ -42,8 +42,10 @@ def kernel(function):
 def tile_dot(a, b, PRECISION: constexpr):
     """a @ b in fp32; PRECISION says how fp32 operands are multiplied."""
     if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision=PRECISION)
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b, input_precision=PRECISION)
+    return product
 
 
 @kernel
@@ -60,8 +62,10 @@ def cast(x, DTYPE: constexpr):
 def state_dot(a, state, shrink, DOT: constexpr, PRECISION: constexpr):
     """a @ state for an fp32 sum over many tokens; fp16 could not hold it, so there it goes through a power of two."""
     if DOT == tl.float16:  # noqa: SIM300
-        return tile_dot(a, cast(state * shrink, DOT), PRECISION) / shrink
-    return tile_dot(a, cast(state, DOT), PRECISION)
+        product = tile_dot(a, cast(state * shrink, DOT), PRECISION) / shrink
+    else:
+        product = tile_dot(a, cast(state, DOT), PRECISION)
+    return product
 
 
 @kernel
@@ -82,8 +86,10 @@ def block_range(block, row, edges, starts, tokens, size):
 def token_at(place, valid, order):
     """The token at a place of the block order: int64."""
     if order is not None:
-        return tl.load(order + place, mask=valid, other=0).to(tl.int64)
-    return place.to(tl.int64)
+        token = tl.load(order + place, mask=valid, other=0).to(tl.int64)
+    else:
+        token = place.to(tl.int64)
+    return token
 
 
 @kernel

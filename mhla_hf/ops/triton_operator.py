@@ -64,7 +64,7 @@ def triton_refusal(q, k, v, k_den=None):
         return "triton is not installed"
     if q.device.type != "cuda" and not INTERPRETED:
         return f"q is on {q.device.type}, where triton runs only with TRITON_INTERPRET=1 set before the import"
-    if q.device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_properties(q.device).major < 8:
         return "the GPU is older than sm_80"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "the kernels compute in fp32, not in fp64"
@@ -79,7 +79,8 @@ def triton_refusal(q, k, v, k_den=None):
 def triton_forward(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
     """o [B, T, H, V] and 1 / denominator [B, T, H]."""
     call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
-    return call.run(*(in_rows(x) for x in (q, k, v, q_den, k_den)))
+    with torch.autocast(q.device.type, enabled=False):
+        return call.run(*(in_rows(x) for x in (q, k, v, q_den, k_den)))
 
 
 def triton_forward_fake(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
@@ -94,7 +95,8 @@ def triton_backward(
     """Gradients of q, k, v, mixing, q_den and k_den, the last two empty where there are none."""
     call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
     tensors = [in_rows(x) for x in (grad, q, k, v, q_den, k_den)]
-    *grads, dm, dq_den, dk_den = call.run_back(*tensors, o.contiguous(), inv)
+    with torch.autocast(q.device.type, enabled=False):
+        *grads, dm, dq_den, dk_den = call.run_back(*tensors, o.contiguous(), inv)
     extra = (q.new_empty(0) if x is None else x for x in (dq_den, dk_den))
     return *grads, dm.to(mixing.dtype), *extra
 

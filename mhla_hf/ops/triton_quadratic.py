@@ -39,8 +39,10 @@ QUADRATIC_WIDEST = 128
 def block_of(token, index, size):
     """The block of each token: from a table, or of a sequence cut by `size`."""
     if index is not None:
-        return tl.load(index + token)
-    return token // size
+        block = tl.load(index + token).to(tl.int64)
+    else:
+        block = token // size
+    return block
 
 
 @kernel
@@ -60,7 +62,7 @@ def quadratic_kernel(
     valid = token < tokens
     seen = real_tokens_of(mask_a, row, token, valid, tokens)
     left = load_tile(a, row, token, head, seen, x, X, DOT)
-    block = block_of(tl.minimum(token, tokens - 1), index_a, size_a).to(tl.int64)
+    block = block_of(tl.minimum(token, tokens - 1), index_a, size_a)
     on_target = load_scalars(r, row, token, head, tokens, heads, valid) if RANK == 1 else 1.0
     value = tl.zeros((BT, BY), tl.float32)
     den = tl.zeros((BT,), tl.float32)
@@ -73,7 +75,7 @@ def quadratic_kernel(
             source = real_tokens_of(mask_b, row, column, inside, columns)
             right = load_tile(b, row, column, other, source, x, X, DOT)
             third = load_tile(c, row, column, other, source, y, Y, DOT)
-            other_block = block_of(tl.minimum(column, columns - 1), index_b, size_b).to(tl.int64)
+            other_block = block_of(tl.minimum(column, columns - 1), index_b, size_b)
             weight = tile_dot(left, tl.trans(right), PRECISION)
             if RANK == 1:
                 weight += on_target[:, None]

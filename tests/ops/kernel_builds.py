@@ -18,12 +18,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mhla_hf.ops import triton_attend, triton_blocks, triton_configs, triton_summaries
+from mhla_hf.ops import triton_attend, triton_blocks, triton_configs, triton_decode, triton_quadratic, triton_summaries
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.triton_common import COUNTS, spell
+from mhla_hf.ops.state import MHLAState
+from mhla_hf.ops.triton_common import COUNTS, WIDEST_FP32, spell
 from mhla_hf.ops.triton_operator import triton_backward, triton_forward
 
-MODULES = [triton_attend, triton_blocks, triton_summaries]
+MODULES = [triton_attend, triton_blocks, triton_decode, triton_quadratic, triton_summaries]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 KINDS[torch.bool] = "i1"
@@ -51,22 +52,31 @@ def recorded_launches(chip):
 def forms():
     """Name, causal, blocks and kind of denominator of the forms whose kernels differ."""
     return (
-        ("bidirectional", False, Blocks.grid((16, 16), (2, 2)), "shared"),
+        ("bidirectional", False, Blocks.grid((32, 32), (2, 2)), "shared"),
+        ("quadratic", False, Blocks.grid((16, 16), (4, 4)), "shared"),
         ("causal 64", True, Blocks.sequence(256, 64), "shared"),
         ("causal 256", True, Blocks.sequence(512, 256), "shared"),
         ("causal 64, no denominator", True, Blocks.sequence(256, 64), "no"),
+        ("causal 64, separate denominator", True, Blocks.sequence(256, 64), "separate"),
+        ("decode", True, Blocks.sequence(256, 64), "shared"),
     )
 
 
 def launches_of(form, dtype, width, value_width, chip):
     """What one forward and one backward pass launch."""
-    _, causal, blocks, normalize = form
+    name, causal, blocks, normalize = form
     q, k, v = (torch.zeros(2, blocks.length, h, d, dtype=dtype) for h, d in ((4, width), (2, width), (2, value_width)))
     mixing = torch.zeros(blocks.num_blocks, blocks.num_blocks)
     rest = (None, None, None, spell(blocks), spell(blocks), causal, normalize, 1.0)
+    dens = (q, k) if normalize == "separate" else (None, None)
     with recorded_launches(chip) as found:
-        o, inv = triton_forward(q, k, v, mixing, None, None, *rest)
-        triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, None, None, *rest)
+        if name == "decode":
+            state = MHLAState.empty(2, 2, 4, width, value_width, 64, dtype=dtype)
+            seen, own = torch.tensor([9, 9]), torch.ones(1, 1, 1, 1, 1)
+            triton_decode.triton_decode(q[:, :1], None, [state.window_k, state.window_v], state, own, seen, 1.0, dtype)
+            return found
+        o, inv = triton_forward(q, k, v, mixing, *dens, *rest)
+        triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *dens, *rest)
     return found
 
 
@@ -142,6 +152,8 @@ def all_builds(chip, widths, dtypes, chosen=None):
     for form in chosen or forms():
         for dtype in dtypes:
             for width, value_width in widths:
+                if dtype == torch.float32 and max(width, value_width) > WIDEST_FP32:
+                    continue
                 for function, arguments, settings in launches_of(form, dtype, width, value_width, chip):
                     entries = tuple(
                         repr(typed(a, n not in COUNTS)) for a, n in zip(arguments, function.arg_names, strict=False)
@@ -156,10 +168,10 @@ def all_builds(chip, widths, dtypes, chosen=None):
 def describe(function, settings):
     """The kernel, and for the one with several roles which it is."""
     name = function.__name__.removesuffix("_kernel")
-    if name != "attend":
+    if name not in ("attend", "quadratic"):
         return name
     role = {0: "values" if settings["REVERSE"] else "outputs", 1: "queries", 2: "keys"}[settings["RANK"]]
-    return f"attend ({role})"
+    return f"{name} ({role})"
 
 
 def main():

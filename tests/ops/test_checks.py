@@ -73,8 +73,8 @@ BAD = {
     "scale_nan": ({"scale": float("nan")}, "scale is nan"),
     "scale_zero": ({"scale": 0}, "scale is 0"),
     "impl_triton": (
-        {"impl": "triton"},
-        "impl is 'triton'; this version has the implementations 'reference' and 'torch'",
+        {"impl": "triton", "q": torch.rand(2, 10, 4, 3, dtype=torch.float64)},
+        "impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64",
     ),
     "impl_unknown": ({"impl": "cuda"}, "impl is 'cuda'"),
     "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask is torch.float32"),
@@ -132,7 +132,7 @@ BAD_STEPS = {
     "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts holds 0 to 11"),
     "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing is [4, 4]; expected at least 5 rows"),
     "q_integers": ({"q": torch.ones(2, 10, 4, 3, dtype=torch.int64)}, "q is torch.int64"),
-    "impl_triton": ({"impl": "triton"}, "impl is 'triton'"),
+    "impl_triton": ({"impl": "triton", "q": torch.rand(2, 10, 4, 3, dtype=torch.float64)}, "impl is 'triton'"),
 }
 
 

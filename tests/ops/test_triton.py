@@ -11,9 +11,9 @@ import torch
 
 from mhla_hf.ops import triton_impl
 from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton_common import INTERPRETED
-from mhla_hf.ops.triton_operator import triton_mhla
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 1.5e-2}
@@ -84,7 +84,7 @@ def check(
         options["key_mask"] = torch.rand(batch, (key_blocks or blocks).length, device=DEVICE) > 0.3
     grad = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], device=DEVICE).to(dtype)
     want = compute(mhla_reference, inputs, grad, True, **options)
-    got = compute(triton_mhla, inputs, grad, False, **options)
+    got = compute(mhla, inputs, grad, False, impl="triton", **options)
     names = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
     size = want[0].detach().norm() * grad.double().norm()
     errors = {name: f"{error(x, y, size):.1e}" for name, x, y in zip(names, got, want, strict=False)}

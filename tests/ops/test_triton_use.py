@@ -1,0 +1,247 @@
+"""What people do with the kernels: decode, compile, pad, hold huge tensors, ask for them in vain. In the interpreter."""
+
+import pytest
+import torch
+
+from mhla_hf.ops import (
+    operator,
+    triton_attend,
+    triton_blocks,
+    triton_impl,
+    triton_operator,
+    triton_quadratic,
+    triton_summaries,
+)
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla, mhla_step
+from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.ops.triton_common import COUNTS, INTERPRETED, constexpr, spell
+from mhla_hf.ops.triton_operator import TRITON_FORWARD
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+KERNELS = (
+    triton_attend.attend_kernel,
+    triton_blocks.mix_kernel,
+    triton_blocks.mix_grads_kernel,
+    triton_quadratic.quadratic_kernel,
+    triton_summaries.summaries_kernel,
+    triton_summaries.prepare_kernel,
+)
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
+)
+
+
+def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
+    """q, k, v of positive features."""
+    shapes = ((heads, width), (groups, width), (groups, value_width))
+    return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
+
+
+def close(got, want, tolerance=1e-5):
+    return float((got.double() - want.double()).norm() / want.double().norm()) <= tolerance
+
+
+@pytest.mark.parametrize("normalize, den_width", [(True, None), (False, None), (True, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_equals_the_whole(normalize, den_width, dtype):
+    tokens, size = 21, 8
+    q, k, v = features(2, tokens, heads=4, groups=2, dtype=dtype)
+    mixing = torch.rand(4, 3, 3, device=DEVICE)
+    dens = [torch.rand(2, tokens, n, den_width, device=DEVICE).to(dtype) for n in (4, 2)] if den_width else [None, None]
+    options = {"normalize": normalize}
+    blocks = Blocks.sequence(tokens, size)
+    want = mhla_reference(q.double(), k.double(), v.double(), mixing.double(), blocks=blocks, causal=True, **options,
+                          **({"q_den": dens[0].double(), "k_den": dens[1].double()} if den_width else {}))  # fmt: skip
+    now = [None if x is None else x[:, :5] for x in dens]
+    o, state = mhla(
+        q[:, :5], k[:, :5], v[:, :5], mixing[:, :1, :1], blocks=Blocks.sequence(5, size), causal=True, return_state=True,
+        impl="triton", q_den=now[0], k_den=now[1], **options,
+    )  # fmt: skip
+    outputs = [o]
+    for t in range(5, tokens):
+        q_den, k_den = (None if x is None else x[:, t : t + 1] for x in dens)
+        step = (q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], mixing, state)
+        outputs.append(mhla_step(*step, q_den=q_den, k_den=k_den, impl="triton", **options)[0])
+    assert close(torch.cat(outputs, 1), want, 1e-5 if dtype == torch.float32 else 1.5e-2)
+
+
+def test_decoding_rows_at_different_places():
+    q, k, v = features(2, 14)
+    mixing, starts = torch.rand(2, 2, device=DEVICE), torch.tensor([0, 6])
+    want = mhla(q, k, v, mixing, blocks=Blocks.sequence(14, 8), causal=True, starts=starts, impl="reference")
+    first = [x[:, :9] for x in (q, k, v)]
+    _, state = mhla(
+        *first, mixing, blocks=Blocks.sequence(9, 8), causal=True, starts=starts, return_state=True, impl="triton"
+    )
+    for t in range(9, 14):
+        o, _ = mhla_step(*(x[:, t : t + 1] for x in (q, k, v)), mixing, state, impl="triton")
+        assert close(o, want[:, t : t + 1])
+
+
+def test_what_padding_holds_changes_nothing():
+    blocks, starts = Blocks.sequence(30, 8), torch.tensor([7, 12])
+    q, k, v = features(2, 30)
+    mixing, pad = torch.rand(4, 4, device=DEVICE), torch.arange(30)[None] < starts[:, None]
+    results = []
+    for filling in (0.0, 3.0, float("nan")):
+        inputs = [torch.where(pad[:, :, None, None], filling, x).requires_grad_() for x in (q, k, v)]
+        o = mhla(*inputs, mixing, blocks=blocks, causal=True, starts=starts, impl="triton")
+        results.append([o, *torch.autograd.grad(o[~pad].square().sum(), inputs)])
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    assert all((x[pad] == 0).all() for x in results[0])
+
+
+def test_how_much_padding_changes_nothing():
+    q, k, v = features(1, 20)
+    mixing = torch.rand(4, 4, device=DEVICE)
+    alone = mhla(q, k, v, mixing, blocks=Blocks.sequence(20, 8), causal=True, impl="triton")
+    for extra in (1, 8, 11):
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, extra, 0)) for x in (q, k, v)]
+        options = {"blocks": Blocks.sequence(20 + extra, 8), "causal": True, "starts": torch.tensor([extra])}
+        assert close(mhla(*padded, mixing, impl="triton", **options)[:, extra:], alone, 1e-6)
+
+
+@pytest.mark.parametrize("form", ["linear", "quadratic"])
+def test_what_masked_keys_hold_changes_nothing(form, monkeypatch):
+    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
+    blocks, mask = Blocks.grid((4, 6), (2, 2)), torch.rand(1, 24, device=DEVICE) > 0.4
+    q, k, v = features(1, 24)
+    mixing = torch.rand(4, 4, device=DEVICE)
+    results = []
+    for filling in (0.0, float("nan")):
+        inputs = [q.clone(), *(torch.where(mask[:, :, None, None], x, filling) for x in (k, v))]
+        inputs = [x.requires_grad_() for x in inputs]
+        o = mhla(*inputs, mixing, blocks=blocks, key_mask=mask, impl="triton")
+        results.append([o, *torch.autograd.grad(o.sum(), inputs)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_dead_queries_and_keys_give_zeros():
+    q, k, v = features(1, 20)
+    q[:, 3], k[:, 8:16] = 0, 0
+    mixing = torch.eye(3, device=DEVICE)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for causal in (True, False):
+        o = mhla(*inputs, mixing, blocks=Blocks.sequence(20, 8), causal=causal, impl="triton")
+        assert (o[:, 3] == 0).all() and (o[:, 8:16] == 0).all()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), inputs))
+
+
+def test_gradients_are_the_same_every_time():
+    q, k, v = (x.requires_grad_() for x in features(2, 40, heads=4, groups=2))
+    mixing = torch.rand(5, 5, device=DEVICE, requires_grad=True)
+    runs = []
+    for _ in range(2):
+        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(40, 8), causal=True, impl="triton")
+        runs.append(torch.autograd.grad(o.square().sum(), (q, k, v, mixing)))
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_offsets_beyond_two_to_the_31(causal):
+    """The second row of each tensor begins past element 2^31 of memory that is never touched in between."""
+    q, k, v = features(2, 20)
+    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)
+    strided, offset = [], 0
+    for x in (q, k, v):
+        view = far.as_strided(x.shape, (2**31 + 64, *x.stride()[1:]), offset)
+        strided.append(view.copy_(x))
+        offset += x[0].numel()
+    mixing = torch.rand(3, 3, device=DEVICE)
+    options = {"blocks": Blocks.sequence(20, 8), "causal": causal, "impl": "triton"}
+    near = mhla(*(x.to(torch.bfloat16) for x in (q, k, v)), mixing, **options)
+    assert torch.equal(mhla(*strided, mixing, **options), near)
+
+
+def test_counts_are_never_compiled_in():
+    for function in KERNELS:
+        names = function.arg_names
+        fixed = {name for name, kind in function.fn.__annotations__.items() if kind is constexpr}
+        assert not fixed & set(COUNTS), function.fn.__name__
+        assert {"tokens", "blocks"} & set(names) & set(COUNTS), function.fn.__name__
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiles_to_one_graph_for_all_lengths(causal):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(q, k, v, mixing):
+        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 8), causal=causal, impl="triton")
+        return o.square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (24, 29, 40):
+        inputs = [x.requires_grad_() for x in features(1, tokens)]
+        mixing = torch.rand(-(-tokens // 8), -(-tokens // 8), device=DEVICE, requires_grad=True)
+        got = torch.autograd.grad(compiled(*inputs, mixing), (*inputs, mixing))
+        want = torch.autograd.grad(loss(*inputs, mixing), (*inputs, mixing))
+        assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
+    assert len(graphs) == 1
+
+
+def test_compiled_training_step():
+    blocks = Blocks.grid((4, 6), (2, 2))
+
+    def step(q, k, v, mixing):
+        return mhla(q, k, v, mixing, blocks=blocks, impl="triton").square().sum()
+
+    torch.compiler.reset()
+    inputs = [x.requires_grad_() for x in (*features(1, 24), torch.rand(4, 4, device=DEVICE))]
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    want = torch.autograd.grad(step(*inputs), inputs)
+    assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("causal, kind", [(True, "shared"), (False, "no"), (False, "separate")])
+def test_opcheck(causal, kind):
+    q, k, v = (x.requires_grad_() for x in features(1, 12))
+    mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
+    dens = [x.detach().clone().requires_grad_() for x in (q, k)] if kind == "separate" else [None, None]
+    cut = spell(Blocks.sequence(12, 4))
+    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
+
+
+def test_a_second_copy_uses_the_first_ones_operator():
+    again = triton_operator.registered_operator("forward", "()", None, None)
+    assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    blocks, wide = Blocks.sequence(4, 2), torch.rand(1, 4, 1, 300, device=DEVICE)
+    with pytest.raises(
+        ValueError, match="impl is 'triton'; expected another one, for heads are 300 wide, more than 256"
+    ):
+        mhla(wide, wide, wide, torch.rand(2, 2, device=DEVICE), blocks=blocks, impl="triton")
+    narrow = torch.rand(1, 4, 1, 3)
+    monkeypatch.setattr(triton_operator, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="for q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
+        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+    monkeypatch.setattr(triton_operator, "triton", None)
+    with pytest.raises(ValueError, match="for triton is not installed"):
+        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+
+
+def test_auto_stays_with_torch_on_a_cpu():
+    x = torch.rand(1, 4, 1, 3)
+    assert operator.choose_implementation("auto", x, x, x, None) == "torch"
+
+
+def test_odd_memory_orders_are_read_right():
+    q, k, v = features(1, 20)
+    mixing = torch.rand(3, 3, device=DEVICE)
+    options = {"blocks": Blocks.sequence(20, 8), "causal": True, "impl": "triton"}
+    want = mhla(q, k, v, mixing, **options)
+    by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    by_width = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
+    for inputs in (by_head, by_width):
+        assert torch.equal(mhla(*inputs, mixing.mT.contiguous().mT, **options), want)
