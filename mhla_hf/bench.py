@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from .files import write_json
 from .ops.blocks import Blocks
 from .ops.operator import mhla, mhla_step
 from .ops.reference import mhla_reference
 from .plots import plot_speed
 from .scores.machine import describe_hardware, describe_versions, now, source_commit
-from .training.run_folder import write_json
 
 FORMAT_VERSION = 1
 NAMES = ("softmax", "linear", "mhla")

@@ -4,8 +4,7 @@ Unusual: a model has one colour in all figures (softmax dark, plain linear ochre
 takes plain numbers and writes one PNG aside and renamed; matplotlib is imported where it is used, without a display.
 """
 
-import os
-from pathlib import Path
+from .files import file_aside
 
 LABELS = {
     "teacher": "softmax teacher",
@@ -263,10 +262,5 @@ def _pyplot():
 
 
 def _save(figure, path):
-    path = Path(path)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
+    with file_aside(path) as aside:
         figure.savefig(aside, format="png")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

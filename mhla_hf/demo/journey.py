@@ -6,7 +6,6 @@ goes on wherever it was stopped. What is in `out` belongs to one text, one teach
 with others is refused.
 """
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -23,23 +22,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
 
+from ..files import folder_aside, write_json, write_text
 from ..hub.card import check_card, write_card
 from ..hub.card_facts import find_licence
-from ..hub.files import write_text
 from ..nn.mixing import Mixing
 from ..patch import convert
 from ..plots import LABELS, plot_loss, plot_mixing, plot_speed
 from ..scores.language import evaluate
-from ..scores.loading import choose_device, load_language_model
+from ..scores.loading import choose_device, load_language_model, without_bars
 from ..scores.local_tasks import make_tasks
 from ..scores.machine import describe_hardware, describe_versions
 from ..scores.results import Results, fingerprint_folder
 from ..speed import measure_speed
 from ..training.loop import distill
 from ..training.recipe import read_recipe
-from ..training.run_folder import RECORD, write_json
+from ..training.run_folder import RECORD
 from .report import collect, learning_curve, render_report
 from .text import hold_out, make_tokenizer, read_text
 
@@ -111,7 +109,7 @@ def run_demo(
     _check_extras()
     started = time.monotonic()
     demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command)
-    with _loading_without_bars():
+    with without_bars():
         demo.begin()
         for seed in range(seeds):
             demo.make_models(seed)
@@ -443,31 +441,3 @@ class _Demo:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({last})")
         return json.loads(done.stdout.splitlines()[-1])
-
-
-@contextlib.contextmanager
-def _loading_without_bars():
-    """transformers' own bars, one for every file read or written, would hide those of the training."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def folder_aside(target):
-    """A new, empty folder that becomes `target` by one rename when the block ends well; else it is removed."""
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
-    try:
-        yield aside
-        aside.chmod(0o755)
-        if target.exists():
-            target.rmdir()
-        os.replace(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

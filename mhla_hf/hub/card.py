@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..files import write_text
 from ..scores.results import Result, Results, format_score, render_table
 from .card_facts import (
     OWN,
@@ -23,7 +24,6 @@ from .card_facts import (
     read_person,
     read_records,
 )
-from .files import write_text
 
 CARD_FILE = "README.md"
 PAPER = "https://arxiv.org/abs/2601.07832"

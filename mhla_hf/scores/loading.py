@@ -8,13 +8,14 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+
+from ..files import folder_aside
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
@@ -96,20 +97,9 @@ def check_new_folder(folder, overwrite=False):
 def save_language_model(model, tokenizer, folder, overwrite=False):
     """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
     path = check_new_folder(folder, overwrite).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside, old = (path.with_name(f"{path.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
-    try:
-        with without_bars():
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(aside, path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not path.exists():
-            os.replace(old, path)
-        shutil.rmtree(old, ignore_errors=True)
+    with folder_aside(path, replace=True) as aside, without_bars():
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
     return path
 
 

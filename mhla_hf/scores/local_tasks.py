@@ -10,14 +10,14 @@ model that cannot look back over a block scores 25 %, and small models can alrea
 
 import dataclasses
 import json
-import os
 import random
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import yaml
+
+from ..files import folder_aside
 
 OPTIONS = 4
 LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores recall questions."""
@@ -272,10 +272,7 @@ def _context_after(text, start, tokens, count):
 
 def _write(folder, documents, arguments):
     """The folder, aside and renamed; an older one that this function wrote gives way."""
-    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with folder_aside(folder, replace=True) as aside:
         (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
         for name, rows in documents.items():
             lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
@@ -283,11 +280,6 @@ def _write(folder, documents, arguments):
             (aside / f"{name}.yaml").write_text(_task_yaml(name), encoding="utf-8")
         sizes = {name: len(rows) for name, rows in documents.items()}
         (aside / MANIFEST).write_text(json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _task_yaml(name):

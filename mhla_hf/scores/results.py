@@ -10,10 +10,11 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
+
+from ..files import write_json
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
@@ -139,14 +140,7 @@ class Results:
         """Write all records to `path` (a file, or an existing folder), aside and renamed. Returns the file's path."""
         path = results_path(path)
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self.records]}
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-        return path
+        return write_json(path, content)
 
     def __iter__(self):
         return iter(self.records)

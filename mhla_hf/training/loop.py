@@ -22,11 +22,12 @@ from contextlib import nullcontext
 import torch
 from tqdm import tqdm
 
+from ..files import write_json
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from .data import open_text
 from .objectives import NO_LABEL, DistillStep
 from .recipe import Stage, make_stages, read_recipe
-from .run_folder import RECORD, RunFolder, write_json
+from .run_folder import RECORD, RunFolder
 from .trainable import check_models, choose_trainable, direct_mixings, parameter_groups
 
 logger = logging.getLogger("mhla_hf")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..files import write_json
+
 try:
     import fcntl
 except ImportError:
@@ -166,14 +168,6 @@ class RunFolder:
             raise ValueError(
                 f"out: {str(self.out)!r} was begun with {change}; give what it was begun with, or another folder"
             )
-
-
-def write_json(path, content):
-    """Write JSON to `path`, aside and renamed."""
-    path = Path(path)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(aside, path)
 
 
 def _read_json(path):

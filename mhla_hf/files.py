@@ -1,0 +1,57 @@
+"""Files and folders written aside and renamed: a reader, or a stop in the middle, never meets half of one."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def file_aside(path):
+    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed."""
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_aside(target, replace: bool = False):
+    """A new, empty folder that becomes `target` by one rename when the block ends well; else it is removed.
+
+    replace: whether a folder with content at `target` gives way; OSError if it may not.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
+    old = aside.with_name(f"{aside.name}.old")
+    try:
+        yield aside
+        aside.chmod(0o755)
+        if replace and target.exists():
+            os.replace(target, old)
+        elif target.exists():
+            target.rmdir()
+        os.replace(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if old.exists() and not target.exists():
+            os.replace(old, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(path, text: str) -> Path:
+    """Put `text` (UTF-8, line ends as they are) at `path`; an old file there is replaced whole. Returns the path."""
+    with file_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8", newline="\n")
+    return Path(path)
+
+
+def write_json(path, content) -> Path:
+    """Put `content` at `path` as JSON; ValueError for NaN, which is no JSON. Returns the path."""
+    return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
