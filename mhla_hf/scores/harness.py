@@ -131,7 +131,7 @@ def score(language_model, requested, *, limit, seeds, facts):
     started = time.perf_counter()
     with quiet_harness(language_model.quiet):
         raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=limit, log_samples=True)
-    seconds = round(time.perf_counter() - started, 1)
+    seconds = round(time.perf_counter() - started, 3)
     return _records(raw, requested, {**facts, "limit": limit, "seconds": seconds, "window": language_model.max_length})
 
 
