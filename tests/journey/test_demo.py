@@ -208,10 +208,14 @@ def test_a_text_too_short_leaves_nothing(journey, tmp_path):
 def test_held_out_text_is_not_trained_on():
     text, name = read_text()
     train, held_out = hold_out(text)
-    assert train + held_out == text and name == "pydoc_data.topics"
-    assert 0.05 < len(held_out) / len(text) < 0.071
-    long = "a paragraph of words\n\n" * 100_000
-    assert len(hold_out(long)[1]) <= 40_000
+    assert name == "pydoc_data.topics" and text.startswith(train) and 0.05 < len(held_out) / len(text) < 0.07
+    known = {" ".join(paragraph.split()) for paragraph in train.split("\n\n")}
+    paragraphs = [paragraph for paragraph in held_out.split("\n\n") if paragraph.strip()]
+    assert len(paragraphs) > 100 and not known & {" ".join(paragraph.split()) for paragraph in paragraphs}
+    assert all(paragraph in text[len(train) :] for paragraph in paragraphs)
+    long = "".join(f"paragraph {number} of many words\n\n" for number in range(50_000))
+    train, held_out = hold_out(long)
+    assert train + held_out == long and 35_000 < len(held_out) <= 40_000
 
 
 def test_tokenizer_keeps_every_byte():
