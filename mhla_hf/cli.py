@@ -86,6 +86,7 @@ def _demo_options(sub):
     sub.add_argument("--text", help="file, folder or dataset to train on (default: the Python language reference)")
     sub.add_argument("--seeds", type=int, default=1, help="repeat everything with so many seeds (default: 1)")
     sub.add_argument("--license", help="licence of --model, when its card states none")
+    sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
 
 
 def _convert_options(sub):
@@ -141,8 +142,15 @@ def run_demo(given, command):
     from .demo.journey import run_demo
 
     run_demo(
-        given.out, given.model, given.text, given.seeds, license=given.license, progress=not given.quiet, command=command
-    )  # fmt: skip
+        given.out,
+        given.model,
+        given.text,
+        given.seeds,
+        license=given.license,
+        threads=given.threads,
+        progress=not given.quiet,
+        command=command,
+    )
 
 
 def run_convert(given, command):

@@ -80,6 +80,7 @@ def run_demo(
     student_recipe=None,
     items=TASK_ITEMS,
     lengths=LENGTHS,
+    threads=1,
     progress=True,
     command=None,
 ):
@@ -95,6 +96,7 @@ def run_demo(
         license: of `model`, when its own card states none; without either there is no model card.
         teacher_recipe, student_recipe: YAML files instead of the demo's own.
         items: questions per task. lengths: tokens at which speed is measured.
+        threads: CPU threads of torch; on a machine that does other things as well, two are slower than one.
         progress: show bars. command: the shell line that repeats the run, for the records.
 
     Returns:
@@ -106,8 +108,11 @@ def run_demo(
     """
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise ValueError(f"seeds: got {seeds!r}; expected a whole number of at least 1")
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"threads: got {threads!r}; expected a whole number of at least 1")
     _check_extras()
     started = time.monotonic()
+    torch.set_num_threads(threads)
     demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command)
     with without_bars():
         demo.begin()

@@ -140,6 +140,7 @@ BAD = {
     "results nowhere": ("evaluate llama --tasks x --output file/r.json", "file/r.json"),
     "suite": ("bench --suite slow", "'slow'"),
     "threads": ("bench --threads 0", "threads is 0"),
+    "demo threads": ("demo --threads 0", "threads: got 0"),
     "bench out": ("bench --out file", "'file'"),
 }
 
