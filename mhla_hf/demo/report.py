@@ -20,6 +20,7 @@ COLUMNS = (
     ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
     ("cloze", "cloze ↑", "{:.3f}"),
     ("recall", "recall ↑", "{:.3f}"),
+    ("recall_gain", "recalled, bits ↑", "{:.4f}"),
     ("transfer_loss", "transfer loss ↓", "{:.3f}"),
     ("kl", "KL, training ↓", "{:.4f}"),
     ("million_tokens_to_linear", "M tokens to linear's KL ↓", "{:.2f}"),
@@ -52,6 +53,7 @@ def collect(folders, prefix, description, command=None):
         "about": {
             "over_teacher_percent": "change of bits per byte against the same seed's teacher",
             "cloze, recall": "share of right answers among four",
+            "recall_gain": "bits by which the word said a block ago is likelier than where another was said",
             "transfer_loss": "squared error of an MHLA layer's output over that of zero, on training text, per layer",
             "kl": "nats per token on training text at the end of the distillation",
             "million_tokens_to_linear": "training tokens, both stages, to the KL that plain linear attention ends with",
@@ -75,6 +77,7 @@ def _measure(folders, prefix):
             "bits_per_byte": _score(scores, f"{prefix}_bits_per_byte", "bits_per_byte"),
             "cloze": _score(scores, f"{prefix}_cloze", "acc"),
             "recall": _score(scores, f"{prefix}_recall", "acc"),
+            "recall_gain": _score(scores, f"{prefix}_recall", "gain_bits"),
         }
         record = Path(folder) / RECORD
         if record.exists():
