@@ -202,6 +202,7 @@ def attend(
     own, rank = mixing is not None, 0 if r is None else 2 if reverse else 1
     den = 0 if inv is None else 1 if state_z is not None else 2
     kind = "attend" if not own else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
+    kind += "_keys" if own and rank == 2 else ""
     config = pass_config(kind, width, other, dot, a.device)
     y_tiles = tiles(other, config["BY"])
     span = cut.span if own else PARTS_TOKENS
@@ -246,7 +247,7 @@ def attend(
         DEN=den,
         RANK=rank,
         DOT=language_dtype(dot),
-        PRECISION=dot_precision(dot),
+        PRECISION=dot_precision(dot, width),
         **config,
     )
     return None if e is None else e_sums.sum(3)

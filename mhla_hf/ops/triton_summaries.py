@@ -136,7 +136,7 @@ def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False):
         X=width,
         Y=other,
         DOT=language_dtype(dot),
-        PRECISION=dot_precision(dot),
+        PRECISION=dot_precision(dot, width),
         **config,
     )
     return out, out_z

@@ -1,0 +1,33 @@
+"""What the kernels compile to on chips that are not here; in a process of its own, for this one runs the interpreter."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def table(*options):
+    """Rows of the table that `kernel_builds.py` prints; fails with its words if a kernel has a fault."""
+    command = [sys.executable, str(ROOT / "tests" / "ops" / "kernel_builds.py"), *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line for line in done.stdout.splitlines() if re.match(r"\| .*: ", line)]
+
+
+def test_hopper_builds_without_spills():
+    rows = table("--chips", "90", "--quick")
+    assert len(rows) >= 35
+    assert all(row.split("|")[4].strip() == "0" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["80", "90", "100"])
+def test_every_shape_builds(chip):
+    """Tensor cores and shared memory on all; no spill where `kernel_builds.SPILL_FREE` says so."""
+    assert len(table("--chips", chip)) >= 150
