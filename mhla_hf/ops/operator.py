@@ -173,14 +173,15 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
 
 def choose_implementation(impl, q, k, v, k_den):
     """The implementation for these tensors; says once what "auto" took. ValueError where Triton is asked in vain."""
-    on_gpu = q.device.type == "cuda"
-    refusal = triton_refusal(q, k, v, k_den) if impl == "triton" or (impl == "auto" and on_gpu) else None
-    if impl == "triton" and refusal is not None:
-        raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
+    if impl == "triton":
+        refusal = triton_refusal(q, k, v, k_den)
+        if refusal is not None:
+            raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
     if impl != "auto":
         return impl
-    choice = "triton" if on_gpu and refusal is None else "torch"
-    why = f"the fastest form this version has for {q.device.type} tensors" if refusal is None else f"for {refusal}"
+    choice, why = "torch", f"the fastest form this version has for {q.device.type} tensors"
+    if q.device.type == "cuda":
+        why = "the Triton kernels have not been run on a GPU yet, and impl='triton' asks for them"
     if not torch.compiler.is_compiling() and (choice, q.device.type) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, q.device.type))
         OPERATOR_LOG.info("mhla: impl='auto' took %r, %s.", choice, why)
