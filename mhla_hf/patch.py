@@ -48,6 +48,11 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
     missing = [i for i in settings.layers if i not in attentions]
     if missing:
         raise ValueError(f"model: layer {missing[0]} of {type(model).__name__} has no attention that can become MHLA.")
+    away = [i for i in settings.layers if hasattr(attentions[i], "_hf_hook") and attentions[i].o_proj.weight.is_meta]
+    if away:
+        raise ValueError(
+            f"model: layer {away[0]} is offloaded, expected its weights on a device; load it without offloading."
+        )
     warn_of_what_is_lost(config, attentions, settings.layers)
 
     own = copy.deepcopy(config)

@@ -6,6 +6,7 @@ module. What the base does not hand on (the padding of the batch, the cache, the
 """
 
 import copy
+import types
 
 import torch
 from torch import nn
@@ -112,6 +113,8 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
         )
         core.train(attention.training)
         attention.__class__ = mixer_class(type(attention))
+        if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
+            attention._old_forward = types.MethodType(type(attention).forward, attention)
         attention.config = copy.copy(config)
         attention.config._attn_implementation_internal = ATTENTION_NAME
         attention.add_module("mhla", core)
@@ -137,17 +140,18 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     if mask is None:
         borders = packed_borders(kwargs.get("position_ids"), batch, seen)
         return None if borders is None else (args, {**kwargs, "cu_seq_lens_q": borders})
-    real = real_tokens(mask, batch, length, seen)
-    if real is None or (not torch.compiler.is_compiling() and bool(real.all())):
-        return None
-    starts = torch.where(real.any(1), real.int().argmax(1), length)
-    added = {"mhla_padding": (starts, real)}
-    if kwargs.get("position_ids") is None and len(args) < 3 and mask.ndim == 2:
-        added["position_ids"] = (mask[:, : seen + length].long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
-    return args, {**kwargs, **added}
+    added = {}
+    real = real_tokens(mask, batch, length, seen, getattr(body.config, "sliding_window", None))
+    if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
+        added["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None and len(args) < 3:
+        known = mask[:, : seen + length]
+        if torch.compiler.is_compiling() or not bool(known.all()):
+            added["position_ids"] = (known.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    return (args, {**kwargs, **added}) if added else None
 
 
-def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
+def real_tokens(mask, batch: int, length: int, seen: int, window: int | None = None) -> torch.Tensor | None:
     """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
@@ -156,12 +160,31 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
-        allowed = mask if mask.dtype == torch.bool else mask == 0
-        return allowed[:, 0, :, seen : seen + length].any(1).expand(batch, length)
+        allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        if window is None:
+            check_only_padding(allowed[..., : seen + length], seen)
+        return allowed[..., seen : seen + length].any(1).expand(batch, length)
+    if mask.ndim == 4 and length == 1:
+        return None  # a sliding layer's mask is as wide as its window; the token being decoded is never padding
     raise ValueError(
         f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
         f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
     )
+
+
+def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
+    """One sentence if a mask `[B, T, S]` says more than "causal, without these padded tokens", which MHLA would not see."""
+    length, columns = allowed.shape[1:]
+    if length == 1 or torch.compiler.is_compiling():
+        return
+    rows = seen + torch.arange(length, device=allowed.device)[:, None]
+    real = allowed.any(1)
+    wanted = (torch.arange(columns, device=allowed.device) <= rows) & real[:, None]
+    if bool(((wanted != allowed) & real[:, seen:, None]).any()):
+        raise ValueError(
+            "attention_mask: got four axes that hide more than padding and the future, which MHLA layers cannot do; "
+            "expected [batch, length], or packed sequences by position_ids in a batch of 1."
+        )
 
 
 def packed_borders(position_ids, batch: int, seen: int) -> torch.Tensor | None:

@@ -91,6 +91,11 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             raise ValueError(
                 f"tokens_to_remove: got {tokens_to_remove}, expected a negative number of tokens to remove."
             )
+        if self.state is not None and -tokens_to_remove > self.state.block_size:
+            raise ValueError(
+                f"num_assistant_tokens: {-tokens_to_remove} drafted tokens have to be taken back, expected at most "
+                f"{self.state.block_size}, the block size: so many an MHLA cache forgets exactly."
+            )
         if tokens_to_remove and self.state is not None:
             self.state.crop(-tokens_to_remove)
             self.seen_tokens += tokens_to_remove

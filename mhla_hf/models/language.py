@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import hand_on_padding
+from .attention import ATTENTION_NAME, hand_on_padding
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .pretrained import MHLAPreTrainedMixin
@@ -113,6 +113,12 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
     _no_split_modules = ["MHLADecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
+    # Whatever attention a caller asks for, there is no softmax to apply it to; and no T x T mask is made for it.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+    def __init__(self, config: MHLAConfig):
+        super().__init__(config)
+        config._attn_implementation_internal = ATTENTION_NAME
 
 
 class MHLAModel(MHLAPreTrainedModel):

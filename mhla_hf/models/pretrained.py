@@ -42,7 +42,7 @@ class MHLAPreTrainedMixin:
         module = SOURCE_FILE.removesuffix(".py")
         self.config.auto_map = {
             "AutoConfig": f"{module}.{type(self.config).__name__}",
-            "AutoModelForCausalLM": f"{module}.{type(self).__name__}",
+            "AutoModelForCausalLM" if self.can_generate() else "AutoModel": f"{module}.{type(self).__name__}",
         }
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)

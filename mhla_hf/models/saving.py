@@ -44,7 +44,7 @@ def check_loaded_weights(model: torch.nn.Module) -> None:
             module.check_values(name)
         elif hasattr(module, "initial_values"):
             for parameter, value in module.named_parameters(recurse=False):
-                if not torch.isfinite(value).all():
+                if not value.is_meta and not torch.isfinite(value).all():
                     raise ValueError(
                         f"{name}.{parameter}: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
                     )

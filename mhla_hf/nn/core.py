@@ -4,6 +4,8 @@ It takes q, k and v where softmax attention would, and returns what softmax atte
 norm and gate live here, so that a converted layer holds all of its new parameters under one name, `mhla`.
 """
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +17,8 @@ from .mixing import Mixing
 from .settings import MHLASettings
 
 GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
+CORE_LOG = logging.getLogger("mhla_hf")
+WARNED = set()
 
 
 class MHLA(nn.Module):
@@ -125,6 +129,7 @@ class MHLA(nn.Module):
             mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
+            self._check_step(cache, q, k, v)
             mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         if self.settings.output_norm:
@@ -132,3 +137,18 @@ class MHLA(nn.Module):
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o
+
+    def _check_step(self, cache, q, k, v) -> None:
+        """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            sentence = (
+                "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
+                "or use_cache=False: no gradient flows through an MHLA cache."
+            )
+            if self.training:
+                raise ValueError(sentence)
+            if sentence not in WARNED:
+                WARNED.add(sentence)
+                CORE_LOG.warning(sentence)
+        if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
+            cache.state, cache.mixing = cache.state.clone(), None

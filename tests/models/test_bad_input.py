@@ -210,6 +210,25 @@ def test_crop_past_a_block():
     one_sentence(error, "tokens_to_remove")
 
 
+def test_offloaded_layers_are_refused_and_hooked_ones_work():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, plain = softmax_model(), converted_model(gate=True)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, AlignDevicesHook(execution_device="cpu"))
+    mhla_hf.convert(model, layers="all", block_size=8, num_blocks=4, gate=True)
+    model.load_state_dict(plain.state_dict())
+    ids = tokens(1, 12)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    away = softmax_model()
+    add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
+    away.model.layers[1].self_attn.to("meta")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(away, layers="all")
+    one_sentence(error, "layer 1 is offloaded")
+
+
 def test_continuous_batching_is_refused():
     model = converted_model()
     with pytest.raises(ValueError) as error:

@@ -7,6 +7,8 @@ import torch
 from small_models import MODELS, converted_model, scratch_model, softmax_model, tokens
 from transformers import DynamicCache, StaticCache
 
+import mhla_hf
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -200,3 +202,74 @@ def test_a_causal_model_does_not_look_ahead(model):
     a, b = full_logits(model, ids), full_logits(model, changed)
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_left_padding_in_a_loop_without_position_ids(model):
+    """The positions of later tokens are counted without the padding that came before them."""
+    row = tokens(1, 14)
+    ids, mask = padded([row[0], tokens(1, 19, seed=1)[0]], "left")
+    expected = full_logits(model, ids, mask)
+    cache = DynamicCache(config=model.config)
+    got = [model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache).logits]
+    got += [
+        model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits for t in range(16, 19)
+    ]
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(got, 1)[real], expected[real], **CLOSE)
+    torch.testing.assert_close(expected[0, 5:], full_logits(model, row)[0], **CLOSE)
+
+
+def test_inference_mode_then_no_grad(model):
+    ids = tokens(1, 12)
+    with torch.inference_mode():
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+    with torch.no_grad():
+        got = model(ids[:, 10:], past_key_values=cache).logits
+        torch.testing.assert_close(got, full_logits(model, ids)[:, 10:], **CLOSE)
+
+
+def test_a_cache_in_training_is_refused(model, caplog):
+    ids = tokens(1, 12)
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    model.train()
+    with pytest.raises(ValueError, match="no gradient flows through an MHLA cache"):
+        model(ids[:, 10:], past_key_values=cache)
+    model.eval()
+
+
+@torch.no_grad()
+def test_sliding_layers_with_a_static_cache():
+    model = mhla_hf.convert(softmax_model("mistral", sliding_window=6), layers=[1], block_size=8, num_blocks=4)
+    ids = tokens(1, 20)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, cache_implementation="static", **options))
+
+
+@torch.no_grad()
+def test_no_square_mask_is_made():
+    """Neither in the first turn nor in a later one: long contexts would pay for it."""
+    for model in (scratch_model(), converted_model()):
+        seen = []
+        model.base_model.layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs, seen=seen: seen.append(kwargs.get("attention_mask")), with_kwargs=True
+        )
+        ids = tokens(1, 40)
+        out = model.generate(
+            ids[:, :10], attention_mask=torch.ones(1, 10), max_new_tokens=4, return_dict_in_generate=True
+        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=out.past_key_values, max_new_tokens=4)
+        assert all(mask is None or mask.ndim == 2 for mask in seen)
+
+
+@torch.no_grad()
+def test_masks_that_hide_more_than_padding_are_refused(model):
+    ids = tokens(2, 9)
+    blocks = torch.ones(9, 9, dtype=torch.bool).tril()
+    causal = blocks.clone()
+    blocks[5:, :5] = False
+    torch.testing.assert_close(
+        model(ids, attention_mask=causal.expand(2, 1, 9, 9), use_cache=False).logits, full_logits(model, ids), **CLOSE
+    )
+    with pytest.raises(ValueError, match="hide more than padding"):
+        model(ids, attention_mask=blocks.expand(2, 1, 9, 9), use_cache=False)
