@@ -7,8 +7,6 @@ Everyone gets tensors as a model has them, [B, T, H, K], and pays for any rearra
 
 import dataclasses
 import os
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -55,7 +53,7 @@ SUITES = {
 }
 
 
-def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progress=True, show=True):
+def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progress=True, show=True, command=None):
     """Check, time and compare; prints the table (`render_bench`) unless `show` is False.
 
     Args:
@@ -94,7 +92,7 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
             "hardware": describe_hardware(device),
             "commit": source_commit(),
             "seed": seed,
-            "command": shlex.join(sys.argv),
+            "command": command,
         }
         record["checks"] = check_before_timing(shape, device, seed)
         record["rows"] = time_by_turns(shape, device, seed, progress)

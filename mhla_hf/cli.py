@@ -240,6 +240,7 @@ def run_bench(given, command):
         seed=given.seed,
         out=given.out,
         progress=not given.quiet,
+        command=command,
     )
 
 

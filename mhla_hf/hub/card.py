@@ -94,8 +94,10 @@ def write_card(
     return write_text(folder / CARD_FILE, text)
 
 
-def check_card(folder) -> None:
+def check_card(folder, weights: bool = True) -> None:
     """Prove that README.md says what the folder's files say.
+
+    weights: False for a folder that holds the card and its records but no model, such as those in `model_cards`.
 
     Raises:
         ValueError: a missing or damaged file, front matter that is no model card data, or the first line that differs,
@@ -103,7 +105,7 @@ def check_card(folder) -> None:
     """
     folder = Path(folder)
     person = read_person(folder)
-    facts = read_facts(folder, person)
+    facts = read_facts(folder, person, weights)
     wanted = render_card(facts)
     path = folder / CARD_FILE
     if not path.is_file():

@@ -59,8 +59,8 @@ PERSON_KEYS = tuple(
 )
 
 
-def read_facts(folder, person: dict) -> CardFacts:
-    """Check `person` (what card.json holds, `compared` as `Result` lists) and put the folder's files beside it."""
+def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
+    """Check `person` (card.json, `compared` as `Result` lists), put the folder's files beside it; `weights`: `read_records`."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"folder must be a model's directory, got {str(folder)!r}")
@@ -76,7 +76,7 @@ def read_facts(folder, person: dict) -> CardFacts:
     _check_person(person)
     return CardFacts(
         config=config,
-        records=read_records(folder, "folder"),
+        records=read_records(folder, "folder", weights),
         train=_checked_train(folder),
         speed=_checked_speed(folder),
         **person,
@@ -97,8 +97,8 @@ def read_json(folder: Path, name: str) -> dict | None:
     return content
 
 
-def read_records(folder, what: str) -> list[Result]:
-    """The scores in a model's folder; refused when there are none or when they belong to other weights."""
+def read_records(folder, what: str, weights: bool = True) -> list[Result]:
+    """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{what} must be a model's directory, got {str(folder)!r}")
@@ -106,7 +106,7 @@ def read_records(folder, what: str) -> list[Result]:
     if not records:
         raise ValueError(f"{folder} holds no results.json with scores: evaluate the model first")
     local = [record for record in records if record.fingerprint.startswith("files:")]
-    if local:
+    if local and weights:
         now = fingerprint_folder(folder)
         for record in local:
             if record.fingerprint != now:
