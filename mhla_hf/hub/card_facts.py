@@ -60,7 +60,7 @@ PERSON_KEYS = tuple(
 
 
 def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
-    """Check `person` (card.json, `compared` as `Result` lists), put the folder's files beside it; `weights`: `read_records`."""
+    """Check `person` (card.json, `compared` as `Result` lists) and add the folder's files; `weights`: see `read_records`."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"folder must be a model's directory, got {str(folder)!r}")

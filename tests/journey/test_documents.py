@@ -27,7 +27,7 @@ def blocks(path):
 
 
 def plain(table):
-    return "\n".join(line.rstrip() for line in table.strip().splitlines())
+    return "\n".join(line.rstrip() for line in table.strip("\n").splitlines())
 
 
 def test_the_demo_table_is_measured():
@@ -74,7 +74,9 @@ def test_the_card_is_proven_by_the_files_beside_it(tmp_path):
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/performance.md", "conversion/README.md"])
 def test_named_files_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    named = set(re.findall(r"\b(?:mhla_hf|conversion|docs|model_cards|notebooks|tests|ops|nn|models|hub)/[\w./-]*\w", text))
+    named = set(
+        re.findall(r"\b(?:mhla_hf|conversion|docs|model_cards|notebooks|tests|ops|nn|models|hub)/[\w./-]*\w", text)
+    )
     assert named
     for name in named:
         assert (ROOT / name).exists() or (ROOT / "mhla_hf" / name).exists(), name
