@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -38,6 +39,13 @@ class MHLALM(HFLM):
     """lm-eval's `HFLM`; with mhla_hf imported, MHLA models load by it without `trust_remote_code`."""
 
     quiet = False
+
+    def __init__(self, *args, **kwargs):
+        fresh = not PartialState._shared_state
+        super().__init__(*args, **kwargs)
+        if fresh and not hasattr(self, "accelerator"):
+            # lm-eval made an Accelerator only to count processes; its global settings would bind a later training.
+            AcceleratorState._reset_state(reset_partial_state=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         return super().loglikelihood_rolling(requests, disable_tqdm=True)

@@ -250,7 +250,7 @@ def interrupt_when(process, ready, patience=90):
     deadline = time.monotonic() + patience
     while not ready() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert process.poll() is None and ready(), process.communicate()
+    assert ready(), process.communicate()
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
     return process.returncode, stderr
@@ -271,7 +271,11 @@ def test_ctrl_c_in_evaluate_keeps_what_is_scored(shelf, tmp_path):
     out = tmp_path / "scores.json"
     tasks = "here_cloze,here_bits_per_byte,here_recall"
     line = ["evaluate", "llama", "--tasks", tasks, "--include-path", "tasks", "--batch-size", "1", "--output", str(out)]
-    code, stderr = interrupt_when(start([*line, "--quiet"], shelf), out.exists)
+    for _ in range(5):  # on a busy machine the rest may be scored before the signal is sent: begin again
+        out.unlink(missing_ok=True)
+        code, stderr = interrupt_when(start([*line, "--quiet"], shelf), out.exists)
+        if code == 130:
+            break
     assert code == 130 and len(stderr.strip().splitlines()) == 1 and "the same command goes on" in stderr
     assert "here_cloze" in {record.task for record in Results.read(out)}
 

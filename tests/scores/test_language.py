@@ -370,3 +370,15 @@ def test_without_lm_eval_the_line_that_installs_it(world, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[eval\]'"):
         judge(world)
+
+
+def test_evaluating_leaves_no_global_settings_behind(world):
+    """A training in the same process may choose its own precision."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    judge(world, "llama", ["here_cloze"], force=True, limit=0.2)
+    assert not AcceleratorState._shared_state
+    assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -4,12 +4,18 @@ import copy
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.training.loop import Stage, distill
 
 VOCAB, LENGTH = 64, 48
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_of_another_test():
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Lab:
