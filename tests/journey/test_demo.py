@@ -74,7 +74,7 @@ def journey(tmp_path_factory):
     """A demo killed with SIGKILL while MHLA was distilled, and then run to its end; `first` is what that printed."""
     journey = Journey(tmp_path_factory.mktemp("journey"))
     process = journey.start()
-    while not list((journey.out / "mhla.state").glob("step-*")):
+    while not any(".tmp-" not in state.name for state in (journey.out / "mhla.state").glob("step-*")):
         assert process.poll() is None, process.communicate()[1][-3000:]
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
