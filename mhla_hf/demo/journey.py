@@ -81,6 +81,7 @@ def run_demo(
     items=TASK_ITEMS,
     lengths=LENGTHS,
     threads=1,
+    control=None,
     progress=True,
     command=None,
 ):
@@ -88,7 +89,7 @@ def run_demo(
 
     Args:
         out: folder to make or to go on in. Holds `teacher`, `mhla`, `linear` (plain linear attention: uniform, frozen
-            mixing), `hybrid` (softmax kept in layers 0, 3, ...) and `control` (the teacher trained on for as many steps
+            mixing), `hybrid` (softmax kept in layers 0, 3, ...), perhaps `control` (the teacher trained on for as many steps
             as a student), `results.json`, `loss.png`, `mixing.png`, `speed.png`; further seeds in `seed-1`, ...
         model: folder or Hub id of a softmax model to start from. None: train a small Llama first.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
@@ -96,6 +97,7 @@ def run_demo(
         license: of `model`, when its own card states none; without either there is no model card.
         teacher_recipe, student_recipe: YAML files instead of the demo's own.
         items: questions per task. lengths: tokens at which speed is measured.
+        control: make `control` too; it takes as long as a student. None: with several seeds only.
         threads: CPU threads of torch; on a machine that does other things as well, two are slower than one.
         progress: show bars. command: the shell line that repeats the run, for the records.
 
@@ -113,7 +115,8 @@ def run_demo(
     _check_extras()
     started = time.monotonic()
     torch.set_num_threads(threads)
-    demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command)
+    models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
+    demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command, models)
     with without_bars():
         demo.begin()
         for seed in range(seeds):
@@ -149,6 +152,7 @@ class _Demo:
     lengths: tuple
     progress: bool
     command: str | None
+    models: tuple
 
     def __post_init__(self):
         self.out = Path(self.out).expanduser()
@@ -235,7 +239,7 @@ class _Demo:
                 student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
                 self._distill(student, teacher, folder, self.student_plan, seed)
         folder = self.folder("control", seed)
-        if self._missing(folder, RECORD):
+        if "control" in self.models and self._missing(folder, RECORD):
             self.say(f"{LABELS['control']}:")
             self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
 
@@ -301,7 +305,7 @@ class _Demo:
         """Step 3: every model on the tasks made from the held-out text, through lm-eval."""
         self.say(f"\n[3/5] scores on the held-out text, by lm-eval, seed {seed}")
         tasks = self._tasks()
-        for name in MODELS:
+        for name in self.models:
             folder = self.folder(name, seed)
             if self._scored(folder):
                 self.say(f"{folder} is scored already")
@@ -328,14 +332,14 @@ class _Demo:
     def report(self, seeds):
         """Step 4: results.json, the figures and the speed."""
         self.say("\n[4/5] results, figures, model card")
-        folders = {seed: {name: self.folder(name, seed) for name in MODELS} for seed in range(seeds)}
+        folders = {seed: {name: self.folder(name, seed) for name in self.models} for seed in range(seeds)}
         description = {key: self.identity[key] for key in ("model", "text", "text_sha256", "recipes_sha256")}
         if self.model is not None and Path(self.model).exists():
             description["model"] = Path(self.model).name
         results = collect(folders, PREFIX, description, self.command)
         write_json(self.out / "results.json", results)
         curves = {name: learning_curve(self.folder(name, 0)) for name in STUDENTS}
-        scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in MODELS}
+        scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
         plot_loss(self.out / "loss.png", curves, scores)
         self._measure_speed()
         drawn = [self.out / name for name in ("mixing.png", "speed.png")]
@@ -393,7 +397,7 @@ class _Demo:
             name="mhla-demo",
             base_model=hub_id,
             license=self.license,
-            compared={label: self.folder(name, 0) for label, name in others.items()},
+            compared={label: self.folder(name, 0) for label, name in others.items() if name in self.models},
             about="Made by `mhla-hf demo`, which shows the whole journey on a small machine; too small to be useful.",
         )
         check_card(folder)

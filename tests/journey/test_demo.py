@@ -6,6 +6,7 @@ Run: pytest tests/journey/test_demo.py
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,7 @@ class Journey:
             "student_recipe": str(place / "student.yaml"),
             "items": 16,
             "lengths": [64, 96],
+            "control": True,
             "progress": False,
         }
 
@@ -259,3 +261,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (aside / "whole").write_text("")
         assert not (tmp_path / "made").exists()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["whole"]
+
+
+def test_one_seed_needs_no_control(journey, tmp_path):
+    """The yardstick that costs as much as a student is made with several seeds only."""
+    copy = tmp_path / "out"
+    shutil.copytree(journey.out, copy)
+    shutil.rmtree(copy / "control")
+    for old in (copy / "results.json", copy / "mhla" / "README.md", copy / "mhla" / "card.json"):
+        old.unlink()
+    journey.run(out=str(copy), control=None)
+    assert list(json.loads((copy / "results.json").read_text())["models"]) == list(MODELS[:-1])
+    assert not (copy / "control").exists() and "trained on" not in (copy / "mhla" / "README.md").read_text()
+    check_card(copy / "mhla")
