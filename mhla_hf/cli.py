@@ -16,7 +16,7 @@ USER_ERRORS = (ValueError, TypeError, ImportError, OSError)
 STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
 DEMO = """\
 example:
-  mhla-hf demo                                  the whole journey into out/, about 15 minutes on two cores
+  mhla-hf demo                                  the whole journey into out/, on two CPU cores
   mhla-hf demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine
 Stopped at any moment, the same command goes on where it was.
 """
