@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo demo-images test test-slow lint format bench bench-gpu clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ $(VENV)/.test: $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train, convert, distil, judge, load elsewhere: everything lands in out/
 	$(BIN)/mhla-hf demo $(ARGS)
+
+demo-images: $(VENV)/.demo  ## softmax, plain linear attention and MHLA learn digits: out/images
+	$(BIN)/mhla-hf demo --images $(ARGS)
 
 test: $(VENV)/.test lint  ## all tests but the slow ones
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
@@ -35,6 +38,11 @@ format: $(VENV)/.test
 
 bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, on this machine
 	$(BIN)/mhla-hf bench --quick $(ARGS)
+
+bench-gpu: $(VENV)/.demo  ## the kernels against what a user would pick instead, on a GPU: fills docs/performance.md
+	$(BIN)/mhla-hf bench --suite paper --device cuda --out docs/bench/gpu $(ARGS)
+	$(BIN)/mhla-hf bench --suite decode --device cuda --out docs/bench/decode $(ARGS)
+	$(BIN)/python -m mhla_hf.bench.document docs
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -13,15 +13,39 @@ CONFIG_TABLE = "transformers.models.auto.configuration_auto"
 MODEL_TABLE = "transformers.models.auto.modeling_auto"
 SAVING = "mhla_hf.models.saving"
 
-# model type -> (configuration class, causal LM class); the same names as `CONVERTIBLE_MODEL_TYPES` gives, spelt out here
-# because asking would import transformers.
+BODY, CAUSAL_LM = "MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING"
+IMAGE, IMAGE_CLASSIFIER = "MODEL_FOR_IMAGE_MAPPING", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"
+
+
+def _language(name: str) -> tuple[str, dict]:
+    return f"MHLA{name}Config", {CAUSAL_LM: f"MHLA{name}ForCausalLM"}
+
+
+def _vision(name: str, classifier: bool = True) -> tuple[str, dict]:
+    models = dict.fromkeys((BODY, IMAGE), f"MHLA{name}Model")
+    return f"MHLA{name}Config", models | ({IMAGE_CLASSIFIER: f"MHLA{name}ForImageClassification"} if classifier else {})
+
+
+# model type -> (configuration class, Auto table -> model class); the same names as the tables of `models.configuration`
+# give, spelt out here because asking would import transformers.
 MODEL_TYPES = {
-    "mhla": ("MHLAConfig", "MHLAForCausalLM"),
-    "mhla_llama": ("MHLALlamaConfig", "MHLALlamaForCausalLM"),
-    "mhla_mistral": ("MHLAMistralConfig", "MHLAMistralForCausalLM"),
-    "mhla_mixtral": ("MHLAMixtralConfig", "MHLAMixtralForCausalLM"),
-    "mhla_qwen2": ("MHLAQwen2Config", "MHLAQwen2ForCausalLM"),
-    "mhla_qwen3": ("MHLAQwen3Config", "MHLAQwen3ForCausalLM"),
+    "mhla": _language(""),
+    "mhla_llama": _language("Llama"),
+    "mhla_mistral": _language("Mistral"),
+    "mhla_mixtral": _language("Mixtral"),
+    "mhla_qwen2": _language("Qwen2"),
+    "mhla_qwen3": _language("Qwen3"),
+    "mhla_vision": (
+        "MHLAVisionConfig",
+        {BODY: "MHLAVisionModel", IMAGE: "MHLAVisionModel", IMAGE_CLASSIFIER: "MHLAForImageClassification"},
+    ),
+    "mhla_vit": _vision("ViT"),
+    "mhla_deit": _vision("DeiT"),
+    "mhla_dinov2": _vision("Dinov2"),
+    "mhla_dinov2_with_registers": _vision("Dinov2WithRegisters"),
+    "mhla_dinov3_vit": _vision("DINOv3ViT", classifier=False),
+    "mhla_clip_vision_model": _vision("CLIPVision", classifier=False),
+    "mhla_siglip_vision_model": _vision("SiglipVision", classifier=False),
 }
 
 
@@ -41,21 +65,22 @@ def register_configs() -> None:
 
 
 def register_models() -> None:
-    """Tell `AutoModelForCausalLM` the names of their classes."""
-    mapping = sys.modules[MODEL_TABLE].MODEL_FOR_CAUSAL_LM_MAPPING
-    for model_type, (config, model) in MODEL_TYPES.items():
-        mapping._model_mapping[model_type] = model
-        mapping._reverse_config_mapping[config] = model_type
-        mapping._modules[model_type] = _Room()
+    """Tell the Auto classes of models the names of their classes."""
+    for model_type, (config, models) in MODEL_TYPES.items():
+        for table, model in models.items():
+            mapping = getattr(sys.modules[MODEL_TABLE], table)
+            mapping._model_mapping[model_type] = model
+            mapping._reverse_config_mapping[config] = model_type
+            mapping._modules[model_type] = _Room()
 
 
-def hand_over_source_writer() -> None:
-    """Tell `models` how the one-file source of a checkpoint is written; the room itself knows nothing of `hub`."""
+def hand_over_source_maker() -> None:
+    """Tell `models` how the one-file source of a checkpoint is made; the room itself knows nothing of `hub`."""
 
-    def write(entry, folder):
-        return importlib.import_module("mhla_hf.hub.bundle").write_bundle(entry, folder)
+    def make(entry):
+        return importlib.import_module("mhla_hf.hub.bundle").make_source(entry)
 
-    sys.modules[SAVING].set_source_writer(write)
+    sys.modules[SAVING].set_source_maker(make)
 
 
 class _AfterImport:
@@ -83,7 +108,7 @@ class _AfterImport:
 
 def register_on_import() -> None:
     """Register now with what is loaded, and with the rest when it is loaded."""
-    actions = {CONFIG_TABLE: register_configs, MODEL_TABLE: register_models, SAVING: hand_over_source_writer}
+    actions = {CONFIG_TABLE: register_configs, MODEL_TABLE: register_models, SAVING: hand_over_source_maker}
     for module, action in actions.items():
         if module in sys.modules:
             action()

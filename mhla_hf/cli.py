@@ -18,11 +18,13 @@ DEMO = """\
 example:
   mhla-hf demo                                  the whole journey into out/, on two CPU cores
   mhla-hf demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine
+  mhla-hf demo --images                         softmax, plain linear attention and MHLA learn digits, three seeds
 Stopped at any moment, the same command goes on where it was.
 """
 CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
+  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
 A converted model has to be distilled before it is good again: mhla-hf distill.
 """
 DISTILL = """\
@@ -36,7 +38,40 @@ EVALUATE = """\
 example:
   mhla-hf evaluate out/mhla out/teacher --tasks arc_easy,wikitext --batch-size 16
   mhla-hf evaluate out/mhla --tasks heldout_recall --include-path out/tasks
+  mhla-hf evaluate out/mhla out/teacher --recipe table_6_language          the paper's table, in its layout
+  mhla-hf evaluate out/mhla out/teacher --recipe recall --set lengths=512,1024 --plot recall.png
+  mhla-hf evaluate out/dit --trust-remote-code --recipe table_9_class_to_image --set reference=imagenet256.npz
+  mhla-hf evaluate out/wan --trust-remote-code --recipe table_5_vbench --set python=/opt/vbench/bin/python
+Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
+table_9_class_to_image, recall, ruler, speed, or a YAML file. For images and videos on several processes: torchrun
+-m mhla_hf.cli evaluate ...
 Scores are kept in results.json in each model's folder; what is known is not run again.
+"""
+PUSH = """\
+example:
+  mhla-hf push out/mhla user/llama-mhla --private --tag v1
+  mhla-hf push out/mhla user/llama-mhla --draft   without scores for recall and generation
+Log in first: hf auth login. Stopped or broken off, the same command goes on: what has arrived is not sent again.
+"""
+ANALYZE = """\
+example:
+  mhla-hf analyze out/teacher out/mhla --out out/analysis         rank and entropy per layer, maps, mixing
+  mhla-hf analyze out/vit --data photos --samples 16 --out out/analysis
+  mhla-hf analyze --random --out out/rank                         the rank that attention can have (table 1)
+"""
+ABLATE = """\
+example:
+  mhla-hf ablate start                          uniform or locality start, learned or frozen (table 7a), on digits
+  mhla-hf ablate blocks --data photos --out out/blocks           photos/train/CLASS/... and photos/test/CLASS/...
+  mhla-hf ablate scaling                        time against the number of tokens and of blocks (table 14)
+Stopped at any moment, the same command goes on where it was.
+"""
+CARD = """\
+example:
+  mhla-hf card out/mhla --name me/mhla --compare teacher=out/teacher --compare "plain linear=out/linear"
+  mhla-hf card out/mhla --check                 every number against the files beside it
+  mhla-hf card out/mhla --shelve model_cards/demo              its facts and its card into this repository
+  mhla-hf card model_cards                      render every card anew; with --check, prove every one
 """
 BENCH = """\
 example:
@@ -75,24 +110,29 @@ def build_parser():
     _demo_options(add("demo", run_demo, "Train, convert, distil, judge and share a small model, with figures.", DEMO))
     _convert_options(add("convert", run_convert, "Turn a softmax language model into an MHLA model.", CONVERT))
     _distill_options(add("distill", run_distill, "Train an MHLA model from its softmax original.", DISTILL))
-    _evaluate_options(add("evaluate", run_evaluate, "Score language models on lm-eval tasks.", EVALUATE))
+    _evaluate_options(add("evaluate", run_evaluate, "Score language, image and video models side by side.", EVALUATE))
+    _card_options(add("card", run_card, "Write a model's card from its scores, or prove one.", CARD))
+    _push_options(add("push", run_push, "Share a model on the Hub: checked whole, then one commit.", PUSH))
+    _analyze_options(add("analyze", run_analyze, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE))
+    _ablate_options(add("ablate", run_ablate, "Repeat one of the paper's ablations on a small machine.", ABLATE))
     _bench_options(add("bench", run_bench, "Time the operator, after checking that it is right.", BENCH))
     return parser
 
 
 def _demo_options(sub):
-    sub.add_argument("--out", default="out", help="folder to make or to go on in (default: out)")
+    sub.add_argument("--images", action="store_true", help="image classifiers instead of language models")
+    sub.add_argument("--out", help="folder to make or to go on in (default: out, with --images out/images)")
     sub.add_argument("--model", help="folder or Hub id of a softmax model (default: train a small Llama)")
     sub.add_argument("--text", help="file, folder or dataset to train on (default: the Python language reference)")
-    sub.add_argument("--seeds", type=int, default=1, help="repeat everything with so many seeds (default: 1)")
+    sub.add_argument("--seeds", type=int, help="repeat everything with so many seeds (default: 1, with --images 3)")
     sub.add_argument("--license", help="licence of --model, when its card states none")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
 
 
 def _convert_options(sub):
-    sub.add_argument("model", metavar="DIR_OR_ID", help="folder or Hub id of a causal language model")
+    sub.add_argument("model", metavar="DIR_OR_ID", help="folder or Hub id of a causal language model or a pipeline")
     sub.add_argument("out", metavar="OUT", help="folder to make")
-    sub.add_argument("--layers", help='"all", "2/3" (default) or indices such as 1,2,4')
+    sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; image pipelines: all)')
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--seed", type=int, default=0, help="of the new parameters' start (default: 0)")
@@ -112,7 +152,11 @@ def _distill_options(sub):
 
 def _evaluate_options(sub):
     sub.add_argument("models", nargs="+", metavar="DIR", help="folders or Hub ids, shown side by side")
-    sub.add_argument("--tasks", required=True, help="names, groups or patterns, separated by commas")
+    sub.add_argument("--tasks", help="lm-eval names, groups or patterns, separated by commas; or some of the recipe's")
+    sub.add_argument(
+        "--recipe", help="name or YAML file of a score recipe: which tasks, how many shots, which protocol"
+    )
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the recipe")
     sub.add_argument("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
     sub.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     sub.add_argument("--limit", type=float, help="documents per task, or a share below 1: for trying out")
@@ -126,11 +170,67 @@ def _evaluate_options(sub):
     sub.add_argument("--output", help="a .json file, or a folder for several models (default: in the model's folder)")
     sub.add_argument("--force", action="store_true", help="run again what is known")
     sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    sub.add_argument("--plot", metavar="PNG", help="draw the scores")
+
+
+def _push_options(sub):
+    sub.add_argument("folder", metavar="DIR", help="folder of a saved MHLA model, or of a pipeline with one")
+    sub.add_argument("repo_id", metavar="USER/NAME", help="Hub id; made when it is not there")
+    sub.add_argument("--private", action="store_true", help="make a private repository")
+    sub.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    sub.add_argument("--tag", action="append", default=[], help="name that the commit gets; may be given again")
+    sub.add_argument("--revision", help="branch to commit to (default: main)")
+    sub.add_argument("--message", help="first line of the commit")
+    sub.add_argument("--draft", action="store_true", help="a converted language model may come without recall scores")
+    sub.add_argument("--license", help="for the card of a model that has none, such as apache-2.0")
+    sub.add_argument("--base-model", help="Hub id of the softmax original, for such a card")
+
+
+def _analyze_options(sub):
+    sub.add_argument(
+        "models", nargs="*", metavar="DIR", help="language models or image classifiers: folders or Hub ids"
+    )
+    sub.add_argument("--random", action="store_true", help="no model: random features, 64 to 4096 tokens")
+    sub.add_argument("--out", help="folder for JSON and figures")
+    sub.add_argument("--data", help="text or images to look at (default: the Python language reference, the digits)")
+    sub.add_argument("--samples", type=int, default=8, help="sequences or images (default: 8)")
+    sub.add_argument("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
+    sub.add_argument("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
+    sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
+
+
+def _ablate_options(sub):
+    sub.add_argument("study", help="start, blocks, cpe, resolution, scaling, images, or a YAML file of one's own")
+    sub.add_argument("--data", help="folder of train/CLASS and test/CLASS, or a dataset (default: digits)")
+    sub.add_argument("--out", help="folder to make or to go on in (default: out/STUDY)")
+    sub.add_argument("--seeds", type=int, help="how many (default: the study's)")
+    sub.add_argument("--epochs", type=int, help="how many (default: the study's)")
+    sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+
+
+def _card_options(sub):
+    sub.add_argument(
+        "folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards"
+    )
+    sub.add_argument("--check", action="store_true", help="write nothing; every number must be the files'")
+    sub.add_argument("--name", help="Hub id that the model will have")
+    sub.add_argument(
+        "--compare", action="append", default=[], metavar="LABEL=DIR", help='such as "teacher=out/teacher"'
+    )
+    sub.add_argument("--base-model", metavar="ID", help="Hub id of the softmax original")
+    sub.add_argument("--license", help="licence of the weights, when the original's card states none")
+    sub.add_argument("--about", default="", help="a sentence below the title")
+    sub.add_argument("--limit", action="append", default=[], metavar="SENTENCE", help="a known failure")
+    sub.add_argument("--shelve", metavar="CARDS/NAME", help="put its facts and its card into a folder of cards")
+    sub.add_argument(
+        "--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, kept with the facts"
+    )
 
 
 def _bench_options(sub):
     sub.add_argument("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    sub.add_argument("--suite", help="quick, full or wide")
+    sub.add_argument("--suite", help="quick, full, wide, decode or paper")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     sub.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
@@ -139,13 +239,18 @@ def _bench_options(sub):
 
 def run_demo(given, command):
     """mhla-hf demo"""
+    if given.images:
+        if given.model or given.text or given.license:
+            raise ValueError("images: expected no --model, --text or --license with --images")
+        run_named_study("images", given.out or "out/images", given, command, seeds=given.seeds)
+        return
     from .demo.journey import run_demo
 
     run_demo(
-        given.out,
+        given.out or "out",
         given.model,
         given.text,
-        given.seeds,
+        1 if given.seeds is None else given.seeds,
         license=given.license,
         threads=given.threads,
         progress=not given.quiet,
@@ -161,9 +266,18 @@ def run_convert(given, command):
     import torch
 
     from .patch import convert
-    from .scores.loading import check_new_folder, load_language_model, save_language_model
+    from .scores.loading import check_new_folder, is_pipeline, load_language_model, save_language_model, save_pipeline
+    from .scores.samples import load_pipeline
 
     check_new_folder(given.out, given.overwrite)
+    if is_pipeline(given.model, given.revision):
+        pipe = load_pipeline(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
+        torch.manual_seed(given.seed)
+        model = convert(pipe, layers=layers, **settings).transformer
+        save_pipeline(pipe, given.out, given.overwrite)
+        chosen = model.config.mhla["layers"]
+        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distil it: conversion/")
+        return
     model, tokenizer = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
     torch.manual_seed(given.seed)
     convert(model, layers=layers, **settings)
@@ -206,12 +320,14 @@ def run_distill(given, command):
 
 def run_evaluate(given, command):
     """mhla-hf evaluate"""
-    from .scores.language import evaluate
+    from .scores.evaluation import evaluate
 
     limit = given.limit
     compared = evaluate(
         given.models,
         given.tasks,
+        recipe=given.recipe,
+        settings=parse_settings(given.set),
         output=given.output,
         include_path=given.include_path,
         num_fewshot=given.num_fewshot,
@@ -226,7 +342,123 @@ def run_evaluate(given, command):
         force=given.force,
         progress=not given.quiet,
     )
-    print(compared.table("markdown" if given.markdown else "text"))
+    if int(os.environ.get("RANK", "0")):
+        return  # of several processes the first one has the scores
+    style = "markdown" if given.markdown else "text"
+    print("\n\n".join(table for table in (compared.table(style), compared.paper_table(style)) if table))
+    if given.plot:
+        compared.plot(given.plot)
+
+
+def run_push(given, command):
+    """mhla-hf push"""
+    from .hub.push import push
+
+    pushed = push(
+        given.folder,
+        given.repo_id,
+        private=given.private,
+        create_pr=given.create_pr,
+        tags=given.tag,
+        revision=given.revision,
+        message=given.message,
+        draft=given.draft,
+        license=given.license,
+        base_model=given.base_model,
+        progress=not given.quiet,
+    )
+    print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing had changed; revision'} {pushed.revision}")
+
+
+def run_analyze(given, command):
+    """mhla-hf analyze"""
+    if given.random == bool(given.models):
+        raise ValueError("models: expected either folders of models or --random")
+    if given.random:
+        from .evidence.random_rank import render_random_rank, study_random_rank
+
+        out = given.out or "out/rank"
+        record = study_random_rank(out, progress=not given.quiet, command=command)
+        print(f"{render_random_rank(record)}\n\n{out}: rank.json, rank.png")
+        return
+    from .evidence.report import analyze, render_analysis
+
+    record = analyze(
+        given.models,
+        data=given.data,
+        out=given.out,
+        samples=given.samples,
+        length=given.length,
+        tolerance=given.tolerance,
+        device=given.device,
+        trust_remote_code=given.trust_remote_code,
+        progress=not given.quiet,
+        command=command,
+    )
+    print(render_analysis(record))
+
+
+def run_ablate(given, command):
+    """mhla-hf ablate"""
+    out = given.out or f"out/{os.path.splitext(os.path.basename(given.study))[0]}"
+    if given.study == "scaling":
+        from .evidence.scaling import render_scaling, study_scaling
+
+        if given.data or given.seeds or given.epochs:
+            raise ValueError("study: scaling times the operator, expected no --data, --seeds or --epochs with it")
+        print(render_scaling(study_scaling(out, threads=given.threads, progress=not given.quiet, command=command)))
+        return
+    options = {"data": given.data, "seeds": given.seeds, "epochs": given.epochs}
+    run_named_study(given.study, out, given, command, **options)
+
+
+def run_named_study(name, out, given, command, **options):
+    """A study's table, printed."""
+    from .evidence.study_report import render_study, run_study
+
+    progress = not given.quiet
+    results = run_study(name, out, threads=given.threads, progress=progress, command=command, **options)
+    print(f"\n{render_study(results)}\n\n{out}: results.json, table.md, accuracy.png, layers.png, mixing.png")
+
+
+def run_card(given, command):
+    """mhla-hf card"""
+    from pathlib import Path
+
+    from .hub.card import check_card, write_card
+    from .hub.card_facts import read_json
+    from .hub.card_shelf import RESULTS, check, render, shelve, shelved
+
+    folder = Path(given.folder)
+    if (folder / RESULTS).is_dir():
+        for name in shelved(folder):
+            check(folder, name) if given.check else render(folder, name)
+            print(f"{folder / name}.md: {'every number proven' if given.check else 'rendered'}")
+        return
+    if given.check:
+        check_card(folder)
+        print(f"{folder / 'README.md'}: every number proven")
+    elif given.shelve:
+        place = Path(given.shelve)
+        further = {"over_seeds": read_json(*os.path.split(given.over_seeds))} if given.over_seeds else {}
+        print(shelve(folder, place.parent, place.name, **further))
+    elif given.name is None:
+        raise ValueError("name is None; expected the Hub id that the model will have, such as me/model")
+    else:
+        pairs = [pair.partition("=") for pair in given.compare]
+        if odd := [label for label, equals, place in pairs if not (label and equals and place)]:
+            raise ValueError(f"compare is {odd[0]!r}; expected LABEL=DIR, such as teacher=out/teacher")
+        print(
+            write_card(
+                folder,
+                name=given.name,
+                base_model=given.base_model,
+                compared={label: place for label, _, place in pairs},
+                license=given.license,
+                about=given.about,
+                limits=given.limit,
+            )
+        )
 
 
 def run_bench(given, command):
@@ -255,16 +487,27 @@ def parse_layers(text):
 
 
 def parse_settings(pairs):
-    """`NAME=VALUE` texts as a dict; numbers, true and false are read as such. ValueError when a text has no =."""
+    """`NAME=VALUE` texts as a dict; numbers, true, false and lists with commas are read as such. ValueError without =."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"set is {pair!r}; expected NAME=VALUE, such as block_size=32")
-        value = value.strip()
-        words = {"true": True, "false": False}
-        settings[name.strip()] = int(value) if value.isdecimal() else words.get(value.lower(), value)
+        parts = [_parse_value(part.strip()) for part in value.split(",")]
+        settings[name.strip()] = parts[0] if len(parts) == 1 else [part for part in parts if part != ""]
     return settings
+
+
+def _parse_value(text):
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 def main(argv=None):

@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
+
 
 @contextlib.contextmanager
 def file_aside(path):

@@ -44,7 +44,7 @@ def plot_loss(path, histories, scores):
             transfer, distillation.
         scores: model -> list of held-out bits per byte, one per seed; the first is the teacher.
     """
-    plt = _pyplot()
+    plt = pyplot()
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(
             1, 3, figsize=(14.5, 4.2), layout="constrained", width_ratios=(1, 1, 1.3)
@@ -56,12 +56,12 @@ def plot_loss(path, histories, scores):
         left.set(title="Stage 1: attention outputs", xlabel="step", ylabel="relative squared error, per layer")
         middle.set(title="Stage 2: next-token distribution", xlabel="step", ylabel="KL to the teacher, nats per token")
         middle.set_yscale("log")
-        _plain_ticks(middle.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+        plain_ticks(middle.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
         for axes in (left, middle):
             axes.grid(True)
         left.legend(loc="best")
         _bars(right, scores)
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def _curve(axes, name, entries, per_layer=False):
@@ -111,7 +111,7 @@ def _bars(axes, scores):
     axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
 
 
-def plot_mixing(path, matrices, most=6):
+def plot_mixing(path, matrices, most=6, causal=True):
     """The mixing matrices at the start and as learned, one column per layer, on one scale.
 
     Args:
@@ -119,8 +119,9 @@ def plot_mixing(path, matrices, most=6):
         matrices: layer index -> (start, learned), both `[M, M]` nested lists or arrays, rows = query blocks, rows
             summing to one (a mean over heads where each has its own).
         most: layers shown; more are thinned out evenly.
+        causal: what is above the diagonal means nothing and is not shown.
     """
-    plt = _pyplot()
+    plt = pyplot()
     layers = list(matrices)
     if len(layers) > most:
         layers = [layers[round(i * (len(layers) - 1) / (most - 1))] for i in range(most)]
@@ -129,9 +130,9 @@ def plot_mixing(path, matrices, most=6):
         figure, grid = plt.subplots(2, len(layers), figsize=size, squeeze=False, layout="constrained")
         for column, layer in enumerate(layers):
             for row, matrix in enumerate(matrices[layer]):
-                image = _heat(grid[row][column], matrix)
+                image = _heat(grid[row][column], matrix, causal)
                 grid[row][column].set_title(f"layer {layer}" if row == 0 else "", loc="center")
-        for row, label in enumerate(("start: locality", "learned")):
+        for row, label in enumerate(("start", "learned")):
             grid[row][0].set_ylabel("query block")
             grid[row][0].annotate(
                 label,
@@ -151,15 +152,15 @@ def plot_mixing(path, matrices, most=6):
         bar.set_label("weight; rows sum to one", color="#40444c")
         bar.outline.set_visible(False)
         figure.suptitle("Which blocks each block reads", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
-        _save(figure, path)
+        save_figure(figure, path)
 
 
-def _heat(axes, matrix):
+def _heat(axes, matrix, causal):
     import numpy
     from matplotlib.colors import PowerNorm
 
     values = numpy.asarray(matrix, dtype=float)
-    future = numpy.triu(numpy.ones_like(values, dtype=bool), 1)
+    future = numpy.triu(numpy.full_like(values, causal, dtype=bool), 1)
     axes.set_facecolor("#f3f4f6")
     image = axes.imshow(
         numpy.ma.array(values, mask=future),
@@ -185,7 +186,7 @@ def plot_speed(path, rows, note):
         rows: of speed.json: "what", "length" (tokens), "softmax_ms", "linear_ms", "mhla_ms".
         note: one line below the figure: the machine, and what was timed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     kinds = list(dict.fromkeys(row["what"] for row in rows))
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(1, len(kinds), figsize=(5.6 * len(kinds), 4.3), squeeze=False, layout="constrained")
@@ -204,12 +205,40 @@ def plot_speed(path, rows, note):
             axes.minorticks_off()
             low, high = axes.get_ylim()
             axes.set_ylim(low / 1.6, high * 1.2)
-            _plain_ticks(axes.yaxis)
+            plain_ticks(axes.yaxis)
             axes.grid(True)
             axes.set(title=kind, xlabel="tokens in the context", ylabel="milliseconds, lower is better")
         grid[0][0].legend(loc="upper left")
         figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        _save(figure, path)
+        save_figure(figure, path)
+
+
+def plot_bars(path, rows, note):
+    """Times of every competitor in every row, on a logarithmic axis; MHLA's in its colour.
+
+    Args:
+        path: PNG to write.
+        rows: of a comparison: "case", "what", "ms" (competitor -> milliseconds).
+        note: one line below the figure: the machine.
+    """
+    plt = pyplot()
+    height = 0.9 + sum(0.45 + 0.22 * len(row["ms"]) for row in rows)
+    with plt.rc_context({**STYLE, "axes.titlesize": 9.5}):
+        figure, grid = plt.subplots(len(rows), 1, figsize=(9.0, max(height, 2.0)), squeeze=False, layout="constrained")
+        for axes, row in zip(grid[:, 0], rows, strict=True):
+            names = sorted(row["ms"], key=row["ms"].get, reverse=True)
+            colours = [
+                COLOURS[next((kind for kind in ("mhla", "linear") if name.startswith(kind)), "teacher")]
+                for name in names
+            ]
+            bars = axes.barh(names, [row["ms"][name] for name in names], color=colours)
+            axes.bar_label(bars, [f"{row['ms'][name]:.4g} ms" for name in names], padding=3, fontsize=8)
+            axes.set_xscale("log")
+            axes.tick_params(labelsize=8)
+            axes.margins(x=0.12)
+            axes.set_title(f"{row['case']}: {row['what']}")
+        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
+        save_figure(figure, path)
 
 
 def _mark_ratio(axes, length, softmax, mhla):
@@ -230,7 +259,7 @@ def _mark_ratio(axes, length, softmax, mhla):
     )
 
 
-def _plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
+def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
     """`steps` times the powers of ten, as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -239,7 +268,8 @@ def _plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
-def _pyplot():
+def pyplot():
+    """A stand-in for matplotlib.pyplot. ImportError with the exact install line where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -261,6 +291,7 @@ def _pyplot():
     return Canvas
 
 
-def _save(figure, path):
+def save_figure(figure, path):
+    """Write a figure as PNG, aside and renamed."""
     with file_aside(path) as aside:
         figure.savefig(aside, format="png")

@@ -1,8 +1,8 @@
-"""How long whole models take, against length: a forward pass, and one more token after that many.
+"""How long whole models take, against length: a forward pass, and one more token after that many; and what they hold.
 
 Unusual: the models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
 moment of the machine hits all of them or none. Decoding is timed over whole blocks, so that what MHLA does only once per
-block is paid for in its share.
+block is paid for in its share. Memory is that of the cache, counted in bytes, so it is the same on every machine.
 """
 
 import time
@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 WARM_UP = 64
+DECODE = "decode, per token"
 
 
 def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True):
@@ -24,7 +25,8 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
         progress: show a bar on stderr.
 
     Returns:
-        List of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length.
+        List of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length; with
+        decoding goes "<name>_mib", the MiB of the cache after the context.
     """
     if not models or not lengths or min(lengths) < 1 or rounds < 1 or decode_tokens < 1:
         raise ValueError(
@@ -35,7 +37,7 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)
     training = {name: model.training for name, model in models.items()}
-    best = {}
+    best, held = {}, {}
     bar = tqdm(total=len(lengths) * rounds * len(models), desc="speed", disable=not progress)
     try:
         with torch.inference_mode(), bar:
@@ -45,33 +47,58 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
             for length in lengths:
                 for _ in range(rounds):
                     for name, model in models.items():
-                        for what, seconds in _one(model, ids[:, :length], decode_tokens).items():
-                            key = what, length, name
-                            best[key] = min(best.get(key, seconds), seconds)
+                        seconds, held[length, name] = _one(model, ids[:, :length], decode_tokens)
+                        for what, value in seconds.items():
+                            best[what, length, name] = min(best.get((what, length, name), value), value)
                         bar.update()
                         bar.set_postfix(tokens=length, refresh=False)
     finally:
         for name, model in models.items():
             model.train(training[name])
-    return [
+    rows = [
         {"what": what, "length": length, **{f"{name}_ms": 1e3 * best[what, length, name] for name in models}}
-        for what in ("forward", "decode, per token")
+        for what in ("forward", DECODE)
         for length in lengths
     ]
+    for row in rows:
+        if row["what"] == DECODE:
+            row.update({f"{name}_mib": held[row["length"], name] / 2**20 for name in models})
+    return rows
 
 
 def _one(model, ids, decode_tokens):
-    """Seconds of one forward pass over `ids` `[1, T]` and, after it, of one decoded token."""
+    """(seconds of one forward pass over `ids` `[1, T]` and of one token decoded after it, bytes of the cache between)."""
     ids = ids.to(model.device)
     started = _now(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
     forward = _now(model.device) - started
     cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    held = cache_bytes(cache)
     token = ids[:, -1:]
     started = _now(model.device)
     for _ in range(decode_tokens):
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
-    return {"forward": forward, "decode, per token": (_now(model.device) - started) / decode_tokens}
+    return {"forward": forward, DECODE: (_now(model.device) - started) / decode_tokens}, held
+
+
+def cache_bytes(cache):
+    """Bytes of all tensors in a cache, each storage once."""
+    found, seen, todo = {}, set(), [cache]
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            storage = part.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, dict):
+            todo += part.values()
+        elif isinstance(part, (list, tuple)):
+            todo += part
+        elif hasattr(part, "__dict__"):
+            todo += vars(part).values()
+    return sum(found.values())
 
 
 def _now(device):

@@ -52,11 +52,11 @@ def cases(draw):
 
 @st.composite
 def grids(draw):
-    """A sequence or a grid of up to three axes, equal or ragged."""
+    """A sequence or a grid of up to three axes, equal or ragged, with or without prefix tokens."""
     if draw(st.booleans()):
         return Blocks.sequence(draw(st.integers(1, 40)), draw(st.integers(1, 20)))
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
-    return Blocks.grid(shape, [draw(st.integers(1, 4)) for _ in shape])
+    return Blocks.grid(shape, [draw(st.integers(1, 4)) for _ in shape], prefix=draw(st.integers(0, 3)))
 
 
 def build(case, dtype):

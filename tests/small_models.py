@@ -95,6 +95,13 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def one_sentence(error, *words):
+    """The error is one sentence with these words in it."""
+    text = str(error.value)
+    assert all(w in text for w in words), text
+    assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
+
+
 MODELS = {
     "scratch": scratch_model,
     "scratch-normalised": lambda: scratch_model(normalize=True, output_norm=False, gate=False),

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +22,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ..evidence.matrices import mixing_matrices
 from ..files import folder_aside, write_json, write_text
 from ..hub.card import check_card, write_card
 from ..hub.card_facts import find_licence
-from ..nn.mixing import Mixing
+from ..hub.clean_process import visit
 from ..patch import convert
 from ..plots import LABELS, plot_loss, plot_mixing, plot_speed
-from ..scores.language import evaluate
+from ..scores.evaluation import evaluate
 from ..scores.loading import choose_device, load_language_model, without_bars
 from ..scores.local_tasks import make_tasks
 from ..scores.machine import describe_hardware, describe_versions
@@ -320,7 +320,7 @@ class _Demo:
             window = min(512, self._config()["max_position_embeddings"])
             made = make_tasks(self.held_out, folder, self.tokenizer, prefix=PREFIX, window=window, items=self.items)
             self.say("tasks: " + ", ".join(f"{name} ({size})" for name, size in made.sizes.items()))
-        return [f"{PREFIX}_{kind}" for kind in ("bits_per_byte", "cloze", "recall")]
+        return [f"{PREFIX}_{kind}" for kind in ("bits_per_byte", "cloze", "recall", "generation")]
 
     def _config(self):
         return json.loads((self.folder("teacher", 0) / "config.json").read_text(encoding="utf-8"))
@@ -351,16 +351,12 @@ class _Demo:
         return results
 
     def _mixings(self):
-        """layer -> (start, learned) matrices of the MHLA student, the mean over heads where each has its own."""
-        found = {}
-        for name, module in self._load(self.folder("mhla", 0)).named_modules():
-            if isinstance(module, Mixing):
-                size, heads = module.num_blocks, module.weight.shape[0] if module.weight.ndim == 3 else None
-                start = Mixing(size, heads, start=module.start, form=module.form)
-                layer = int(next(part for part in name.split(".") if part.isdigit()))
-                with torch.no_grad():
-                    found[layer] = tuple(m.core().reshape(-1, size, size).mean(0).tolist() for m in (start, module))
-        return found
+        """layer -> (start, learned) matrices of the MHLA student."""
+        found = mixing_matrices(self._load(self.folder("mhla", 0)))
+        return {
+            int(next(part for part in layer.split(".") if part.isdigit())): (start.tolist(), learned.tolist())
+            for layer, (start, learned, _) in found.items()
+        }
 
     def _measure_speed(self):
         place = self.folder("mhla", 0) / "speed.json"
@@ -424,7 +420,7 @@ class _Demo:
         )
 
     def _visit(self, folder):
-        """What `visitor.py` says about `folder`, and the logits it has to meet."""
+        """What a visitor says about `folder`, with the logits it has to meet."""
         text = self.held_out[:20_000]
         ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"]
         width = min(200, self._config()["max_position_embeddings"], ids.shape[1] // 2)
@@ -434,19 +430,4 @@ class _Demo:
         with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
             given = os.path.join(place, "given.safetensors")
             save_file({"ids": ids, "logits": logits.contiguous()}, given)
-            source = (Path(__file__).parent / "visitor.py").read_text(encoding="utf-8")
-            arguments = [os.path.abspath(folder), given, PROMPT, str(CONTINUATION), str(torch.get_num_threads())]
-            without = {
-                key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "HF_MODULES_CACHE")
-            }
-            done = subprocess.run(
-                [sys.executable, "-c", source, *arguments],
-                cwd=place,
-                env={**without, "HF_HOME": place, "HF_HUB_OFFLINE": "1"},
-                capture_output=True,
-                text=True,
-            )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({last})")
-        return json.loads(done.stdout.splitlines()[-1])
+            return visit(folder, "language", given=given, prompt=PROMPT, new_tokens=CONTINUATION, dtype="float32")

@@ -26,7 +26,16 @@ PLACEHOLDER = "package"
 ROOMS = ("ops", "nn", "models")  # the shipped rooms, lowest first: imports point down
 ALIASES = {"torch.nn.functional": "F", "triton.language": "tl"}
 COMMON = ("torch", "numpy", "safetensors", "huggingface_hub")  # what every user of either library has
-ENTRIES = {"models.language": ("transformers",), "models.converted": ("transformers",)}
+ENTRIES = {
+    "models.language": ("transformers",),
+    "models.converted": ("transformers",),
+    "models.vision": ("transformers",),
+    "models.wan_transformer": ("diffusers",),
+    "models.sana_transformer": ("diffusers",),
+    "models.sana_video_transformer": ("diffusers",),
+    "models.dit_transformer": ("diffusers",),
+    "models.pixart_transformer": ("diffusers",),
+}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOOKS_RELATIVE = re.compile(r"^\s*import\s+\.(\S+)\s*$|^\s*from\s+\.(\S*)\s+import", re.MULTILINE)
@@ -55,14 +64,26 @@ def build_bundle(entry: str) -> str:
     return fold(_PACKAGE, entry, ENTRIES[entry])
 
 
-def write_bundle(entry: str, folder: str | os.PathLike) -> Path:
-    """Write the bundle of `entry` as modeling_mhla.py into `folder` (made when missing), replacing an old one whole."""
+def make_source(entry: str) -> tuple[str, str]:
+    """The name of the file that holds the bundle of `entry`, and its text.
+
+    diffusers puts the files of all repositories into one folder, by name: there the name carries the hash of the text.
+    """
     text = build_bundle(entry)
+    if "diffusers" not in ENTRIES[entry]:
+        return FILE_NAME, text
+    family = entry.split(".")[-1].removesuffix("_transformer")
+    return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
+
+
+def write_bundle(entry: str, folder: str | os.PathLike) -> Path:
+    """Write the bundle of `entry` into `folder` (made when missing), replacing an old one of its name whole."""
+    name, text = make_source(entry)
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder must be a directory, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    return write_text(folder / FILE_NAME, text)
+    return write_text(folder / name, text)
 
 
 def check_bundle(text: str) -> dict[str, str]:

@@ -18,19 +18,31 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..nn.settings import MHLASettings
 from ..scores.results import Result, Results, fingerprint_folder
+from ..scores.timing import speed_of_records
 
 PERSON_FILE = "card.json"
 PERSON_FORMAT = 1
 OWN = "MHLA"
 TEACHER = "teacher"
-STAGE_NUMBERS = ("steps", "batch_size", "seq_len", "lr", "tokens", "seconds", "first_loss", "last_loss")
+LINEAR = "plain linear"
+# Words in the names of tasks that ask for one fact from far back, and of tasks where the model writes.
+RECALL = ("recall", "niah", "needle", "ruler", "passage_retrieval", "fda", "swde", "squad_completion")
+GENERATION = (
+    "generation", "gsm8k", "ifeval", "humaneval", "mbpp", "triviaqa", "nq_open", "coqa", "drop", "qasper", "longbench",
+    "gov_report", "samsum", "qmsum", "multi_news", "truthfulqa_gen", "wmt",
+)  # fmt: skip
+AUTO_KINDS = {"AutoModelForCausalLM": "language", "AutoModelForImageClassification": "image", "AutoModel": "tower"}
+UNITS = ("tokens", "images", "samples")
+STAGE_NUMBERS = ("steps", "batch_size", "lr", "seconds", "first_loss", "last_loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class CardFacts:
     """All that a card shows.
 
-    name: title, and what the loading snippet says: a Hub id or a plain name. config: of config.json.
+    name: title, and what the loading snippet says: a Hub id or a plain name. kind: "language", "image" (classifier),
+        "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline". class_name: of the model or pipeline.
+    config: of config.json; of a pipeline, that of its component with MHLA.
     records: own scores. compared: label -> scores of another model; "teacher" is the softmax original.
     train, speed: of train.json and speed.json, None without such a file.
     base_model: Hub id of the softmax original, None when it is not published or there is none.
@@ -39,6 +51,8 @@ class CardFacts:
     """
 
     name: str
+    kind: str
+    class_name: str
     config: dict
     records: list[Result]
     compared: dict[str, list[Result]]
@@ -53,10 +67,14 @@ class CardFacts:
     about: str
     limits: list[str]
 
+    @property
+    def train_unit(self) -> str:
+        """What the training record counts: "tokens", "images" or "samples"."""
+        return unit_of(self.train)
 
-PERSON_KEYS = tuple(
-    field.name for field in dataclasses.fields(CardFacts) if field.name not in ("config", "records", "train", "speed")
-)
+
+MEASURED_KEYS = ("kind", "class_name", "config", "records", "train", "speed")
+PERSON_KEYS = tuple(field.name for field in dataclasses.fields(CardFacts) if field.name not in MEASURED_KEYS)
 
 
 def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
@@ -64,28 +82,65 @@ def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"folder must be a model's directory, got {str(folder)!r}")
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise ValueError(f"{folder} holds no config.json: expected a saved MHLA model")
-    if not isinstance(config.get("mhla"), dict) or not isinstance(config.get("num_hidden_layers"), int):
-        raise ValueError(
-            f'{folder / "config.json"} has no "mhla" settings: expected the configuration of an MHLA model'
-        )
-    layers = MHLASettings.from_dict(config["mhla"]).resolve_layers(config["num_hidden_layers"])
-    config["mhla"]["layers"] = layers
-    _check_person(person)
+    kind, class_name, config = read_model(folder)
+    check_person(person)
+    records = read_records(folder, "folder", weights)
+    speed = read_json(folder, "speed.json") or speed_of_records(
+        {
+            "softmax": person["compared"].get(TEACHER, ()),
+            "linear": person["compared"].get(LINEAR, ()),
+            "mhla": records,
+        }
+    )
     return CardFacts(
+        kind=kind,
+        class_name=class_name,
         config=config,
-        records=read_records(folder, "folder", weights),
-        train=_checked_train(folder),
-        speed=_checked_speed(folder),
+        records=records,
+        train=check_measured(folder / "train.json", "train", read_json(folder, "train.json")),
+        speed=check_measured(folder / "speed.json", "speed", speed),
         **person,
     )
 
 
+def read_model(folder: Path) -> tuple[str, str, dict]:
+    """(kind, class name, configuration with resolved MHLA layers) of a saved model or pipeline; see `CardFacts`."""
+    index = read_json(folder, "model_index.json")
+    parts = [folder] if index is None else sorted(path.parent for path in folder.glob("*/config.json"))
+    configs = [(part, read_json(part, "config.json")) for part in parts]
+    if configs[:1] == [(folder, None)] or not configs:
+        raise ValueError(f"{folder} holds no config.json: expected a saved MHLA model")
+    where, config = next((found for found in configs if isinstance(found[1].get("mhla"), dict)), configs[0])
+    if not isinstance(config.get("mhla"), dict) or count_layers(config) is None:
+        raise ValueError(f'{where / "config.json"} has no "mhla" settings: expected the configuration of an MHLA model')
+    config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(count_layers(config))
+    name = (index or config).get("_class_name") or (config.get("architectures") or [""])[0]
+    if index is not None:
+        return "pipeline", name, config
+    if "_class_name" in config:
+        return "model", name, config
+    known = config.get("auto_map") or {}
+    return next((kind for auto, kind in AUTO_KINDS.items() if auto in known), "language"), name, config
+
+
+def count_layers(config: dict) -> int | None:
+    """Layers of a model by its configuration; None where it does not say."""
+    inner = config.get("vision_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("num_hidden_layers", "num_layers"):
+            if isinstance(place.get(key), int):
+                return place[key]
+    return None
+
+
+def unit_of(train: dict) -> str | None:
+    """What a training record counts; None where it counts nothing known."""
+    return next((unit for unit in UNITS if isinstance(train.get(unit), int)), None)
+
+
 def read_json(folder: Path, name: str) -> dict | None:
     """The object in `folder`/`name`; None without such a file."""
-    path = folder / name
+    path = Path(folder, name)
     if not path.exists():
         return None
     try:
@@ -114,6 +169,11 @@ def read_records(folder, what: str, weights: bool = True) -> list[Result]:
                     f"{folder}: {record.task} was scored with other weights than it holds now: evaluate again"
                 )
     return records
+
+
+def measures(records, words: tuple) -> bool:
+    """Whether a score with a value belongs to a task whose name holds one of `words` (`RECALL` or `GENERATION`)."""
+    return any(word in record.task for record in records if record.value is not None for word in words)
 
 
 def read_person(folder) -> dict:
@@ -186,7 +246,8 @@ def _stated_licence(base_model, teacher) -> tuple[dict | None, str]:
     return None, tried
 
 
-def _check_person(person: dict) -> None:
+def check_person(person: dict) -> None:
+    """ValueError for what a person said that no card can say."""
     for key in ("name", "base_model"):
         if key == "base_model" and person[key] is None:
             continue
@@ -208,29 +269,27 @@ def _check_person(person: dict) -> None:
         raise ValueError(f"about must be a text, got {person['about']!r}")
 
 
-def _checked_train(folder: Path) -> dict | None:
-    """train.json, with the keys that a card shows looked at."""
-    train = read_json(folder, "train.json")
-    if train is None:
-        return None
-    where = folder / "train.json"
-    missing = [key for key in ("stages", "tokens", "seconds", "seed", "hardware", "versions") if train.get(key) is None]
+def check_measured(where, what: str, content: dict | None) -> dict | None:
+    """train.json or speed.json (`what` is "train" or "speed") with the keys that a card shows looked at."""
+    if content is not None:
+        {"train": _check_train, "speed": _check_speed}[what](where, content)
+    return content
+
+
+def _check_train(where, train: dict) -> None:
+    missing = [key for key in ("stages", "seconds", "seed", "hardware", "versions") if train.get(key) is None]
+    missing += [] if unit_of(train) else ["tokens"]
     if missing:
         raise ValueError(f"{where} has no {missing[0]!r}: expected the record of a finished training run")
     if not isinstance(train["stages"], list) or not isinstance(train["versions"], dict):
         raise ValueError(f"{where}: stages must be a list and versions an object, got {train['stages']!r:.80}")
     for stage in train["stages"]:
-        for key in STAGE_NUMBERS:
+        for key in (*STAGE_NUMBERS, unit_of(train)):
             if not isinstance(stage, dict) or not _number(stage.get(key)):
                 raise ValueError(f"{where}: every stage needs {key} as a number, got {stage!r:.80}")
-    return train
 
 
-def _checked_speed(folder: Path) -> dict | None:
-    speed = read_json(folder, "speed.json")
-    if speed is None:
-        return None
-    where = folder / "speed.json"
+def _check_speed(where, speed: dict) -> None:
     if not isinstance(speed.get("hardware"), str) or not isinstance(speed.get("versions"), dict):
         raise ValueError(f'{where} must say "hardware" (a text) and "versions" (an object)')
     if not isinstance(speed.get("rows"), list) or not speed["rows"]:
@@ -242,7 +301,9 @@ def _checked_speed(folder: Path) -> dict | None:
             if not _number(row.get(key)) or row[key] <= 0:
                 at = f"{row['what']!r} at {row['length']}"
                 raise ValueError(f"{where}: {key} of {at} must be milliseconds above 0, got {row.get(key)!r}")
-    return speed
+        for key in ("softmax_mib", "linear_mib", "mhla_mib"):
+            if key in row and (not _number(row[key]) or row[key] <= 0):
+                raise ValueError(f"{where}: {key} of {row['what']!r} must be MiB above 0, got {row[key]!r}")
 
 
 def _count(value) -> bool:

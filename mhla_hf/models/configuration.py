@@ -1,4 +1,4 @@
-"""Configurations: the from-scratch model's, and for each base family one that adds "mhla" to the base's own.
+"""Configurations: the from-scratch language model's, and for each base family one that adds "mhla" to the base's own.
 
 No modelling code is imported here: registering a configuration must cost nothing.
 """
@@ -13,6 +13,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from ..nn.settings import MHLASettings
 
 CONVERTIBLE_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+# Vision towers: the base's classes that convert() knows.
+CONVERTIBLE_VISION_TYPES = {
+    "vit": ("ViTModel", "ViTForImageClassification"),
+    "deit": ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+    "dinov2": ("Dinov2Model", "Dinov2ForImageClassification"),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+    "dinov3_vit": ("DINOv3ViTModel",),
+    "clip_vision_model": ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "siglip_vision_model": ("SiglipVisionModel",),
+}
 OVERLAY_PREFIX = "mhla_"
 
 MHLA_PRESETS = {
@@ -129,9 +139,8 @@ def base_of_overlay_name(name: str, suffix: str) -> str | None:
     match = re.fullmatch(rf"MHLA(\w+){suffix}", name)
     if not match:
         return None
-    base = f"{match.group(1)}{suffix}" if suffix == "Config" else f"{match.group(1)}Config"
-    for model_type in CONVERTIBLE_MODEL_TYPES:
-        if CONFIG_MAPPING_NAMES[model_type] == base:
+    for model_type in (*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES):
+        if CONFIG_MAPPING_NAMES[model_type] == f"{match.group(1)}Config":
             return model_type
     return None
 
@@ -140,7 +149,8 @@ def overlay_config_named(name: str) -> type:
     """The configuration class of a converted family by its own name, such as "MHLALlamaConfig"."""
     base_model_type = base_of_overlay_name(name, "Config")
     if base_model_type is None:
-        raise AttributeError(f"name: got {name!r}, expected a configuration of {list(CONVERTIBLE_MODEL_TYPES)}.")
+        known = [*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES]
+        raise AttributeError(f"name: got {name!r}, expected a configuration of {known}.")
     return overlay_config_class(base_model_type)
 
 
@@ -152,10 +162,10 @@ _OVERLAY_MODULE = __name__.replace(".configuration", ".converted")
 def overlay_config_class(base_model_type: str) -> type:
     """The configuration class of a converted family, made once: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
     if base_model_type not in _OVERLAY_CONFIGS:
-        if base_model_type not in CONVERTIBLE_MODEL_TYPES:
+        known = [*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES]
+        if base_model_type not in known:
             raise ValueError(
-                f"model_type: got {base_model_type!r}, expected one of {list(CONVERTIBLE_MODEL_TYPES)}; "
-                "other families are not supported yet."
+                f"model_type: got {base_model_type!r}, expected one of {known}; other families are not supported yet."
             )
         base = CONFIG_MAPPING[base_model_type]
         namespace = {

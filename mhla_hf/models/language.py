@@ -108,6 +108,7 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
     config: MHLAConfig
     source_entry = "models.language"
+    auto_name = "AutoModel"
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MHLADecoderLayer"]
@@ -168,6 +169,7 @@ class MHLAModel(MHLAPreTrainedModel):
 class MHLAForCausalLM(MHLAPreTrainedModel, GenerationMixin):
     """The language model: token ids to logits, loss and text."""
 
+    auto_name = "AutoModelForCausalLM"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 

@@ -1,17 +1,18 @@
-"""What every MHLA language model adds to `PreTrainedModel`: its new parameters' start, its source beside its weights,
+"""What every MHLA model of transformers adds to `PreTrainedModel`: its new parameters' start, its source beside its weights,
 and a look at the loaded weights before anyone trusts them.
 """
 
 from transformers.initialization import copy_
 
-from ..nn.mixing import Mixing
 from .saving import SOURCE_FILE, check_loaded_weights, write_source
 
 
 class MHLAPreTrainedMixin:
-    """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model."""
+    """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model, `auto_name`
+    the Auto class that finds it."""
 
     source_entry = ""
+    auto_name = "AutoModelForCausalLM"
     _keep_in_fp32_modules_strict = ["mixing"]
     # A decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
@@ -31,7 +32,7 @@ class MHLAPreTrainedMixin:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():
-            if isinstance(module, Mixing):
+            if hasattr(module, "check_values"):  # a mixing
                 module.weight.requires_grad_(module.learn)
         return loaded
 
@@ -42,7 +43,7 @@ class MHLAPreTrainedMixin:
         module = SOURCE_FILE.removesuffix(".py")
         self.config.auto_map = {
             "AutoConfig": f"{module}.{type(self.config).__name__}",
-            "AutoModelForCausalLM" if self.can_generate() else "AutoModel": f"{module}.{type(self).__name__}",
+            self.auto_name: f"{module}.{type(self).__name__}",
         }
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Saving a model with its source, so that it loads where mhla_hf is not installed.
 
-A model does not know how its one-file source is made: the installed package hands it a writer; inside such a file there
-is none, and the file copies itself.
+A model does not know how its one-file source is made: the installed package hands over who makes it; inside such a file
+there is nobody, and the file copies itself.
 """
 
 import os
@@ -13,38 +13,55 @@ import torch
 from ..ops.namespace import NAMESPACE
 
 SOURCE_FILE = "modeling_mhla.py"
-_SOURCE_WRITER = []
+_SOURCE_MAKER = []
+_SOURCES = {}
 
 
-def set_source_writer(writer) -> None:
-    """Install `writer(entry, folder)`, which writes the single source file of an entry module into a folder."""
-    _SOURCE_WRITER[:] = [writer]
+def set_source_maker(maker) -> None:
+    """Install `maker(entry)`, which gives the name and the text of the single source file of an entry module."""
+    _SOURCE_MAKER[:] = [maker]
 
 
-def write_source(entry: str, folder: str | os.PathLike) -> Path:
-    """Write the one file that defines a model into `folder` (made if missing) and return its path."""
+def source_of(entry: str) -> tuple[str, str]:
+    """Name and text of an entry's source file: what this process runs, whatever becomes of the files on disk."""
+    if not _SOURCE_MAKER:
+        raise RuntimeError("save_pretrained: no source maker is set; expected `import mhla_hf` to have set one.")
+    if entry not in _SOURCES:
+        _SOURCES[entry] = _SOURCE_MAKER[0](entry)
+    return _SOURCES[entry]
+
+
+def source_name(entry: str) -> str:
+    """The name of the file that defines a model of diffusers, which takes it for the name of a module."""
+    return source_of(entry)[0] if NAMESPACE == "package" else Path(__file__).name
+
+
+def write_source(entry: str, folder: str | os.PathLike, name: str = SOURCE_FILE) -> Path:
+    """Write the one file that defines a model into `folder` (made if missing), under `name`, and return its path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / SOURCE_FILE
+    target = folder / name
+    aside = target.with_suffix(f".tmp-{os.getpid()}")
     if NAMESPACE == "package":
-        if not _SOURCE_WRITER:
-            raise RuntimeError("save_pretrained: no source writer is set; expected `import mhla_hf` to have set one.")
-        _SOURCE_WRITER[0](entry, folder)
-    elif not (target.exists() and target.samefile(__file__)):
-        aside = target.with_suffix(f".tmp-{os.getpid()}")
+        aside.write_text(source_of(entry)[1], encoding="utf-8", newline="\n")
+    elif target.exists() and target.samefile(__file__):
+        return target
+    else:
         shutil.copyfile(__file__, aside)
-        os.replace(aside, target)
+    os.replace(aside, target)
     return target
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """One sentence if a loaded model's MHLA weights cannot be right (negative or non-finite mixing, non-finite maps)."""
+    """One sentence if a loaded model's MHLA weights cannot be right (negative or non-finite mixing, non-finite others)."""
     for name, module in model.named_modules():
         if hasattr(module, "check_values"):
             module.check_values(name)
         elif hasattr(module, "initial_values"):
-            for parameter, value in module.named_parameters(recurse=False):
-                if not value.is_meta and not torch.isfinite(value).all():
+            for parameter in module.initial_values():
+                value = module.get_parameter(parameter)
+                plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor  # not quantized
+                if plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
                     raise ValueError(
                         f"{name}.{parameter}: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
                     )

@@ -1,7 +1,9 @@
 """The MHLA core: everything an attention module gains when it stops being softmax attention.
 
 It takes q, k and v where softmax attention would, and returns what softmax attention would. Feature maps, mixing, output
-norm and gate live here, so that a converted layer holds all of its new parameters under one name, `mhla`.
+norm and gate live here, so that a converted layer holds all of its new parameters under one name, `mhla`. `MHLACore` is
+what sequences and grids share, `MHLA` the causal core of language models, `GridMHLA` (`grid.py`) that of images and video.
+Every parameter sits in a module that is called, never read from outside: offloading moves weights when modules are called.
 """
 
 import logging
@@ -21,11 +23,44 @@ CORE_LOG = logging.getLogger("mhla_hf")
 WARNED = set()
 
 
-class MHLA(nn.Module):
-    """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
+class OutputNorm(nn.Module):
+    """RMSNorm over each head's output, in fp32, one weight of `[V]` for all heads (section 4.1)."""
+
+    def __init__(self, value_dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(value_dim))
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each own parameter, for models that are built empty and filled later."""
+        return {"weight": torch.ones(self.weight.shape)}
+
+    def forward(self, o: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(o.float(), self.weight.shape, self.weight.float(), self.eps)
+
+
+class OutputGate(nn.Linear):
+    """W x + b for every output channel, of which silu is one at the start (section 4.1).
+
+    The silu is the core's: what replaces or wraps linear layers (quantization, LoRA) knows only of the product.
+    """
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each own parameter, for models that are built empty and filled later."""
+        return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, GATE_OPEN)}
+
+    def reset_parameters(self) -> None:
+        """As `initial_values` says."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).data.copy_(value)
+
+
+class MHLACore(nn.Module):
+    """What the causal core and the grid core share: feature maps, mixing, and what is done to the output.
 
     Args:
         settings: the choices.
+        mixing: the module that holds the mixing matrix.
         num_heads: query heads H.
         num_kv_heads: key/value heads G; query head h uses head h // (H // G).
         key_dim: width K of q and k.
@@ -37,6 +72,7 @@ class MHLA(nn.Module):
     def __init__(
         self,
         settings: MHLASettings,
+        mixing: nn.Module,
         *,
         num_heads: int,
         num_kv_heads: int,
@@ -46,37 +82,57 @@ class MHLA(nn.Module):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        if settings.normalize == "official":
-            raise ValueError('normalize: got "official", expected true or false for a causal model.')
         self.settings = settings
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.value_dim = value_dim
-        self.norm_eps = norm_eps
         self.q_map = FeatureMap(settings.feature_map, num_heads, key_dim)
         self.k_map = FeatureMap(settings.feature_map, num_kv_heads, key_dim)
-        self.mixing = Mixing(
+        self.mixing = mixing
+        if settings.output_norm:
+            self.norm = OutputNorm(value_dim, norm_eps)
+        if settings.gate:
+            self.gate = OutputGate(hidden_size, num_heads * value_dim)
+
+    def map_features(self, q, k, key_mask, rotate):
+        """Feature maps, then the rotation of the features if it comes after them: q, k, and those of the denominator."""
+        q, k = self.q_map(q), self.k_map(k)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, :, None, None], 0.0)
+        if rotate is None:
+            return q, k, None, None
+        q_den, k_den = (q, k) if self.settings.normalize else (None, None)
+        return *rotate(q, k), q_den, k_den
+
+    def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Output norm and gate over `[B, T, H, V]`."""
+        if self.settings.output_norm:
+            o = self.norm(o)
+        o = o.to(dtype)
+        if self.settings.gate:
+            o = o * F.silu(self.gate(hidden_states)).view_as(o)
+        return o
+
+
+class MHLA(MHLACore):
+    """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
+
+    Args: as `MHLACore`, which makes its own `Mixing` from `settings`.
+    """
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
+        if settings.normalize == "official":
+            raise ValueError('normalize: got "official", expected true or false for a causal model.')
+        if settings.layout is not None or settings.cpe:
+            name = "cpe" if settings.layout is None else "layout"
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for a causal model.")
+        mixing = Mixing(
             settings.num_blocks,
             num_heads if settings.per_head else None,
             start=settings.mixing_start,
             form=settings.mixing_form,
             learn=settings.learn_mixing,
         )
-        if settings.output_norm:
-            self.norm_weight = nn.Parameter(torch.ones(value_dim))
-        if settings.gate:
-            self.gate = nn.Linear(hidden_size, num_heads * value_dim)
-            for name, value in self.initial_values().items():
-                self.get_parameter(name).data.copy_(value)
-
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        values = {}
-        if self.settings.output_norm:
-            values["norm_weight"] = torch.ones(self.value_dim)
-        if self.settings.gate:
-            values["gate.weight"] = torch.zeros(self.gate.weight.shape)
-            values["gate.bias"] = torch.full(self.gate.bias.shape, GATE_OPEN)
-        return values
+        super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
         self,
@@ -105,14 +161,7 @@ class MHLA(nn.Module):
         Returns:
             `[B, T, H, V]` in v's dtype.
         """
-        q, k = self.q_map(q), self.k_map(k)
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, :, None, None], 0.0)
-        q_den = k_den = None
-        if rotate is not None:
-            if self.settings.normalize:
-                q_den, k_den = q, k
-            q, k = rotate(q, k)
+        q, k, q_den, k_den = self.map_features(q, k, key_mask, rotate)
         settings = self.settings
         options = {
             "normalize": settings.normalize,
@@ -132,11 +181,7 @@ class MHLA(nn.Module):
             self._check_step(cache, q, k, v)
             mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
-        if self.settings.output_norm:
-            o = F.rms_norm(o.float(), (self.value_dim,), self.norm_weight.float(), self.norm_eps).to(o.dtype)
-        if self.settings.gate:
-            o = o * F.silu(self.gate(hidden_states)).view_as(o)
-        return o
+        return self.finish_output(o, hidden_states, v.dtype)
 
     def _check_step(self, cache, q, k, v) -> None:
         """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""

@@ -15,7 +15,7 @@ class FeatureMap(nn.Module):
     """Maps `[B, T, H, K]` to `[B, T, H, features]`, the same for q and for k.
 
     Args:
-        kind: "relu", "elu", "identity" or "hedgehog" (see `MHLASettings`).
+        kind: "relu", "plain_relu", "elu", "identity" or "hedgehog" (see `MHLASettings`).
         num_heads: heads of its input (the learned map has its own W per head).
         head_dim: width K.
     """
@@ -42,6 +42,8 @@ class FeatureMap(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "relu":
             return F.relu(x) + FEATURE_EPS
+        if self.kind == "plain_relu":
+            return F.relu(x)
         if self.kind == "elu":
             return F.elu(x) + 1.0
         if self.kind == "identity":

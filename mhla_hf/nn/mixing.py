@@ -41,17 +41,27 @@ def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.cat([top, below], dim=-2)
 
 
+def check_mixing_values(weight: torch.Tensor, form: str, name: str) -> None:
+    """One sentence if `weight` cannot be a mixing matrix of this form; `name` is the module's."""
+    if weight.is_meta:  # offloaded: its values are elsewhere
+        return
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged.")
+    if form == "direct" and (weight < 0).any():
+        raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
+
+
 class Mixing(nn.Module):
     """A learned causal mixing matrix, used in fp32 whatever the model's dtype.
 
     `weight` is `[M, M]`, or `[H, M, M]` with one matrix per query head: logits of a softmax over the blocks a query block
-    may see ("softmax"), or the nonnegative weights themselves ("direct").
+    may see ("softmax"), the nonnegative weights themselves ("direct"), or weights of any sign ("free").
 
     Args:
         num_blocks: M.
         num_heads: None for one matrix shared by all heads (the paper's), else H.
         start: "locality" (1 - distance / M) or "uniform"; rows sum to one.
-        form: "softmax" or "direct".
+        form: "softmax", "direct" or "free".
         learn: False freezes the matrix.
     """
 
@@ -87,20 +97,13 @@ class Mixing(nn.Module):
 
     def check_values(self, name: str) -> None:
         """One sentence if the loaded weights cannot be a mixing matrix."""
-        if self.weight.is_meta:  # offloaded: its values are elsewhere
-            return
-        if not torch.isfinite(self.weight).all():
-            raise ValueError(
-                f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
-            )
-        if self.form == "direct" and (self.weight < 0).any():
-            raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
+        check_mixing_values(self.weight, self.form, name)
 
     def core(self) -> torch.Tensor:
         """The learned matrix as weights: `[M, M]` or `[H, M, M]`, fp32, lower triangular."""
         weight = self.weight.float()
-        if self.form == "direct":
-            return weight.clamp_min(0.0).tril()
+        if self.form != "softmax":
+            return (weight.clamp_min(0.0) if self.form == "direct" else weight).tril()
         future = torch.ones(self.num_blocks, self.num_blocks, dtype=torch.bool, device=weight.device).triu(1)
         return weight.masked_fill(future, float("-inf")).softmax(-1)
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from ..ops.operator import IMPLEMENTATIONS
 
 FORMAT_VERSION = 1
-FEATURE_MAPS = ("relu", "elu", "hedgehog", "identity")
+FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")
 MIXING_STARTS = ("locality", "uniform")
-MIXING_FORMS = ("softmax", "direct")
+MIXING_FORMS = ("softmax", "direct", "free")
 
 
 @dataclass
@@ -21,18 +21,23 @@ class MHLASettings:
         block_size: tokens in a block of a sequence (the paper's chunk; 64 in section 5.4).
         num_blocks: side M of the learned mixing matrix. Longer sequences work: rows beyond M repeat the last row by
             distance and continue it with a geometric tail (`Mixing`).
-        feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "elu" (elu(x) + 1), "identity", or "hedgehog"
-            (learned per head: softmax(x W) and softmax(-x W) side by side, twice the width).
+        layout: blocks per axis of a grid of tokens, for images [rows, columns] and video [frames, rows, columns]; then
+            block_size and num_blocks have no meaning. None: the tokens are a sequence.
+        feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),
+            "identity", or "hedgehog" (learned per head: softmax(x W) and softmax(-x W) side by side, twice the width).
         normalize: True divides by the summed weights (eq. 4), False leaves that to `output_norm` (section 4.1), "official"
             is the released vision code's denominator (not for causal models).
         mixing_start: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or "uniform" (plain
             linear attention).
         learn_mixing: False freezes the mixing at its start.
         mixing_form: "softmax" keeps a matrix of logits (rows sum to one, weights positive); "direct" keeps the weights
-            themselves, as released checkpoints do (negative ones are refused when loaded).
+            themselves, as released checkpoints do (negative ones are refused when loaded); "free" too, of any sign (the
+            released video checkpoints).
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
         gate: multiply the output by silu(W x + b), starting at one.
+        cpe: kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
+            F.2), starting at zero; 0 for none. Grids only.
         rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
             paper's order; the denominator, if any, then uses the un-rotated ones).
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list of layer indices.
@@ -41,6 +46,7 @@ class MHLASettings:
 
     block_size: int = 64
     num_blocks: int = 32
+    layout: list[int] | tuple[int, ...] | None = None
     feature_map: str = "hedgehog"
     normalize: bool | str = True
     mixing_start: str = "locality"
@@ -49,6 +55,7 @@ class MHLASettings:
     per_head: bool = False
     output_norm: bool = False
     gate: bool = False
+    cpe: int = 0
     rope: str = "before"
     layers: str | list[int] | tuple[int, ...] = "all"
     impl: str = "auto"
@@ -58,6 +65,15 @@ class MHLASettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
+        if self.layout is not None:
+            self.layout = _checked_layout(self.layout)
+        if (
+            not isinstance(self.cpe, int)
+            or isinstance(self.cpe, bool)
+            or self.cpe < 0
+            or (self.cpe and self.cpe % 2 == 0)
+        ):
+            raise ValueError(f"cpe: got {self.cpe!r}, expected 0 or an odd kernel size.")
         choices = {
             "feature_map": FEATURE_MAPS,
             "normalize": (True, False, "official"),
@@ -115,6 +131,13 @@ class MHLASettings:
         if unknown:
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
         return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def _checked_layout(layout) -> list[int]:
+    right = isinstance(layout, (list, tuple)) and 1 <= len(layout) <= 3
+    if not right or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in layout):
+        raise ValueError(f"layout: got {layout!r}, expected 1 to 3 counts of blocks, each at least 1.")
+    return list(layout)
 
 
 def _checked_layer_indices(layers) -> list[int]:

@@ -17,12 +17,14 @@ class Blocks:
 
     Build it with `Blocks.sequence` or `Blocks.grid`. shape: tokens per axis (1 to 3 axes). counts: blocks per axis.
     block_size: tokens per block of a cut sequence, whose last block may be shorter; None for a grid, whose axes are
-    cut as `numpy.array_split` cuts them (the first blocks get one token more).
+    cut as `numpy.array_split` cuts them (the first blocks get one token more). prefix: tokens before the grid (class or
+    register tokens), in a block of their own, which is block 0.
     """
 
     shape: tuple
     counts: tuple
     block_size: int | None = None
+    prefix: int = 0
 
     @staticmethod
     def sequence(length: int, block_size: int) -> "Blocks":
@@ -32,11 +34,11 @@ class Blocks:
         return Blocks((length,), ((length + block_size - 1) // block_size,), block_size)
 
     @staticmethod
-    def grid(shape, counts) -> "Blocks":
+    def grid(shape, counts, *, prefix: int = 0) -> "Blocks":
         """A grid of `shape` tokens (1, 2 or 3 axes) cut into `counts` blocks per axis; a count above its axis is
-        clamped to it.
+        clamped to it. `prefix` tokens before the grid are one block more.
 
-        ValueError unless both have the same number of axes, all integers of at least 1.
+        ValueError unless both have the same number of axes, all integers of at least 1, and prefix is at least 0.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         counts = (counts,) if isinstance(counts, int) else tuple(counts)
@@ -47,17 +49,19 @@ class Blocks:
         for axis, (size, count) in enumerate(zip(shape, counts, strict=True)):
             check_positive_int(f"shape[{axis}]", size)
             check_positive_int(f"counts[{axis}]", count)
-        return Blocks(shape, tuple(min(size, count) for size, count in zip(shape, counts, strict=True)))
+        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
+            raise ValueError(f"prefix is {prefix!r}; expected an integer of at least 0.")
+        return Blocks(shape, tuple(min(size, count) for size, count in zip(shape, counts, strict=True)), prefix=prefix)
 
     @property
     def length(self) -> int:
         """Number of tokens, T."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) + self.prefix
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks, M."""
-        return math.prod(self.counts)
+        return math.prod(self.counts) + (self.prefix > 0)
 
     def axis_sizes(self, axis: int) -> tuple:
         """Tokens in each block along one axis; they sum to `shape[axis]`."""
@@ -72,12 +76,13 @@ class Blocks:
         sizes = (1,)
         for axis in range(len(self.shape)):
             sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis))
-        return sizes
+        return (self.prefix, *sizes) if self.prefix else sizes
 
     @property
     def equal(self) -> bool:
         """True when all blocks hold the same number of tokens."""
-        return all(len(set(self.axis_sizes(axis))) == 1 for axis in range(len(self.shape)))
+        grid = all(len(set(self.axis_sizes(axis))) == 1 for axis in range(len(self.shape)))
+        return grid and self.prefix in (0, self.sizes()[-1])
 
     @property
     def contiguous(self) -> bool:
@@ -97,11 +102,13 @@ class Blocks:
                     place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size
                 )
             block = (block[:, None] * count + along[None, :]).flatten()
-        return block
+        return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
 
     def distances(self, device=None) -> torch.Tensor:
         """Euclidean distance between the places of two blocks in the grid of blocks: fp32 [M, M] (paper section
-        4.2)."""
+        4.2). ValueError with a prefix, which has no place in the grid."""
+        if self.prefix:
+            raise ValueError(f"prefix is {self.prefix}; expected 0, since prefix tokens have no place in the grid.")
         axes = [torch.arange(count, dtype=torch.float32, device=device) for count in self.counts]
         places = torch.cartesian_prod(*axes).reshape(self.num_blocks, len(axes))
         return (places[:, None] - places[None, :]).square().sum(-1).sqrt()

@@ -16,7 +16,7 @@ from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_impl import torch_mhla
-from .triton_decode import triton_decode
+from .triton_decode import triton_step
 from .triton_operator import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
@@ -116,13 +116,18 @@ def mhla_step(
     return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
     call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
     reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step;
-    impl="reference" feeds it one token at a time, "triton" has a kernel for the attention of a single token.
+    impl="reference" feeds it one token at a time; "triton" has kernels for a single token, which a CUDA graph can hold
+    (`pin_state` in ops/triton_decode.py).
 
     Raises TypeError or ValueError, in one sentence, before the state is touched.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(q, scale, normalize, impl)
     check_state(state, q, k, v, normalize, k_den)
+    choice = choose_implementation(impl, q, k, v, k_den)
+    pinned = choice == "triton" and q.shape[1] == 1 and starts is None
+    if not pinned:
+        state.unpin()
     if k.shape[1] != q.shape[1]:
         raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
     if starts is not None:
@@ -135,11 +140,11 @@ def mhla_step(
             f"mixing is {list(mixing.shape)}; expected at least {reached} rows and columns, the blocks reached."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    choice = choose_implementation(impl, q, k, v, k_den)
     with torch.autocast(q.device.type, enabled=False):
+        if pinned:
+            return triton_step(q, k, v, mixing, state, scale, q_den, k_den), state
         if choice != "reference":
-            decode = triton_decode if choice == "triton" else None
-            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, decode), state
+            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts), state
         outputs = []
         for t in range(q.shape[1]):
             now = [None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den)]

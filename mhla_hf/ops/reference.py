@@ -96,3 +96,16 @@ def divide_or_zero(numerator, denominator):
     dead = denominator.abs() < torch.finfo(denominator.dtype).tiny
     quotient = numerator / torch.where(dead, 1, denominator)[..., None]
     return torch.where(dead[..., None], 0, quotient)
+
+
+def without_row_scale(grad, mixing, causal):
+    """A gradient of `mixing` [.., Mq, Mk] less its part along each row of it, for the normalised form.
+
+    There the scale of a row cancels between numerator and denominator, so that part is 0; what arithmetic leaves of it is
+    rounding of two large terms, often the largest error of the gradient. An orthogonal projection never adds to an error.
+    """
+    mixing = (mixing.tril() if causal else mixing).to(grad.dtype)
+    largest = mixing.abs().amax(-1, keepdim=True)
+    row = mixing / torch.where(largest == 0, 1, largest)
+    along = (grad * row).sum(-1, keepdim=True) / row.square().sum(-1, keepdim=True).clamp(min=1)
+    return grad - along * row

@@ -23,7 +23,9 @@ class MHLAState:
     block i in prefix_block (int64 [B], on the CPU; -1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or
     V] in the inputs' dtype, the token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per
     row, int64 [B], on the CPU;
-    oldest: first position the window still holds, int64 [B], on the CPU.
+    oldest: first position the window still holds, int64 [B], on the CPU;
+    position: None, or for steps that a CUDA graph can hold (`pin_state`) the same as length, twice, int64 [2, B], on the
+    device. Then length is behind after replays of a graph, until `unpin`.
     """
 
     block_size: int
@@ -38,6 +40,7 @@ class MHLAState:
     window_k_den: torch.Tensor | None
     length: torch.Tensor
     oldest: torch.Tensor
+    position: torch.Tensor | None = None
 
     @staticmethod
     def empty(
@@ -89,8 +92,21 @@ class MHLAState:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, change(name, value))
 
+    def unpin(self) -> None:
+        """Let positions be counted on the CPU again, from what the device has counted; waits for the device."""
+        if self.position is not None:
+            self.count_to(self.position[0].cpu())
+            self.position = None
+
+    def count_to(self, length: torch.Tensor) -> None:
+        """Positions as they are when every row has been fed one by one up to `length` tokens, the prefix kept up."""
+        last = (length - 1).clamp(min=0) // self.block_size
+        self.oldest = torch.maximum(self.oldest, (last - 1) * self.block_size)
+        self.length, self.prefix_block = length, length // self.block_size
+
     def select(self, index: torch.Tensor) -> None:
         """Keep the rows of `index` (int64 [B'], repeats allowed), in that order."""
+        self.unpin()
         self.map_tensors(lambda name, tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -99,6 +115,7 @@ class MHLAState:
 
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times, the copies side by side."""
+        self.unpin()
         self.map_tensors(lambda name, tensor: tensor.repeat_interleave(times, 0))
 
     def crop(self, count: int) -> None:
@@ -109,6 +126,7 @@ class MHLAState:
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"crop got {count!r} tokens; expected 0 to {self.block_size}, the tokens of one block.")
+        self.unpin()
         length = self.length - count
         if bool((length < 0).any()):
             raise ValueError(
@@ -122,11 +140,13 @@ class MHLAState:
 
     def to(self, device) -> None:
         """Move to `device`; positions stay on the CPU, where they are read without waiting for a device."""
+        self.unpin()
         on_cpu = ("prefix_block", "length", "oldest")
         self.map_tensors(lambda name, tensor: tensor if name in on_cpu else tensor.to(device))
 
     def reset(self) -> None:
         """Forget everything but the shapes."""
+        self.unpin()
         self.map_tensors(lambda name, tensor: torch.full_like(tensor, -1 if name == "prefix_block" else 0))
 
     def clone(self) -> "MHLAState":

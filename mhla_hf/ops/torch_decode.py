@@ -14,17 +14,17 @@ import torch
 from .reference import divide_or_zero
 
 
-def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, decode=None):
+def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts):
     """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there."""
     steps = q.shape[1]
     counts = torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
     if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
-        return step_within_block(q, k, v, mixing, state, scale, q_den, k_den, decode)
+        return step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
     return step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
 
 
-def step_within_block(q, k, v, mixing, state, scale, q_den, k_den, decode):
-    """T new tokens of every row, all inside each row's open block; `decode` may attend for a single one."""
+def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
+    """T new tokens of every row, all inside each row's open block."""
     exact, steps, size = state.summaries.dtype, q.shape[1], state.block_size
     block, offset = state.length // size, state.length % size
     stale = state.prefix_block != block
@@ -39,27 +39,23 @@ def step_within_block(q, k, v, mixing, state, scale, q_den, k_den, decode):
     else:
         opened, seen = write_apart(state, entries, block, offset, steps)
         own = own_weight(mixing, block[:, None], exact)
-    if decode is not None and steps == 1:
-        o = decode(q, q_den, opened, state, own, offset + 1, scale, v.dtype)
-    else:
-        o = attend_blocks(
-            by_head(q, exact),
-            None if q_den is None else by_head(q_den, exact),
-            [by_head(tokens, exact) for tokens in opened],
-            state.prefix[:, :, None],
-            None if state.prefix_z is None else state.prefix_z[:, :, None],
-            seen,
-            own,
-            scale,
-        )
-        o = o[:, :, 0].transpose(1, 2).to(v.dtype)
+    o = attend_blocks(
+        by_head(q, exact),
+        None if q_den is None else by_head(q_den, exact),
+        [by_head(tokens, exact) for tokens in opened],
+        state.prefix[:, :, None],
+        None if state.prefix_z is None else state.prefix_z[:, :, None],
+        seen,
+        own,
+        scale,
+    )
     closing = offset + steps == size
     if closing.any():
         rows = torch.nonzero(closing).flatten()
         push_summaries(state, rows, block[rows], [tokens[rows.to(q.device)].to(exact) for tokens in opened])
     state.length = state.length + steps
     state.oldest = torch.maximum(state.oldest, (block - 1) * size)
-    return o
+    return o[:, :, 0].transpose(1, 2).to(v.dtype)
 
 
 def write_together(state, entries, block, offset, steps):

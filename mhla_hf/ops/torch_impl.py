@@ -9,7 +9,7 @@ moved out of the way before, and outputs are moved back.
 import torch
 
 from .blocks import Blocks
-from .reference import divide_or_zero
+from .reference import divide_or_zero, without_row_scale
 from .torch_bidirectional import full_grads, full_sums, official_den, official_den_grads
 from .torch_causal import causal_grads, causal_sums
 from .torch_layout import BlockCut, Heads, MoveTokens, align_sequences, shift_to_start
@@ -107,6 +107,8 @@ class BlockedAttention(torch.autograd.Function):
                 heads.give(work.columns.merge(dk), grads[1])
                 heads.give(work.columns.merge(dv), grads[2])
                 heads.give_mixing(dm * work.scale, grads[3])
+            if work.normalize:
+                grads[3] = without_row_scale(grads[3], mixing, work.causal)
         inputs = (q, k, v, mixing, q_den, k_den)
         return *(None if x is None else dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)), None
 

@@ -16,16 +16,8 @@ class BlockCut:
         self.missing = self.count * self.size - self.length
         self.order = None
         if not in_place:
-            block = blocks.index(device)
-            tokens = torch.argsort(block, stable=True)
             sizes = torch.tensor(blocks.sizes(), device=device)
-            first = sizes.cumsum(0) - sizes
-            place = (
-                torch.arange(self.length, device=device)
-                + (torch.arange(self.count, device=device) * self.size - first)[block[tokens]]
-            )
-            self.order = torch.full((self.count * self.size,), self.length, device=device).index_copy(0, place, tokens)
-            self.inverse = torch.empty_like(tokens).index_copy(0, tokens, place)
+            self.order, self.inverse = gather_by_block(blocks.index(device), sizes, self.size)
 
     def split(self, x):
         """[R, T, K] -> [R, M, C, K]."""
@@ -39,6 +31,20 @@ class BlockCut:
         """[R, M, C, V] -> [R, T, V]."""
         x = x.flatten(1, 2)
         return x[:, : self.length] if self.order is None else x.index_select(1, self.inverse)
+
+
+def gather_by_block(block, sizes, size):
+    """Where tokens in blocks `block` [T] go when each block of `sizes` [M] gets `size` places, and where they come from.
+
+    order [M * size]: the token of each place, T where there is none. inverse [T]: the place of each token.
+    """
+    length = block.shape[0]
+    tokens = torch.argsort(block, stable=True)
+    first = sizes.cumsum(0) - sizes
+    shift = torch.arange(sizes.shape[0], device=block.device) * size - first
+    place = torch.arange(length, device=block.device) + shift[block[tokens]]
+    order = torch.full((sizes.shape[0] * size,), length, device=block.device).index_copy(0, place, tokens)
+    return order, torch.empty_like(tokens).index_copy(0, tokens, place)
 
 
 class Heads:

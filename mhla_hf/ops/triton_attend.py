@@ -7,7 +7,8 @@ All four are one formula. For the tokens t of a block with state P (its mixed su
 where causal means s <= t for outputs (a, b, c = q, k, v) and for queries' gradients (g, v, k), s >= t for keys' (v, g, q)
 and for values' (k, q, g); the second part is missing where nothing is causal. A long block is walked in chunks of 64 tokens
 with a running state, so the cost of a token does not grow with the block. A denominator, and the rank-one terms that its
-gradient adds to <a, b>, are taken along.
+gradient adds to <a, b>, are taken along. All of it is a sum over the lanes of a and b: where products are of fp32
+numbers, which take more registers, wide heads are taken 64 lanes at a time, each launch adding to what the last one left.
 """
 
 import torch
@@ -40,20 +41,21 @@ except ImportError:
     tl = None
 
 PARTS_TOKENS = 256
+LANES_OF_32_BITS = 64
 
 
 @kernel
 def load_state(state, state_z, offset, x, y, X: constexpr, Y: constexpr, DEN: constexpr, RANK: constexpr):
     """P [BX, BY] of a block, and z over X (for a denominator) or over Y (for a rank-one term), else zeros."""
     inside = (x < X)[:, None] & (y < Y)[None, :]
-    pointers = state[0] + offset * X * Y + x[:, None] * state[1] + y[None, :] * state[2]
+    pointers = state[0] + offset * state[1] + x[:, None] * state[2] + y[None, :] * state[3]
     tile = tl.load(pointers, mask=inside, other=0.0)
     z_x = tl.zeros_like(x).to(tl.float32)
     z_y = tl.zeros_like(y).to(tl.float32)
     if DEN == 1:
-        z_x = tl.load(state_z + offset * X + x, mask=x < X, other=0.0)
+        z_x = tl.load(state_z[0] + offset * state_z[1] + x, mask=x < X, other=0.0)
     if RANK > 0:
-        z_y = tl.load(state_z + offset * Y + y, mask=y < Y, other=0.0)
+        z_y = tl.load(state_z[0] + offset * state_z[1] + y, mask=y < Y, other=0.0)
     return tile, z_x, z_y
 
 
@@ -87,10 +89,10 @@ def own_weights_of(left, right, place, rank_one, RANK: constexpr, REVERSE: const
 
 @kernel
 def attend_kernel(
-    a, b, c, state, state_z, m, r, inv, e, e_sums, out, mask_a, mask_b, edges, order, starts, tokens, size, blocks, heads,
-    group, reps, share, span, parts, scale, shrink, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr,
-    OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr, DOT: constexpr,
-    PRECISION: constexpr,
+    a, b, c, state, state_z, m, r, inv, den_before, e, e_sums, out, mask_a, mask_b, edges, order, starts, tokens, size,
+    blocks, heads, group, reps, share, span, parts, scale, shrink, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr,
+    BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr, ADD: constexpr,
+    MORE: constexpr, DOT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """`span` tokens of one block, one head of `out` [B, T, heads, Y], one tile of Y; `attend` says what the rest is."""
     y_tiles: constexpr = (Y + BY - 1) // BY
@@ -102,11 +104,9 @@ def attend_kernel(
     offset = (row * (heads // share) + head // share) * blocks + block
     tile, z_x, z_y = load_state(state, state_z, offset, x, y, X, Y, DEN, RANK)
     low, high = block_range(block, row, edges, starts, tokens, size)
-    low += part * span
-    high = tl.minimum(high, low + span)
+    low, high = low + part * span, tl.minimum(high, low + part * span + span)
     running = tl.zeros((BX, BY), tl.float32)
-    running_z = tl.zeros((BY,), tl.float32)
-    e_sum = tl.zeros((BY,), tl.float32)
+    running_z, e_sum = tl.zeros((BY,), tl.float32), tl.zeros((BY,), tl.float32)
     own_weight = tl.load(m[0] + head * m[1] + block * m[2]) if OWN and not REVERSE else 1.0
     for step in range(0, tl.cdiv(high - low, BT)):
         chunk = tl.cdiv(high - low, BT) - 1 - step if REVERSE else step
@@ -150,15 +150,21 @@ def attend_kernel(
             value += own * own_weight
             if e is not None:
                 e_sum += tl.sum(own * load_tile(e, row, token, head, valid, y, Y, tl.float32), 0)
+        if ADD:
+            value += load_tile(out, row, token, head, valid, y, Y, tl.float32)
+            if DEN == 1:
+                den += load_scalars(den_before, row, token, head, tokens, heads, valid)
         if DEN == 1:
-            factor_den = invert_or_zero(den)
+            factor_den = den if MORE else invert_or_zero(den)
             if y_tile == 0:
                 tl.store(inv + (row * tokens + token) * heads + head, factor_den, mask=valid)
-            value *= factor_den[:, None]
-        elif DEN == 2:
-            value *= load_scalars(inv, row, token, head, tokens, heads, valid)[:, None]
-        else:
-            value *= scale
+        if not MORE:
+            if DEN == 1:
+                value *= factor_den[:, None]
+            elif DEN == 2:
+                value *= load_scalars(inv, row, token, head, tokens, heads, valid)[:, None]
+            else:
+                value *= scale
         store_tile(out, row, token, head, valid, y, tl.where(seen[:, None], value, 0.0), Y)
     if e is not None:
         tl.store(e_sums + item.to(tl.int64) * y_tiles + y_tile, tl.sum(e_sum, 0) * scale)
@@ -197,10 +203,39 @@ def attend(
     query heads are summed; mask [B, T] then leaves tokens out of `out`, else out of b and c. r [B, T, query heads]: the
     rank-one term, with state_z over Y. inv [B, T, H]: multiplies out; with a state_z over X it is computed, and written.
     """
-    batch, _, heads, width = a.shape
-    other = out.shape[3]
-    own, rank = mixing is not None, 0 if r is None else 2 if reverse else 1
+    heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
+    step = LANES_OF_32_BITS if dot in ("fp32", "tf32") else width
+    target = out if width <= step or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+    before, own_sums = None, []
+    for first in range(0, width, step):
+        lanes, more = min(step, width - first), first + step < width
+        part = state.narrow(4 if transposed else 3, first, lanes)
+        z = state_z.narrow(3, first, lanes) if den == 1 else state_z if first == 0 else None
+        after = torch.empty_like(inv) if den == 1 and more else inv
+        place = part, part.stride(2), *((1, width) if transposed else (other, 1))
+        left, right = (None if x is None else x.narrow(3, first, lanes) for x in (a, None if mixing is None else b))
+        own_sums.append(
+            attend_lanes(
+                left, right, c, place, z, heads // state.shape[1], target, cut, dot, mixing=mixing,
+                reverse=reverse, r=r if first == 0 else None, inv=after, before=before, den=den, e=e, mask=mask,
+                scale=scale, add=first > 0, more=more,
+            )
+        )  # fmt: skip
+        before = after
+    if target is not out:
+        out.copy_(target)
+    return None if e is None else sum(own_sums)
+
+
+def attend_lanes(
+    a, b, c, place, state_z, share, out, cut, dot, *, mixing, reverse, r, inv, before, den, e, mask, scale, add, more
+):
+    """`attend` for some lanes of a and b, of a state at `place` (pointer and strides of block, X and Y) that `share` heads
+    share; `add`: to what the launch for the lanes before has left in out and `before`; `more`: for the next one."""
+    batch, _, heads, width = a.shape
+    other, own = out.shape[3], mixing is not None
+    rank = 0 if r is None else 2 if reverse else 1
     kind = "attend" if not own else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
     kind += "_keys" if own and rank == 2 else ""
     config = pass_config(kind, width, other, dot, a.device)
@@ -216,11 +251,12 @@ def attend(
         as_argument(a),
         as_argument(b) if own else None,
         as_argument(c) if own else None,
-        (state, 1, width) if transposed else (state, other, 1),
-        state_z,
+        place,
+        None if state_z is None else (state_z, state_z.stride(2)),
         diagonal_of(mixing),
         r,
         inv,
+        before,
         None if e is None else as_argument(e),
         e_sums,
         as_argument(out),
@@ -233,7 +269,7 @@ def attend(
         heads,
         max(1, heads // sources),
         max(1, sources // heads),
-        heads // state.shape[1],
+        share,
         span,
         parts,
         scale,
@@ -246,8 +282,10 @@ def attend(
         REVERSE=reverse,
         DEN=den,
         RANK=rank,
+        ADD=add,
+        MORE=more,
         DOT=language_dtype(dot),
-        PRECISION=dot_precision(dot, width),
+        PRECISION=dot_precision(dot),
         **config,
     )
     return None if e is None else e_sums.sum(3)

@@ -7,7 +7,7 @@ error of the operator and costs arithmetic only. Gradients of the matrix are sum
 
 import torch
 
-from .triton_common import cast, constexpr, kernel, language_dtype, launch, tile_dot, tiles
+from .triton_common import cast, constexpr, dot_kind, kernel, language_dtype, launch, tile_dot, tiles
 from .triton_configs import dot_precision, pass_config
 
 try:
@@ -145,7 +145,8 @@ def mix(mixing, source, heads, *, triangle=0, transposed=False):
     if transposed:
         strides, blocks = (strides[0], strides[2], strides[1]), mixing.shape[-1]
     out = torch.empty(batch, heads, blocks, *source.shape[3:], dtype=source.dtype, device=source.device)
-    config = pass_config("mix", blocks, wide, source.dtype, source.device)
+    dot = dot_kind(source)
+    config = pass_config("mix", blocks, wide, dot, source.device)
     launch(
         mix_kernel,
         tiles(wide, config["BX"]) * tiles(blocks, config["BM"]) * heads * batch,
@@ -160,8 +161,8 @@ def mix(mixing, source, heads, *, triangle=0, transposed=False):
         max(1, heads // groups),
         max(1, groups // heads),
         TRIANGLE=2 * triangle if transposed else triangle,
-        DOT=language_dtype(source.dtype),
-        PRECISION=dot_precision(source.dtype),
+        DOT=language_dtype(dot),
+        PRECISION=dot_precision(dot),
         **config,
     )
     return out
@@ -172,7 +173,8 @@ def mix_grads(grad, source, per_head, *, triangle=0):
     batch, heads, blocks = grad.shape[:3]
     groups, columns = source.shape[1:3]
     wide = source[0, 0, 0].numel()
-    config = pass_config("mix_grads", blocks, wide, source.dtype, source.device)
+    dot = dot_kind(source)
+    config = pass_config("mix_grads", blocks, wide, dot, source.device)
     matrices, pairs = (heads, batch) if per_head else (1, batch * heads)
     grid = tiles(blocks, config["BM"]) * tiles(columns, config["BN"]) * matrices
     splits = max(1, min(pairs, 1024 // grid))
@@ -187,7 +189,7 @@ def mix_grads(grad, source, per_head, *, triangle=0):
         out,
         *counts,
         TRIANGLE=triangle,
-        PRECISION=dot_precision(source.dtype),
+        PRECISION=dot_precision(dot),
         **config,
     )
     out = out.sum(0)

@@ -26,7 +26,6 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
 COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "wide", "size_a", "size_b")
 WIDEST = 256
-WIDEST_FP32 = 64
 TILE_TOKENS = 64
 
 
@@ -39,10 +38,19 @@ def kernel(function):
 
 
 @kernel
+def as_tf32(x):
+    """fp32 numbers as one tf32 product reads them in the worst case: their last 13 bits cut off."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@kernel
 def tile_dot(a, b, PRECISION: constexpr):
     """a @ b in fp32; PRECISION says how fp32 operands are multiplied."""
     if UPCAST:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if PRECISION == "tf32":
+            a, b = as_tf32(a), as_tf32(b)
+        product = tl.dot(a, b, input_precision="ieee")
     else:
         product = tl.dot(a, b, input_precision=PRECISION)
     return product
@@ -141,9 +149,9 @@ class Cut:
 
 
 def cut_of(shape, device, starts=None, edges=None):
-    """The Cut of `Blocks` spelt as integers (axes, then counts, then block size or 0), with tables where it needs them."""
-    axes = len(shape) // 2
-    blocks = Blocks(tuple(shape[:axes]), tuple(shape[axes:-1]), shape[-1] or None)
+    """The Cut of `Blocks` as `spell` gives them, with tables where it needs them."""
+    axes = len(shape) // 2 - 1
+    blocks = Blocks(tuple(shape[:axes]), tuple(shape[axes:-2]), shape[-2] or None, shape[-1])
     if edges is not None:
         return Cut(edges.shape[0], blocks.length, blocks.block_size, blocks.block_size, edges=edges)
     if blocks.block_size is not None:
@@ -154,8 +162,8 @@ def cut_of(shape, device, starts=None, edges=None):
 
 
 def spell(blocks):
-    """`Blocks` as integers, for an operator's schema."""
-    return [*blocks.shape, *blocks.counts, blocks.block_size or 0]
+    """`Blocks` as integers, for an operator's schema: axes, counts, block size or 0, prefix."""
+    return [*blocks.shape, *blocks.counts, blocks.block_size or 0, blocks.prefix]
 
 
 @lru_cache(maxsize=64)
@@ -178,15 +186,15 @@ def in_rows(x):
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def dot_dtype(*tensors):
-    """The dtype that products are computed in: the common one if it has 16 bits, else fp32."""
+def dot_kind(*tensors):
+    """How products of these tensors are computed: as "bf16" or "fp16" if all are, else as "fp32"."""
     kinds = {x.dtype for x in tensors}
-    return kinds.pop() if len(kinds) == 1 and kinds <= {torch.bfloat16, torch.float16} else torch.float32
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(kinds.pop(), "fp32") if len(kinds) == 1 else "fp32"
 
 
-def language_dtype(dtype):
-    """triton's name of a torch dtype."""
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+def language_dtype(dot):
+    """The dtype of a product's operands, for a kernel."""
+    return {"bf16": tl.bfloat16, "fp16": tl.float16}.get(dot, tl.float32)
 
 
 def lanes_for(width):

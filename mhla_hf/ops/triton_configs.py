@@ -9,9 +9,32 @@ from functools import lru_cache
 
 import torch
 
-from .triton_common import INTERPRETED, TILE_TOKENS, WIDEST_FP32, lanes_for
+from .triton_common import INTERPRETED, TILE_TOKENS, lanes_for
 
 SMALL_SHARED_MEMORY = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
+
+
+# What the general rules of `config_for` would spill: (8 for chips without warp-group products, else the chip's major, kind,
+# lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind.
+EXCEPTIONS = {
+    **{(8, "summaries", lanes, False, "fp16"): {"num_stages": 1} for lanes in (64, 128, 256)},
+    (8, "summaries", 128, True, "tf32"): {"num_warps": 4, "num_stages": 1},
+    (8, "quadratic", 128, True, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
+    (8, "attend_own", 32, False, "bf16"): {"BT": 64, "BY": 64, "num_warps": 4, "num_stages": 2},
+    (8, "attend_own", 128, True, "bf16"): {"BT": 32, "BY": 32, "num_warps": 8, "num_stages": 1},
+    (8, "attend_own", 128, True, "fp16"): {"BT": 64, "BY": 32, "num_warps": 8, "num_stages": 2},
+    (8, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
+    (8, "attend_long", 128, False, "bf16"): {"BT": 64, "BY": 32, "num_warps": 8, "num_stages": 1},
+    (8, "attend_long", 128, False, "fp16"): {"BT": 64, "BY": 32, "num_warps": 4, "num_stages": 2},
+    (8, "attend_long", 256, False, "bf16"): {"BT": 16, "BY": 16, "num_warps": 8, "num_stages": 1},
+    (8, "attend_long_keys", 32, False, "bf16"): {"BT": 32, "BY": 32, "num_warps": 4, "num_stages": 2},
+    (8, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
+    (10, "attend_own", 64, False, "bf16"): {"BT": 64, "BY": 32, "num_warps": 4, "num_stages": 2},
+    (9, "summaries", 32, False, "fp32"): {"BT": 16},
+    (9, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
+    (9, "attend_own", 128, True, "fp16"): {"BT": 32, "BY": 32, "num_warps": 8, "num_stages": 1},
+    (9, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 16, "num_warps": 8, "num_stages": 1},
+}
 
 
 @lru_cache(maxsize=64)
@@ -22,14 +45,12 @@ def chip_of(device):
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
-def dot_precision(dot, width=0, amd=bool(torch.version.hip)):
-    """How fp32 operands are multiplied on NVIDIA's tensor cores: as three tf32 products, about as exact as fp32.
+def dot_precision(dot, amd=bool(torch.version.hip)):
+    """How fp32 operands are multiplied on NVIDIA's tensor cores: as three tf32 products, about as exact as fp32, or as one.
 
-    Wide fp32 products are denominators of 16-bit features only, which one tf32 product holds exactly.
+    One is for the gradients of fp16 tensors, which it reads exactly: fp16 could not hold what is between them.
     """
-    if dot != torch.float32 or amd or INTERPRETED:
-        return "ieee"
-    return "tf32x3" if width <= WIDEST_FP32 else "tf32"
+    return {"fp32": "tf32x3", "tf32": "tf32"}.get(dot, "ieee") if not amd else "ieee"
 
 
 def pass_config(kind, width, other, dot, device):
@@ -40,16 +61,19 @@ def pass_config(kind, width, other, dot, device):
 @lru_cache(maxsize=1024)
 def config_for(kind, width, other, dot, chip):
     """`pass_config` for a chip's (major, minor)."""
-    wide, inner = dot == torch.float32, lanes_for(width)
+    wide, inner, family = dot in ("fp32", "tf32"), lanes_for(width), 8 if chip[0] == 12 else chip[0]
     config = {"num_warps": 8, "num_stages": 2}
     if kind == "summaries":
-        config |= {"BT": 32 if wide or chip[0] == 8 else 64, "BX": min(64, inner), "BY": min(64, lanes_for(other))}
+        config |= {"BT": 32 if wide or family == 8 else 64, "BX": min(64, inner), "BY": min(64, lanes_for(other))}
+        config["num_stages"] = 1 if wide else 2
     elif kind == "mix":
         config |= {"BM": 32, "BN": 32, "BX": 64 if wide else 128, "num_warps": 8 if wide else 4}
     elif kind == "mix_grads":
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
-        config |= attend_tiles(kind, inner, wide, width < inner or chip[0] == 8)
+        config |= attend_tiles(kind, inner, dot, width < inner, family == 8)
+    config |= EXCEPTIONS.get((family, kind, inner, width < inner, dot), {})
+    if "BY" in config:
         config["BY"] = min(config["BY"], lanes_for(other))
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1
@@ -59,19 +83,24 @@ def config_for(kind, width, other, dot, chip):
     return config
 
 
-def attend_tiles(kind, inner, wide, tight):
-    """Tokens BT and outer width BY of a tile of the kernels that make tokens, for `inner` lanes.
+def attend_tiles(kind, inner, dot, masked, ampere):
+    """Tokens BT and outer width BY of a tile of the kernels that make tokens, for `inner` lanes, some perhaps masked.
 
     What runs out is registers: with a running state ("long"), where the other side is weighed token by token ("keys"),
-    with fp32 operands, and (tight) with masked lanes or on Ampere and Ada, whose products keep operands in registers.
+    with fp32 operands, with masked lanes, and on chips whose products keep operands in registers.
     """
-    long, keys = "long" in kind, "keys" in kind
+    long, keys, wide, tight = "long" in kind, "keys" in kind, dot in ("fp32", "tf32"), masked or ampere
+    small = {"BT": 16, "BY": 32, "num_stages": 1}
     if kind == "attend":
         return {"BT": TILE_TOKENS, "BY": 32 if wide or inner > 128 else 64, "num_warps": 8 if inner > 64 else 4}
-    if wide:
-        return {"BT": 16, "BY": 32, "num_stages": 1}
+    if kind == "quadratic" and inner > 64 and ampere and (dot == "tf32" or (masked and not wide)):
+        return {**small, "BT": 32, "num_warps": 8 if wide else 4}
+    if kind == "quadratic" and not (wide and inner <= 64) and dot != "fp32":
+        return {"BT": TILE_TOKENS, "BY": 32 if tight or wide else 64, "num_stages": 1 if wide else 2}
+    if keys and inner <= 32 and (wide or long):
+        return {**small, "BT": TILE_TOKENS, "num_stages": 2 if wide else 1}
+    if wide or (long and (inner > 128 or (masked and inner > 64))):
+        return small
     if keys and (tight or inner > 128 or (long and inner > 64)):
-        return {"BT": 16, "BY": 32 if tight or inner > 128 else 64, "num_stages": 1}
-    if tight and long and inner > 128:
-        return {"BT": TILE_TOKENS, "BY": 16}
+        return {**small, "BY": 32 if tight or inner > 128 else 64}
     return {"BT": TILE_TOKENS, "BY": 32 if tight or long or inner > 128 else 64}

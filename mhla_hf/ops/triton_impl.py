@@ -10,7 +10,7 @@ import torch
 
 from .triton_attend import attend
 from .triton_blocks import mix, mix_grads
-from .triton_common import cut_of, dot_dtype
+from .triton_common import cut_of, dot_kind
 from .triton_quadratic import quadratic, use_quadratic
 from .triton_summaries import prepare, summaries
 
@@ -35,7 +35,7 @@ class Work:
 
     def forward(self, q, k, v, out, inv=None, shared=False, dot=None):
         """Write the sum of weight times v to out [B, T, H, V]; times inv [B, T, H], which `shared` computes from q and k."""
-        dot = dot or dot_dtype(q, k, v)
+        dot = dot or dot_kind(q, k, v)
         if self.short(k, v):
             cuts = self.cut, self.key_cut
             options = {"inv": inv, "shared": shared, "mask": self.mask, "scale": self.scale}
@@ -51,8 +51,8 @@ class Work:
 
     def backward(self, q, k, v, g, grads, r=None, dot=None):
         """Write the gradients of q, k, v to `grads`, given that of the sum, g, and of the weights, r; returns mixing's."""
-        dot = dot or dot_dtype(q, k, v)
-        dot = torch.bfloat16 if dot == torch.float16 else dot
+        dot = dot or dot_kind(q, k, v)
+        dot = "tf32" if dot == "fp16" else dot
         if self.short(k, v):
             return self.backward_short(q, k, v, g, grads, r, dot)
         p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None)
@@ -133,7 +133,7 @@ class Call(Work):
         if self.normalize != "shared":
             features = (q, k) if q_den is None else (q_den, k_den)
             work, ones = self.counting(*features)
-            work.forward(*features, ones, inv[..., None], dot=torch.float32)
+            work.forward(*features, ones, inv[..., None], dot="fp32")
             den = self.across_slots(inv, self.mixing) if self.normalize == "official" else inv
             dead = den.abs() < torch.finfo(torch.float32).tiny
             inv = torch.where(dead, 0, 1 / torch.where(dead, 1, den))
@@ -145,8 +145,7 @@ class Call(Work):
         grads = [self.room(x) for x in (q, k, v)]
         if self.normalize == "no":
             return *grads, self.backward(q, k, v, grad, grads), None, None
-        dot = dot_dtype(q, k, v)
-        grad, r = prepare(grad, o, inv, torch.bfloat16 if dot == torch.float16 else dot)
+        grad, r = prepare(grad, o, inv, torch.bfloat16 if dot_kind(q, k, v) == "bf16" else torch.float32)
         if self.normalize == "shared":
             return *grads, self.backward(q, k, v, grad, grads, r), None, None
         dm = self.backward(q, k, v, grad, grads)
@@ -155,16 +154,16 @@ class Call(Work):
         den_grads = [self.room(x) for x in features]
         if self.normalize == "official":
             own = torch.empty_like(r)
-            work.forward(*features, ones, own[..., None], dot=torch.float32)
+            work.forward(*features, ones, own[..., None], dot="fp32")
             cut, order = self.cut, self.cut.order
             slots = [x if order is None else x.index_select(1, order) for x in (r, own)]
             slots = [x.unflatten(1, (cut.blocks, -1)).permute(0, 3, 1, 2) for x in slots]
             per_head = torch.matmul(slots[0], slots[1].mT).sum(0)
             dm = dm + (per_head if self.per_head else per_head.sum(0))
             r = self.across_slots(r, self.mixing.mT)
-            work.backward(*features, ones, r[..., None], [*den_grads, None], dot=torch.float32)
+            work.backward(*features, ones, r[..., None], [*den_grads, None], dot="fp32")
         else:
-            dm = dm + work.backward(*features, ones, r[..., None], [*den_grads, None], dot=torch.float32)
+            dm = dm + work.backward(*features, ones, r[..., None], [*den_grads, None], dot="fp32")
         if q_den is None:
             return grads[0] + den_grads[0], grads[1] + den_grads[1], grads[2], dm, None, None
         return *grads, dm, *den_grads

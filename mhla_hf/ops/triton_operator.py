@@ -7,8 +7,9 @@ NAMESPACE, so that bundles of different versions never meet; a second copy of th
 import torch
 
 from .namespace import NAMESPACE
+from .reference import without_row_scale
 from .torch_layout import align_sequences
-from .triton_common import INTERPRETED, WIDEST, WIDEST_FP32, dot_dtype, in_rows, spell, triton
+from .triton_common import INTERPRETED, WIDEST, in_rows, spell, triton
 from .triton_impl import Call
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
@@ -71,8 +72,6 @@ def triton_refusal(q, k, v, k_den=None):
     widest = max(x.shape[3] for x in (k, v, k_den) if x is not None)
     if widest > WIDEST:
         return f"heads are {widest} wide, more than {WIDEST}"
-    if dot_dtype(q, k, v) == torch.float32 and widest > WIDEST_FP32 and not INTERPRETED:
-        return f"fp32 heads are {widest} wide, and more than {WIDEST_FP32} do not fit the registers"
     return None
 
 
@@ -97,6 +96,8 @@ def triton_backward(
     tensors = [in_rows(x) for x in (grad, q, k, v, q_den, k_den)]
     with torch.autocast(q.device.type, enabled=False):
         *grads, dm, dq_den, dk_den = call.run_back(*tensors, o.contiguous(), inv)
+        if normalize != "no":
+            dm = without_row_scale(dm, call.mixing, causal)
     extra = (q.new_empty(0) if x is None else x for x in (dq_den, dk_den))
     return *grads, dm.to(mixing.dtype), *extra
 

@@ -147,6 +147,6 @@ def quadratic(
         DEN=1 if shared else 0 if inv is None else 2,
         RANK=0 if r is None else 2 if reverse else 1,
         DOT=language_dtype(dot),
-        PRECISION=dot_precision(dot, width),
+        PRECISION=dot_precision(dot),
         **config,
     )

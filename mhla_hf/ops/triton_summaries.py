@@ -113,7 +113,7 @@ def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False):
     weighs those of the second sum. The first is bf16 where products are, else fp32.
     """
     batch, _, every, width, other = *a.shape, b.shape[3]
-    store = torch.bfloat16 if dot == torch.bfloat16 else torch.float32
+    store = torch.bfloat16 if dot == "bf16" else torch.float32
     out = torch.empty(batch, heads, cut.blocks, width, other, dtype=store, device=a.device)
     out_z = torch.empty(batch, heads, cut.blocks, width, dtype=torch.float32, device=a.device) if with_z else None
     config = pass_config("summaries", width, other, dot, a.device)
@@ -136,7 +136,7 @@ def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False):
         X=width,
         Y=other,
         DOT=language_dtype(dot),
-        PRECISION=dot_precision(dot, width),
+        PRECISION=dot_precision(dot),
         **config,
     )
     return out, out_z
@@ -148,7 +148,7 @@ def prepare(grad, o, inv, dtype):
     out = torch.empty_like(o, dtype=dtype, memory_format=torch.contiguous_format)
     r = torch.empty(batch, tokens, heads, dtype=torch.float32, device=o.device)
     rows, lanes = batch * tokens * heads, lanes_for(width)
-    rows_at_once = max(16, 4096 // lanes)
+    rows_at_once = max(16, 2048 // lanes)
     arguments = (as_argument(grad), o, inv, out, r, rows, tokens, heads)
     launch(prepare_kernel, tiles(rows, rows_at_once), o.device, *arguments, Y=width, BT=rows_at_once, BY=lanes)
     return out, r

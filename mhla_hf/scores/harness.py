@@ -83,28 +83,35 @@ class Requested:
         return [*self.tasks, *(name for name, group in groups.items() if group.has_aggregation)]
 
 
-def load_tasks(names, include_path=None, num_fewshot=None):
-    """Tasks by name (task, group, tag or pattern with *), each a `Requested`. ValueError names what does not exist."""
-    names = list(dict.fromkeys(names))
+def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
+    """Tasks by name (task, group, tag or pattern with *), each a `Requested`. ValueError names what does not exist.
+
+    names: in a list, or as a dict name -> examples in the prompt (None: num_fewshot, else the task's own). metadata: what
+    tasks that make their own data are told, such as RULER's lengths and tokenizer.
+    """
+    names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = [str(path) for path in ([include_path] if isinstance(include_path, (str, Path)) else include_path or [])]
     for path in paths:
         if not Path(path).is_dir():
             raise ValueError(f"include_path {path!r} is no folder; expected one that holds task files (.yaml)")
-    manager = TaskManager(include_path=paths or None, include_defaults=False) if paths else None
+    manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata) if paths else None
     if manager is None or any(not manager.match_tasks([name]) for name in names):
-        manager = TaskManager(include_path=paths or None)
-    wanted = []
-    for name in names:
+        manager = TaskManager(include_path=paths or None, metadata=metadata)
+    wanted = {}
+    for name, shots in names.items():
         matches = manager.match_tasks([name])
         if not matches:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists all of them"
             raise ValueError(f"task {name!r} does not exist; {hint}")
-        wanted += [match for match in matches if match not in wanted]
-    return [_load_task(manager, name, num_fewshot) for name in wanted]
+        for match in matches:
+            wanted.setdefault(match, num_fewshot if num_fewshot is not None else shots)
+    return [_load_task(manager, name, shots) for name, shots in wanted.items()]
 
 
 def _load_task(manager, name, num_fewshot):
+    random.seed(HARNESS_SEEDS[0])  # RULER makes its questions here, from the global generators
+    numpy.random.seed(HARNESS_SEEDS[1])
     try:
         loaded = manager.load([name])
         for task in loaded["tasks"].values():
@@ -152,8 +159,11 @@ def _records(raw, requested, facts):
             if not comma or metric.endswith("_stderr"):
                 continue
             stderr = finite(values.get(f"{metric}_stderr,{filtered}"))
-            if stderr is None and metric in RATIO_METRICS and name in raw["samples"]:
-                stderr = ratio_stderr(metric, [sample[metric] for sample in raw["samples"][name]])
+            samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
+            if stderr is None and metric in RATIO_METRICS and samples:
+                stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
+            if metric.isdecimal() and finite(value) == -1:
+                continue  # RULER's word for a length that was not asked for
             records.append(
                 Result(
                     task=name,
@@ -162,7 +172,7 @@ def _records(raw, requested, facts):
                     stderr=stderr,
                     higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
                     shots=shots[name],
-                    samples=int(values.get("sample_len") or 0),
+                    samples=len(samples) or int(values.get("sample_len") or 0),
                     task_version=str(raw["versions"].get(name)),
                     task_hash=hashes[name],
                     **facts,

@@ -11,32 +11,62 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..files import folder_aside
+from ..checksums import SUMS_FILE, check_sums
+from ..files import SHARD_SIZE, folder_aside
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def check_model_name(name):
-    """A `Path` for a local model, or the same str for a Hub id. ValueError: neither, or a folder without a model."""
+def check_model_name(name, pipeline=False):
+    """A `Path` for a local model, or the same str for a Hub id. ValueError: neither, or a folder without a model.
+
+    pipeline: a diffusers pipeline is expected, with model_index.json and the weights in folders below.
+    """
     name = str(name)
     path = Path(name)
+    what = "pipeline" if pipeline else "model"
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model {name!r} has no config.json; expected the folder of a saved model")
-        if not any(path.glob("*.safetensors")):
-            raise ValueError(f"model {name!r} has no .safetensors file; expected the folder of a saved model")
+        index = "model_index.json" if pipeline else "config.json"
+        if not (path / index).is_file():
+            raise ValueError(f"model {name!r} has no {index}; expected the folder of a saved {what}")
+        if not any(path.glob("*/*.safetensors" if pipeline else "*.safetensors")):
+            raise ValueError(f"model {name!r} has no .safetensors file; expected the folder of a saved {what}")
         return path
     if path.exists():
-        raise ValueError(f"model {name!r} is a file; expected the folder of a saved model")
+        raise ValueError(f"model {name!r} is a file; expected the folder of a saved {what}")
     if not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved model or a Hub id")
+        raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
     return name
+
+
+def is_pipeline(name, revision=None):
+    """Whether a folder or Hub id is a diffusers pipeline: it has a model_index.json. False for what cannot be asked."""
+    if Path(name).is_dir():
+        return (Path(name) / "model_index.json").is_file()
+    if not HUB_ID.fullmatch(str(name)):
+        return False
+    try:
+        hf_hub_download(str(name), "model_index.json", revision=revision)
+    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
+        return False
+    return True
+
+
+def load_tokenizer(name, *, revision=None, trust_remote_code=False):
+    """The tokenizer of a folder or Hub id; ValueError in one sentence."""
+    try:
+        return AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ValueError(f"model {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -44,20 +74,29 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
 
     name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
     it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
-    ValueError, in one sentence: nothing there, files damaged, weights missing, no tokenizer, an unknown architecture.
+    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled, no
+    tokenizer, an unknown architecture.
     """
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": trust_remote_code}
     wanted = DTYPES.get(dtype, "auto")
     local = isinstance(source, Path)
     try:
         with without_bars() if local else contextlib.nullcontext():
+            if local:
+                check_sums(source)
+                for index in source.glob("*.safetensors.index.json"):
+                    check_shards(index)
+            else:  # all files from one commit, whatever is pushed meanwhile
+                options["revision"] = find_commit(source, revision)
             tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
             loaded = AutoModelForCausalLM.from_pretrained(
-                str(source), dtype=wanted, output_loading_info=True, **options
+                str(source), dtype=wanted, output_loading_info=True, use_safetensors=True, **options
             )
+            if not local:
+                check_download(source, options["revision"])
             model = loaded[0].to(choose_device(device)).eval()
     except LOADING_ERRORS as error:
         where = "" if local else " (no folder here has that name, so the Hub was asked)"
@@ -65,6 +104,42 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
     return model, tokenizer
+
+
+def check_shards(index):
+    """The weight_map of a sharded model's index; ValueError when it names a file that is not beside it.
+
+    transformers would follow such a name out of a folder; from the Hub it refuses to.
+    """
+    index = Path(index)
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{index} is not JSON: {error}") from None
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
+    for shard in shards.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
+            raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
+    return shards
+
+
+def find_commit(name, revision=None):
+    """The commit that a revision (None: main) of the Hub model `name` is at. OSError or ValueError when it is not there."""
+    config = cached_file(name, "config.json", revision=revision)
+    if config is None:
+        raise ValueError("the repository has no config.json")
+    return Path(config).parent.name
+
+
+def check_download(name, commit):
+    """ValueError when files of the Hub model `name` in the cache are not what its SHA256SUMS says, where it has one."""
+    try:
+        sums = hf_hub_download(name, SUMS_FILE, revision=commit)
+    except EntryNotFoundError:  # the model was not pushed by mhla_hf
+        return
+    check_sums(Path(sums).parent)
 
 
 @contextlib.contextmanager
@@ -98,8 +173,16 @@ def save_language_model(model, tokenizer, folder, overwrite=False):
     """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
     path = check_new_folder(folder, overwrite).resolve()
     with folder_aside(path, replace=True) as aside, without_bars():
-        model.save_pretrained(aside)
+        model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
         tokenizer.save_pretrained(aside)
+    return path
+
+
+def save_pipeline(pipeline, folder, overwrite=False):
+    """Save a diffusers pipeline in the same way."""
+    path = check_new_folder(folder, overwrite).resolve()
+    with folder_aside(path, replace=True) as aside, without_bars():
+        pipeline.save_pretrained(aside, max_shard_size=SHARD_SIZE)
     return path
 
 

@@ -1,11 +1,12 @@
-"""lm-eval tasks from any held-out text: bits per byte, a multiple-choice cloze, and recall from an earlier block.
+"""lm-eval tasks from any held-out text: bits per byte, a cloze, recall from an earlier block, and generation.
 
 `make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
 small loader, all found relative to the folder, so it can be moved and shared. Unusual: the recall task asks for memory
 alone. A word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
 and the model is asked in which of four passages, equal but for that one word, it expects it most. Every passage scores
 the same word after the same last block, so what a model thinks of the word itself, or of the words around it, cancels: a
-model that cannot look back over a block scores 25 %, and small models can already score more.
+model that cannot look back over a block scores 25 %, and small models can already score more. Recall is also reported by
+depth: `acc_back_256` is the share of right answers where the fact lies about 256 tokens back.
 """
 
 import dataclasses
@@ -20,10 +21,12 @@ import yaml
 from ..files import folder_aside
 
 OPTIONS = 4
-LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores recall questions."""
+ANSWER_TOKENS = 32
+LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores answers by depth."""
 
 import json
 import math
+import os
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
@@ -34,11 +37,32 @@ def load(file, **_):
         return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
 
 
+def by_depth(doc, metric, value):
+    return {metric: value, f"{metric}_back_{doc['back']}": value}
+
+
+def choice(doc, results):
+    scores = [loglikelihood for loglikelihood, _ in results]
+    return by_depth(doc, "acc", (scores[doc["answer"]] == max(scores)) / scores.count(max(scores)))
+
+
 def recall(doc, results):
     scores = [loglikelihood for loglikelihood, _ in results]
-    true, best = scores[doc["answer"]], max(scores)
+    true = scores[doc["answer"]]
     others = (sum(scores) - true) / (len(scores) - 1)
-    return {"acc": (true == best) / scores.count(best), "gain_bits": (true - others) / math.log(2)}
+    return {**choice(doc, results), "gain_bits": (true - others) / math.log(2)}
+
+
+def answer(doc, results):
+    return by_depth(doc, "exact_match", float(results[0].strip().startswith(doc["target"].strip())))
+
+
+def copy(doc, results):
+    said, meant = results[0].split(), doc["target"].split()
+    right = len(os.path.commonprefix([said, meant])) / len(meant)
+    threes = list(zip(said, said[1:], said[2:]))
+    distinct = len(set(threes)) / len(threes) if threes else 1.0
+    return {"exact_match": float(right == 1), "right_words": right, "distinct_threes": distinct}
 '''
 MANIFEST = "tasks.json"
 
@@ -53,6 +77,40 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(_FunctionTag, lambda dumper, value: dumper.represent_scalar("!function", str(value)))
 
+_QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
+_WRITING = {
+    "output_type": "generate_until",
+    "doc_to_text": "context",
+    "doc_to_target": "target",
+    "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
+}
+# kind of task -> (its part of the YAML, metric -> aggregation; the first metric is also given by depth)
+KINDS = {
+    "bits_per_byte": (
+        {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"},
+        {"bits_per_byte": "bits_per_byte"},
+    ),
+    "cloze": (_QUESTION, {"acc": "mean", "acc_mutual_info": "mean"}),
+    "needle_recall": ({**_QUESTION, "process_results": _FunctionTag("local_data.choice")}, {"acc": "mean"}),
+    "recall": (
+        {
+            "doc_to_text": "answer",
+            "doc_to_choice": "contexts",
+            "doc_to_target": "word",
+            "process_results": _FunctionTag("local_data.recall"),
+        },
+        {"acc": "mean", "gain_bits": "mean"},
+    ),
+    "needle_generation": (
+        {**_WRITING, "process_results": _FunctionTag("local_data.answer")},
+        {"exact_match": "mean"},
+    ),
+    "generation": (
+        {**_WRITING, "process_results": _FunctionTag("local_data.copy")},
+        {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"},
+    ),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalTasks:
@@ -64,11 +122,11 @@ class LocalTasks:
 
 
 def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=150, block=64, seed=0):
-    """Write the three tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
+    """Write the four tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
 
     text: str, held out from training; some 20,000 characters of prose with paragraphs give good tasks.
     tokenizer: a transformers tokenizer; only lengths in tokens are taken from it, the tasks themselves are plain text.
-    prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`.
+    prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`, `<prefix>_generation`.
     window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
     block: the fact of a recall question lies at least this many tokens before the question. seed: of every choice.
 
@@ -82,18 +140,20 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
             f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty folder"
         )
     count = _token_counter(tokenizer)
-    documents = {
-        f"{prefix}_bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
-        f"{prefix}_cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
-        f"{prefix}_recall": make_recall(text, count, window=window, items=items, block=block, seed=seed),
+    shape = {"window": window, "items": items, "block": block, "seed": seed}
+    made = {
+        "bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
+        "cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
+        "recall": make_recall(text, count, **shape),
+        "generation": make_generation(text, count, **shape),
     }
-    for name, rows in documents.items():
-        if name != f"{prefix}_bits_per_byte" and len(rows) < 16:
+    for kind, rows in made.items():
+        if kind != "bits_per_byte" and len(rows) < 16:
             raise ValueError(
-                f"text gives only {len(rows)} questions for {name}; expected at least 16, so a longer text"
+                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least 16, so a longer text"
             )
-    _write(folder, documents, {"prefix": prefix, "window": window, "items": items, "block": block, "seed": seed})
-    return LocalTasks(str(folder), tuple(documents), {name: len(rows) for name, rows in documents.items()})
+    documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in made.items()}
+    return write_tasks(folder, documents, {"prefix": prefix, **shape})
 
 
 def _check_arguments(text, prefix, window, items, block):
@@ -216,7 +276,8 @@ def make_recall(text, count, *, window, items, block, seed):
     A passage is a sentence with a word put in, more than `block` tokens of the text that follows it, and the sentence
     again up to the word. The four differ in the word alone; the words are rare in the text, have equally many tokens and
     stand nowhere else in the passage. Distances are spread from `block` to what the window holds.
-    Returns rows {"contexts", "word", "answer", "distance"}; distance: tokens from the fact to the passage's end.
+    Returns rows {"contexts", "word", "answer", "distance", "back"}; distance: tokens from the fact to the passage's end;
+    back: the round number of tokens that it was meant to be.
     """
     rng, rows = random.Random(f"recall {seed}"), []
     pools = {}
@@ -228,10 +289,11 @@ def make_recall(text, count, *, window, items, block, seed):
     reaches = [block + (window - 2 * block) * step // 4 for step in range(4)]
     for turn in range(8 * items if pools and sentences else 0):
         start, end = rng.choice(sentences)
-        row = _recall_row(text, start, end, reaches[turn % len(reaches)], rng.choice(pools), rng, count)
+        reach = reaches[turn % len(reaches)]
+        row = _recall_row(text, start, end, reach, rng.choice(pools), rng, count)
         fits = row and all(count(context + row["word"]) < window for context in row["contexts"])
         if fits and row["distance"] > block:
-            rows.append(row)
+            rows.append(row | {"back": reach})
         if len(rows) == items:
             break
     return rows
@@ -270,41 +332,61 @@ def _context_after(text, start, tokens, count):
     return taken.rstrip()
 
 
-def _write(folder, documents, arguments):
-    """The folder, aside and renamed; an older one that this function wrote gives way."""
+def make_generation(text, count, *, window, items, block, seed):
+    """Questions of the form: a sentence, at least a block of what follows it, the sentence's first half; go on.
+
+    The model writes on its own, greedily, through its cache; the target is the rest of the sentence, word by word.
+    Returns rows {"context", "target"}; context and answer fit in `window` together.
+    """
+    rng, rows = random.Random(f"generation {seed}"), []
+    sentences = find_sentences(text)
+    for start, end in rng.sample(sentences, len(sentences)):
+        words = [match.end() for match in re.finditer(r"\S+", text[start:end])]
+        half = start + words[len(words) // 2 - 1]
+        followed = text[start:end] + _context_after(text, end, block, count)
+        row = {"context": followed + "\n\n" + text[start:half], "target": text[half:end]}
+        if count(followed[end - start :]) >= block and count(row["context"]) + ANSWER_TOKENS < window:
+            rows.append(row)
+        if len(rows) == items:
+            break
+    return rows
+
+
+def write_tasks(folder, documents, arguments):
+    """Put tasks where lm-eval finds them, aside and renamed; an older folder written by this gives way.
+
+    documents: task name -> (one of `KINDS`, rows). arguments: for the manifest. Returns `LocalTasks`.
+    """
+    sizes = {name: len(rows) for name, (_, rows) in documents.items()}
     with folder_aside(folder, replace=True) as aside:
         (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
-        for name, rows in documents.items():
+        for name, (kind, rows) in documents.items():
             lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
             (aside / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-            (aside / f"{name}.yaml").write_text(_task_yaml(name), encoding="utf-8")
-        sizes = {name: len(rows) for name, rows in documents.items()}
+            (aside / f"{name}.yaml").write_text(_task_yaml(name, kind, rows), encoding="utf-8")
         (aside / MANIFEST).write_text(json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n", encoding="utf-8")
+    return LocalTasks(str(folder), tuple(documents), sizes)
 
 
-def _task_yaml(name):
+def _task_yaml(name, kind, rows):
     """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
-    common = {
+    own, metrics = KINDS[kind]
+    depths = sorted({row["back"] for row in rows if "back" in row})
+    metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
+    listed = [
+        {"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}
+        for metric, aggregation in metrics.items()
+    ]
+    content = {
         "task": name,
         "custom_dataset": _FunctionTag("local_data.load"),
         "dataset_kwargs": {"file": f"{name}.jsonl"},
         "test_split": "test",
         "num_fewshot": 0,
+        "output_type": "multiple_choice",
+        "target_delimiter": "",
+        **own,
+        "metric_list": listed,
+        "metadata": {"version": 1.0},
     }
-    if name.endswith("_bits_per_byte"):
-        wanted = {"bits_per_byte": "bits_per_byte"}
-        own = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
-    elif name.endswith("_cloze"):
-        wanted = {"acc": "mean", "acc_mutual_info": "mean"}
-        own = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
-    else:
-        wanted = {"acc": "mean", "gain_bits": "mean"}
-        own = {"doc_to_text": "answer", "doc_to_choice": "contexts", "doc_to_target": "word"}
-        own["process_results"] = _FunctionTag("local_data.recall")
-    metrics = [
-        {"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}
-        for metric, aggregation in wanted.items()
-    ]
-    own = {"output_type": "multiple_choice", "target_delimiter": "", **own}
-    content = {**common, **own, "metric_list": metrics, "metadata": {"version": 1.0}}
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -19,8 +20,12 @@ from ..files import write_json
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 WEIGHTS = (".safetensors", ".bin")
+PIPELINE = "model_index.json"
 DECISIVE = (
+    PIPELINE,
     "config.json",
+    "scheduler_config.json",
+    "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -180,7 +185,7 @@ def score_rows(models, tasks=None):
         for record in records:
             if tasks is None or record.task in tasks:
                 seen.setdefault(record.identity, record)
-    for identity, first in sorted(seen.items(), key=lambda item: tuple(map(str, item[0]))):
+    for identity, first in sorted(seen.items(), key=lambda item: _natural(item[0])):
         arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
         cells = []
         for records in models.values():
@@ -191,35 +196,85 @@ def score_rows(models, tasks=None):
     return ["task", "metric", "shots", "samples", *models], rows
 
 
+def _natural(identity):
+    """A sort key by which acc_back_64 comes before acc_back_128."""
+    return [
+        [(not part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", str(field))]
+        for field in identity
+    ]
+
+
 def render_table(models, tasks=None, style="text"):
     """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
+    return render_rows(*score_rows(models, tasks), style=style)
+
+
+def render_rows(header, rows, style="text", left=2):
+    """A table of texts, the first `left` columns aligned left. style: "text" or "markdown"."""
     if style not in ("text", "markdown"):
         raise ValueError(f'style is {style!r}; expected "text" or "markdown"')
-    header, rows = score_rows(models, tasks)
     if style == "markdown":
         safe = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
-        ruler = ["---"] * 2 + ["---:"] * (len(header) - 2)
+        ruler = ["---"] * left + ["---:"] * (len(header) - left)
         return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ruler, *safe[1:]])
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = []
     for row in [header, ["-" * width for width in widths], *rows]:
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append("  ".join(left + right).rstrip())
+        first = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
+        others = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append("  ".join(first + others).rstrip())
     return "\n".join(lines)
+
+
+def paper_rows(models, columns):
+    """Header and rows of a table in the paper's layout: one row per model, one column per entry of `columns`.
+
+    columns: label -> {"task", "metric", "percent", "higher_is_better"} or {"mean_of": labels}. A mean is given only when
+    all its parts are there; its standard error takes them as independent. Returns (header, rows), lists of str.
+    """
+    rows = []
+    for name, records in models.items():
+        found = paper_values(records, columns)
+        rows.append([name, *(format_score(*found[label], places=2) if found.get(label) else "" for label in columns)])
+    arrows = [" ↓" if column.get("higher_is_better") is False else " ↑" for column in columns.values()]
+    return ["model", *(label + arrow for label, arrow in zip(columns, arrows, strict=True))], rows
+
+
+def paper_values(records, columns):
+    """label -> (value, standard error) of one model for the columns of a recipe, None where there is no score."""
+    found = {label: _column(records, column) for label, column in columns.items() if "mean_of" not in column}
+    for label, column in columns.items():
+        parts = [found.get(part) for part in column.get("mean_of", [])]
+        if parts and all(parts):
+            errors = [error for _, error in parts]
+            error = None if None in errors else math.hypot(*errors) / len(parts)
+            found[label] = (math.fsum(value for value, _ in parts) / len(parts), error)
+    return found
+
+
+def _column(records, column):
+    """(value, standard error) of a column's score, in percent where the column says so; None when there is none."""
+    for record in records:
+        if (record.task, record.metric) == (column["task"], column["metric"]) and record.value is not None:
+            scale = 100 if column.get("percent") else 1
+            return scale * record.value, None if record.stderr is None else scale * record.stderr
+    return None
 
 
 def fingerprint_folder(folder):
     """ "files:" + sha256 over what decides a local model's numbers: weights, configuration, tokenizer, its own source.
 
-    Cards, results, plots and training records are not part of it. FileNotFoundError when the folder has no weights.
+    Cards, results, plots and training records are not part of it; of a pipeline (model_index.json), the folders of its
+    components are. FileNotFoundError when the folder has no weights.
     """
-    files = sorted(file for file in Path(folder).iterdir() if file.is_file() and _decides(file.name))
+    folder = Path(folder)
+    parts = folder.rglob("*") if (folder / PIPELINE).is_file() else folder.iterdir()
+    files = sorted(file for file in parts if file.is_file() and _decides(file.name))
     if not any(file.name.endswith(WEIGHTS) for file in files):
         raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 22):
                 digest.update(chunk)
@@ -233,8 +288,24 @@ def _decides(name):
 def fingerprint_model(model):
     """ "tensors:" + sha256 over names, dtypes, shapes and bytes of a loaded model's state dict."""
     digest = hashlib.sha256()
+    _digest_tensors(digest, model)
+    return f"tensors:{digest.hexdigest()[:32]}"
+
+
+def fingerprint_pipeline(pipeline):
+    """ "tensors:" + sha256 over the weights of a loaded pipeline's components and the settings of those without any."""
+    digest = hashlib.sha256()
+    for name, part in sorted(pipeline.components.items()):
+        digest.update(f"{name}\0{type(part).__name__}\0".encode())
+        if isinstance(part, torch.nn.Module):
+            _digest_tensors(digest, part)
+        elif hasattr(part, "to_json_string"):
+            digest.update(part.to_json_string().encode())
+    return f"tensors:{digest.hexdigest()[:32]}"
+
+
+def _digest_tensors(digest, model):
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         if tensor.numel():
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return f"tensors:{digest.hexdigest()[:32]}"

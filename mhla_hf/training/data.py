@@ -250,7 +250,7 @@ def _open_files(files, name, tokenizer, text_field, vocab_size):
     if builder:
         files = [file for file in files if file.suffix == files[0].suffix]
         stream = _load(name, tokenizer, text_field, vocab_size, builder, data_files=[str(file) for file in files])
-        stream.identity = [[file.name, file.stat().st_size, _head_hash(file)] for file in files]
+        stream.identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
         return stream
     texts = []
     for file in files:
@@ -267,14 +267,16 @@ def _open_files(files, name, tokenizer, text_field, vocab_size):
 
 
 def _open_hub(name, tokenizer, text_field, vocab_size):
-    repository, _, configuration = name.partition(":")
-    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
-    if looks_local or not name.strip() or repository.count("/") > 1:
-        raise ValueError(f"data: there is no file or folder {name!r}")
-    return _load(name, tokenizer, text_field, vocab_size, repository, configuration or None)
+    return _load(name, tokenizer, text_field, vocab_size, *hub_id(name))
 
 
 def _load(label, tokenizer, text_field, vocab_size, *arguments, **options):
+    dataset = load_split(label, *arguments, streaming=True, **options)
+    return TokenStream(dataset, tokenizer, text_field, vocab_size, label)
+
+
+def load_split(label, *arguments, split="train", **options):
+    """A split by `datasets.load_dataset`; `label` names the data in the one sentence of an error."""
     try:
         import datasets
     except ImportError as error:
@@ -282,12 +284,20 @@ def _load(label, tokenizer, text_field, vocab_size, *arguments, **options):
             f"data: {label!r} is read with datasets, which is missing: pip install 'mhla_hf[train]'"
         ) from error
     try:
-        dataset = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
+        return datasets.load_dataset(*arguments, split=split, **options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"data: {label!r} is neither a file or folder here nor a dataset that can be reached ({_one_line(error)})"
         ) from error
-    return TokenStream(dataset, tokenizer, text_field, vocab_size, label)
+
+
+def hub_id(name):
+    """(repository, configuration or None) of "id" or "id:configuration"; ValueError for what can only be a path."""
+    repository, _, configuration = name.partition(":")
+    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
+    if looks_local or not name.strip() or repository.count("/") > 1:
+        raise ValueError(f"data: there is no file or folder {name!r}")
+    return repository, configuration or None
 
 
 def _encode(tokenizer, texts, name):
@@ -310,7 +320,8 @@ def _check_ids(tokens, vocab_size, name):
         )
 
 
-def _head_hash(file):
+def head_hash(file):
+    """Hash of a file's first megabyte, which with its size identifies it."""
     with file.open("rb") as stream:
         return hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
 

@@ -1,7 +1,8 @@
 """distill(): one Accelerate loop for everything that is trained here.
 
 Transfer, distillation and training from scratch differ in a loss and in which parameters move, so a stage is data
-(`recipe.Stage`) and the loop exists once. Unusual: a run continues bit for bit after a kill at any moment, because the
+(`recipe.Stage`); language, images and diffusion differ in data and losses, so they are tasks (`tasks.Task`); and the
+loop exists once. Unusual: a run continues bit for bit after a kill at any moment, because the
 data's order is a function of (seed, stage, step), the learning rate one of the step, and everything else (weights,
 moments, random generators, sums not yet logged, the place in a stream) is in a state that is written aside and renamed.
 The loop never waits for the device except when it logs or saves.
@@ -24,17 +25,18 @@ from tqdm import tqdm
 
 from ..files import write_json
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
-from .data import open_text
-from .objectives import NO_LABEL, DistillStep
-from .recipe import Stage, make_stages, read_recipe
+from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder
-from .trainable import check_models, choose_trainable, direct_mixings, parameter_groups
+from .tasks import bytes_of, find_task
+from .trainable import choose_trainable, direct_mixings, parameter_groups
 
 logger = logging.getLogger("mhla_hf")
 
 KEPT_STATES = 2
+AVERAGE = "average.pt"
 SAMPLED = 1024
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
+VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
 DEFAULTS = {
     "mixed_precision": None,
     "gradient_checkpointing": False,
@@ -52,7 +54,6 @@ def distill(
     *,
     out,
     data=None,
-    tokenizer=None,
     stages=None,
     recipe=None,
     seed=0,
@@ -61,22 +62,25 @@ def distill(
     save_every=None,
     log_every=None,
     tracker=None,
-    text_field="text",
     progress=True,
     command=None,
+    **options,
 ):
-    """Train `student` through the stages, from `teacher` or from the text alone, and save it to `out`.
+    """Train `student` through the stages, from `teacher` or from data alone, and save it to `out`.
 
     A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
 
     Args:
-        student: a causal language model of transformers, trained in place; trainable weights in float32.
-        teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses
-            "transfer" and "logits".
+        student: a causal language model or an image model of transformers, or a transformer of diffusers or a pipeline of
+            one, which is then saved whole; trained in place; trainable weights in float32.
+        teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses that
+            compare with one. Of a diffusion student or its teacher one is a pipeline, for its scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
-        data, text_field: text to train on, see `mhla_hf.training.data.open_text`; None: the recipe's.
-        tokenizer: of transformers; saved with the model.
-        stages: list of `Stage` or dict; or recipe: path of a YAML file that holds them. One of the two.
+        data: what to train on, for text see `mhla_hf.training.data.open_text`, for labelled images
+            `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
+            recipe's. Without latents a diffusion teacher samples trajectories, for prompts (a list, or a .txt file with
+            one a line) or, given None, for its classes.
+        stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
         seed: whole number of at least 0; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
         gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
@@ -84,6 +88,8 @@ def distill(
         log_every: optimizer steps between two entries of the history (10).
         tracker: "tensorboard" (into `runs/`) or another that accelerate knows; None or "": none.
         progress: show bars and messages on stderr. command: the shell line that repeats the run, for the record.
+        options: the task's own: for language models `tokenizer` (saved with the model) and `text_field`; for image models
+            `processor` (saved with the model) and `test` (images whose accuracy enters the history).
 
     Returns:
         The student. `out/train.json` holds stages, tokens, seconds, losses, versions, hardware and seed.
@@ -100,8 +106,9 @@ def distill(
         "log_every": log_every,
         "tracker": tracker,
     }
-    stages, data, options = _resolve(stages, recipe, data, seed, given)
-    check_models(student, teacher, stages)
+    task = find_task(student, teacher, options)
+    stages, data, options = _resolve(task, stages, recipe, data, seed, given)
+    task.check(stages)
     accelerate = _import_accelerate()
     fresh = not accelerate.state.PartialState._shared_state
     accelerator = _make_accelerator(accelerate, options, out)  # its settings are global until they are reset below
@@ -112,9 +119,8 @@ def distill(
                     f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by "
                     f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
                 )
-        vocab = student.get_input_embeddings().weight.shape[0]
-        source = open_text(data, tokenizer, text_field=text_field, vocab_size=vocab)
-        run = _Run(accelerator, student, teacher, tokenizer, source, stages, options, seed, out, progress, command)
+        source = task.open(data, stages)
+        run = _Run(accelerator, task, source, stages, options, seed, out, progress, command)
         return run.execute()
     finally:
         accelerator.free_memory()
@@ -125,14 +131,14 @@ def distill(
 class _Run:
     """One call of `distill`, from its folder to its record."""
 
-    def __init__(self, accelerator, student, teacher, tokenizer, source, stages, options, seed, out, progress, command):
-        self.accelerator, self.student, self.teacher, self.tokenizer = accelerator, student, teacher, tokenizer
+    def __init__(self, accelerator, task, source, stages, options, seed, out, progress, command):
+        self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed = source, stages, options, seed
         self.progress, self.command = progress and accelerator.is_main_process, command
-        self.main = accelerator.is_main_process
+        self.main, task.progress = accelerator.is_main_process, self.progress
         self.fingerprint = self._identify()
         self.folder = RunFolder(out, self.fingerprint, main=self.main)
-        self.at = {"stage": 0, "step": 0, "total": 0, "tokens": 0, "seconds": 0.0, "resumed": 0, "reader": None}
+        self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": [], "stage_seconds": [0.0] * len(stages)}
         self.interrupt = _Interrupt()
 
@@ -141,11 +147,11 @@ class _Run:
         if self.folder.finished():
             self.accelerator.wait_for_everyone()
             self.folder.clear()
-            self._load_finished()
+            self.task.load(self.folder.out)
             self._say(f"{self.folder.out} is finished already: nothing to do")
-            return self.student
+            return self.task.given
         latest = self.folder.latest()
-        self.source.reader(max(stage.seq_len for stage in self.stages), self.seed, 0).close()
+        self.task.try_data(self.source, self.stages, self.seed)
         if self.main and latest is None:
             self.folder.check_room(self._bytes_needed())
         self.accelerator.wait_for_everyone()
@@ -163,7 +169,7 @@ class _Run:
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
-        return self.student
+        return self.task.given
 
     def _train(self, latest):
         import accelerate
@@ -177,37 +183,39 @@ class _Run:
         flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         self.student.train()
         if self.options["gradient_checkpointing"]:
-            self.student.activation_checkpointing_enable({"use_reentrant": False})
+            self.task.checkpoint_gradients(True)
         try:
             for number in range(self.at["stage"], len(self.stages)):
-                choose_trainable(self.student, self.stages[number], flags)
-                self._stage(number, latest)
+                with self.task.prepared(self.stages[number]):
+                    choose_trainable(self.student, self.stages[number], flags)
+                    self._stage(number, latest)
                 latest = None
         finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
             if self.options["gradient_checkpointing"]:
-                self.student.activation_checkpointing_disable()
+                self.task.checkpoint_gradients(False)
 
     def _stage(self, number, latest):
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
         stage = self.stages[number]
         accelerator, at = self.accelerator, self.at
         accelerator.free_memory()
-        if self.teacher is not None and stage.loss != "lm":
+        if self.teacher is not None and stage.needs_teacher:
             self.teacher.to(accelerator.device).eval()
         optimizer = torch.optim.AdamW(
-            parameter_groups(self.student, stage), betas=(stage.beta1, stage.beta2), fused=True
+            parameter_groups(self.student, stage), betas=(stage.beta1, stage.beta2), eps=stage.eps, fused=True
         )
-        step, optimizer = accelerator.prepare(DistillStep(self.student, self.teacher, stage), optimizer)
+        step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
             self._check_generators()
         else:
             at.update(stage=number, step=0, sums={}, since=0)
-        reader = self.source.reader(stage.seq_len, self.seed, number, at["reader"])
+        reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.average = self._start_average(trained, stage, latest)
         clamped = direct_mixings(self.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
@@ -228,8 +236,10 @@ class _Run:
                 optimizer.zero_grad()
                 for mixing in clamped:
                     mixing.data.clamp_(min=0.0)
+                if self.average:
+                    self.average.step(trained)
                 at.update(step=at["step"] + 1, total=at["total"] + 1, since=at["since"] + 1)
-                at["tokens"] += stage.batch_size * stage.seq_len
+                at[self.task.unit] += self.task.count(stage)
                 bar.update()
                 stop = self.interrupt.asked and accelerator.num_processes == 1
                 done = at["step"] == stage.steps
@@ -247,23 +257,34 @@ class _Run:
                         "the same command goes on from there"
                     )
             at["reader"] = reader.handover()
+            if self.average:
+                self.average.copy_to(trained)
         finally:
             bar.close()
             reader.close()
 
+    def _start_average(self, trained, stage, latest):
+        """The moving average of the stage's weights, from its start or from the state in `latest`; None without one."""
+        if not stage.ema:
+            return None
+        from diffusers.training_utils import EMAModel
+
+        average = EMAModel(trained, decay=stage.ema)
+        if latest is not None:
+            average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
+            average.to(self.accelerator.device)
+        return average
+
     def _parts(self, reader, stage):
-        """The batch of one step as this process sees it: ((ids, labels, token share, row share), is it the last)."""
-        ids, labels = reader.take(stage.batch_size)
-        predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
+        """The batch of one step as this process sees it: (the objective's arguments, is it the last part)."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         own = stage.batch_size // world
         rows = own // stage.grad_accum
-        shares = world / max(1, predicted), world / stage.batch_size
+        tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
         device = self.accelerator.device
-        for first in range(rank * own, (rank + 1) * own, rows):
-            part = slice(first, first + rows)
-            batch = ids[part].to(device), labels[part].to(device), *shares
-            yield batch, first + rows == (rank + 1) * own
+        for first in range(0, own, rows):
+            part = [tensor[first : first + rows].to(device) for tensor in tensors]
+            yield (*part, *(world * share for share in shares)), first + rows == own
 
     def _count_time(self, clock, number):
         moment = time.monotonic()
@@ -278,20 +299,23 @@ class _Run:
             [*sums.values(), torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)]
         )
         *means, asked = self.accelerator.reduce(values, reduction="mean").tolist()
-        entry = {"stage": stage.name, "step": at["step"], "total": at["total"], "tokens": at["tokens"]}
+        entry = {"stage": stage.name, "step": at["step"], "total": at["total"]}
+        entry |= {self.task.unit: at[self.task.unit]}
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
         entry |= {"lr": lr, "seconds": round(at["seconds"], 3)}
         if norm is not None:
             entry["grad_norm"] = float(norm)
         self._refuse_not_finite(stage, entry["loss"], entry.get("grad_norm", 0.0))
+        if self.main:
+            entry |= self.task.judge()
         at["history"].append(entry)
         at["since"] = 0
         self.accelerator.log(
             {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry},
             step=at["total"],
         )
-        speed = at["tokens"] / max(at["seconds"], 1e-9)
-        bar.set_postfix(loss=f"{entry['loss']:.4g}", tok_s=f"{speed:,.0f}", refresh=False)
+        speed = at[self.task.unit] / max(at["seconds"], 1e-9)
+        bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
@@ -317,6 +341,8 @@ class _Run:
             self.accelerator.save_state(aside, safe_serialization=False)
             self.accelerator.wait_for_everyone()
             if self.main:
+                if self.average:
+                    torch.save(self.average.state_dict(), os.path.join(aside, AVERAGE))
                 write_json(os.path.join(aside, "progress.json"), {**at, "generator": _generator_hash()})
                 os.replace(aside, target)
                 self.folder.prune(KEPT_STATES)
@@ -328,15 +354,13 @@ class _Run:
             raise ValueError(f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions")
 
     def _finish(self):
-        """The finished model, its tokenizer and the record, aside and renamed; then the state goes."""
+        """The finished model, what belongs to it and the record, aside and renamed; then the state goes."""
         self.accelerator.wait_for_everyone()
         if not self.main:
             self.accelerator.wait_for_everyone()
             return
         with self.folder.writing(self.folder.out, "the model") as aside:
-            self.student.save_pretrained(aside)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(aside)
+            self.task.save(aside)
             runs = self.folder.state / "runs"
             if runs.exists():
                 os.replace(runs, aside / "runs")
@@ -351,19 +375,20 @@ class _Run:
             entries = [entry for entry in at["history"] if entry["stage"] == stage.name]
             stages.append(
                 dataclasses.asdict(stage)
-                | {"tokens": stage.steps * stage.batch_size * stage.seq_len, "seconds": round(seconds, 3)}
+                | {self.task.unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
                 | {"steps_per_second": stage.steps / max(seconds, 1e-9)}
                 | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
             )
         return {
             "format_version": 1,
+            "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
-            "teacher": None if self.teacher is None else _public_name(self.teacher.config.name_or_path),
+            "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "seed": self.seed,
             "stages": stages,
             "steps": at["total"],
-            "tokens": at["tokens"],
+            self.task.unit: at[self.task.unit],
             "seconds": round(at["seconds"], 3),
             "steps_per_second": at["total"] / max(at["seconds"], 1e-9),
             "resumed": at["resumed"],
@@ -381,7 +406,7 @@ class _Run:
 
     def _identify(self):
         """What makes this run this run: whatever would change the trained weights, in the order of refusal."""
-        used = any(stage.loss != "lm" for stage in self.stages)
+        used = any(stage.needs_teacher for stage in self.stages)
         parameters = [
             (name, list(value.shape), str(value.dtype), value.requires_grad)
             for name, value in self.student.named_parameters()
@@ -397,17 +422,12 @@ class _Run:
         }
 
     def _bytes_needed(self):
-        size = sum(value.numel() * value.element_size() for value in self.student.state_dict().values())
-        return 3 * size * (KEPT_STATES + 1) + size
+        return 3 * bytes_of(self.student) * (KEPT_STATES + 1) + self.task.bytes_saved()
 
     def _start_tracker(self):
         if not self.options["tracker"]:
             return
         self.accelerator.init_trackers("runs", init_kwargs={"tensorboard": {"purge_step": self.at["total"] + 1}})
-
-    def _load_finished(self):
-        trained = type(self.student).from_pretrained(self.folder.out, dtype=self.student.dtype)
-        self.student.load_state_dict(trained.state_dict())
 
     def _total(self):
         return sum(stage.steps for stage in self.stages)
@@ -442,17 +462,19 @@ class _Interrupt:
         self.asked = True
 
 
-def _resolve(stages, recipe, data, seed, given):
+def _resolve(task, stages, recipe, data, seed, given):
     """Stages, data and options from arguments, recipe and defaults, in that order of force; all checked."""
     if (stages is None) == (recipe is None):
         raise ValueError("stages: expected either stages or recipe, one of the two")
     run = {}
     if recipe is not None:
         recipe = read_recipe(recipe)
+        if recipe.task != task.name:
+            raise ValueError(f"recipe: it is for {recipe.task}, and the student is a model for {task.name}")
         stages, run = recipe.stages, recipe.run
         data = recipe.data if data is None else data
-    stages = make_stages(stages)
-    if data is None:
+    stages = make_stages(stages, STAGE_TYPES[task.name])
+    if data is None and not task.without_data:
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: got {seed!r}; expected a whole number of at least 0")
@@ -497,7 +519,8 @@ def _make_accelerator(accelerate, options, out):
 
 
 def _plain_config(model):
-    config = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
+    config = {key: value for key, value in config.items() if key not in VOLATILE}
     return json.dumps(config, sort_keys=True, default=str)
 
 

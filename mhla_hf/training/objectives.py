@@ -1,4 +1,4 @@
-"""The losses: the student with the loss of one stage, as the one module that Accelerate wraps.
+"""The losses of language models: the student with the loss of one stage, as the one module that Accelerate wraps.
 
 Unusual: the value and the gradient of KL and cross-entropy come from one pass over chunks of tokens that stay in cache,
 and the transfer loss runs no more of the student than its attention modules.

@@ -10,37 +10,24 @@ from torch import nn
 
 
 def mhla_attentions(model):
-    """Names of the attention modules that have an MHLA core (a child called `mhla`), in the model's order."""
-    return [name.removesuffix(".mhla") for name, _ in model.named_modules() if name.endswith(".mhla")]
+    """Names of the attention modules that have an MHLA core, in the model's order.
+
+    The core is the module's child `mhla`, or that of its processor, as in diffusers (`attn1.processor.mhla`).
+    """
+    names = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
+    return [name.removesuffix(".mhla").removesuffix(".processor") for name in names]
 
 
-def check_models(student, teacher, stages):
-    """One sentence for the first thing that could not work, before anything is loaded or written."""
-    for name, model in (("student", student), ("teacher", teacher)):
-        if model is None and name == "teacher":
-            continue
-        if not (isinstance(model, nn.Module) and hasattr(model, "save_pretrained") and hasattr(model, "base_model")):
-            raise TypeError(f"{name}: got {type(model).__name__}; expected a causal language model of transformers")
-        if any(value.is_meta for value in model.parameters()):
-            raise ValueError(f"{name}: its weights are on the meta device; expected loaded weights")
-        limit = getattr(model.config, "max_position_embeddings", None)
-        for stage in stages:
-            if limit and stage.seq_len > limit and (name == "student" or stage.loss != "lm"):
-                raise ValueError(
-                    f"seq_len: stage {stage.name!r} has {stage.seq_len}, and the {name} knows {limit} positions"
-                )
-    for stage in stages:
-        _check_stage(student, teacher, stage)
-    if teacher is not None and any(stage.loss != "lm" for stage in stages):
-        own = {value.untyped_storage().data_ptr(): name for name, value in student.named_parameters()}
-        for name, value in teacher.named_parameters():
-            if value.untyped_storage().data_ptr() in own:
-                raise ValueError(
-                    f"teacher: shares {name!r} with the student; load it separately, or deepcopy before converting"
-                )
+def check_model(argument, model, wanted):
+    """One sentence if `model` cannot be trained or asked: not a model with `save_pretrained`, or without weights."""
+    if not (isinstance(model, nn.Module) and hasattr(model, "save_pretrained")):
+        raise TypeError(f"{argument}: got {type(model).__name__}; expected {wanted}")
+    if any(value.is_meta for value in model.parameters()):
+        raise ValueError(f"{argument}: its weights are on the meta device; expected loaded weights")
 
 
-def _check_stage(student, teacher, stage):
+def check_stage(student, teacher, stage):
+    """One sentence if `stage` would train nothing, weights too coarse to train, or lacks the teacher it needs."""
     names = mhla_attentions(student)
     label = f"stage {stage.name!r}"
     if not names and (stage.loss == "transfer" or stage.trainable != "all"):
@@ -55,37 +42,43 @@ def _check_stage(student, teacher, stage):
                 f"student: {name!r} is {value.dtype}, where small updates vanish; load it with dtype=torch.float32 "
                 "(and use mixed_precision='bf16' for speed)"
             )
-    if stage.loss == "lm":
-        return
-    if teacher is None:
+    if stage.needs_teacher and teacher is None:
         raise ValueError(f"teacher: None was given, and {label} (loss {stage.loss!r}) needs one")
-    if stage.loss == "logits":
-        rows = [len(model.get_input_embeddings().weight) for model in (student, teacher)]
-        if rows[0] != rows[1]:
-            raise ValueError(f"teacher: has a vocabulary of {rows[1]}, and the student one of {rows[0]}; expected one")
-        return
+
+
+def check_original(student, teacher):
+    """One sentence if the student's MHLA layers have no softmax originals of the same names in the teacher."""
     modules = dict(teacher.named_modules())
-    for name in names:
+    for name in mhla_attentions(student):
         if name not in modules:
             raise ValueError(f"teacher: has no module {name!r}, which the student has; expected the student's original")
-        if f"{name}.mhla" in modules:
+        if f"{name}.mhla" in modules or f"{name}.processor.mhla" in modules:
             raise ValueError(f"teacher: {name!r} is an MHLA layer itself; expected the softmax original")
-    widths = [model.config.hidden_size for model in (student, teacher)]
-    if widths[0] != widths[1]:
-        raise ValueError(f"teacher: has hidden size {widths[1]}, and the student {widths[0]}; expected one")
+
+
+def check_not_shared(student, teacher):
+    """One sentence if training the student would change the teacher."""
+    own = {value.untyped_storage().data_ptr(): name for name, value in student.named_parameters()}
+    for name, value in teacher.named_parameters():
+        if value.untyped_storage().data_ptr() in own:
+            raise ValueError(
+                f"teacher: shares {name!r} with the student; load it separately, or deepcopy before converting"
+            )
 
 
 def _moves(name, attentions, stage, flag):
     if stage.trainable == "all":
         return flag
-    ending = ".mhla." if stage.trainable == "mhla" else "."
-    return flag and any(name.startswith(attention + ending) for attention in attentions)
+    if stage.trainable in ("mhla", "lora"):
+        return flag and (".mhla." in name or (stage.trainable == "lora" and ".lora_" in name))
+    return flag and any(name.startswith(f"{attention}.") for attention in attentions)
 
 
 def choose_trainable(student, stage, flags):
+    """Let move what `stage` names, of what `flags` (parameter -> whether it may, True if unknown) leaves free."""
     names = mhla_attentions(student)
     for name, parameter in student.named_parameters():
-        parameter.requires_grad_(_moves(name, names, stage, flags[parameter]))
+        parameter.requires_grad_(_moves(name, names, stage, flags.get(parameter, True)))
 
 
 def parameter_groups(student, stage):

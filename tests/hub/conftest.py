@@ -1,10 +1,14 @@
-"""A clean process: no mhla_hf, no triton, no diffusers, no network, its own Hugging Face home."""
+"""A clean process (no mhla_hf, triton, diffusers, network; its own Hugging Face home) and a Hub of the tests' own."""
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
+from loopback_hub import TOKEN, LoopbackHub
 
 BLOCKED = ("mhla_hf", "triton", "diffusers")
 
@@ -33,3 +37,18 @@ def clean_python(tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub of this test's own, which the client in this process uses, without pauses between its attempts."""
+    with LoopbackHub() as served:
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+        yield served

@@ -104,7 +104,7 @@ BAD = {
     "unknown command": ("evalute llama", "'evalute'"),
     "unknown option": ("convert llama new --layer all", "--layer"),
     "no output": ("convert llama", "OUT"),
-    "no tasks": ("evaluate llama", "--tasks"),
+    "no tasks": ("evaluate llama", "tasks is None and so is recipe"),
     "tasks empty": ("evaluate llama --tasks ,", "tasks is empty"),
     "seeds no number": ("demo --seeds two", "--seeds"),
     "seeds zero": ("demo --seeds 0 --out new", "seeds"),
@@ -153,6 +153,15 @@ BAD = {
     "threads": ("bench --threads 0", "threads is 0"),
     "demo threads": ("demo --threads 0", "threads: got 0"),
     "bench out": ("bench --out file", "'file'"),
+    "push nothing": ("push", "DIR"),
+    "push a folder that is not there": ("push nothing me/model", "'nothing'"),
+    "push to no user": ("push mhla model", "repo_id is 'model'"),
+    "push a softmax model": ("push llama me/model --license mit", "names no MHLA class"),
+    "push without a card": ("push mhla me/model", "mhla/README.md does not exist"),
+    "push with an unknown licence": ("push mhla me/model --license apache2", "license is 'apache2'"),
+    "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
+    "push NaN": ("push negative me/model --license mit --draft", "holds NaN or infinity"),
+    "push a request with a tag": ("push mhla me/model --create-pr --tag v1", "tags does not go with create_pr"),
 }
 
 
@@ -184,7 +193,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
         quickest.append(time.perf_counter() - started)
         assert process.returncode == 0
     assert min(quickest) < 1.0
-    for command in ("demo", "convert", "distill", "evaluate", "bench"):
+    for command in ("demo", "convert", "distill", "evaluate", "push", "bench"):
         assert f"  {command} " in text
         assert main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
@@ -223,8 +232,8 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
     scored = ["evaluate", *models, "--tasks", "here_cloze,here_recall", "--include-path", "tasks", "--quiet"]
     assert main([*scored, "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 6
-    assert len(Results.read(distilled)) == 4
+    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 9
+    assert len(Results.read(distilled)) == 7
 
 
 def test_convert_replaces_only_when_told(shelf, tmp_path, monkeypatch, capsys):

@@ -5,18 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import converted_model, scratch_model, softmax_model, tokens
+from small_models import converted_model, one_sentence, scratch_model, softmax_model, tokens
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 import mhla_hf
 from mhla_hf import MHLAConfig, MHLASettings
-
-
-def one_sentence(error, *words):
-    text = str(error.value)
-    assert all(w in text for w in words), text
-    assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
-
 
 SETTINGS = [
     ({"block_size": 0}, "block_size"),
@@ -140,7 +133,7 @@ DAMAGE = [
     ("mixing.weight", float("inf"), {}, "NaN or infinite"),
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
     ("q_map.weight", float("nan"), {}, "q_map.weight"),
-    ("norm_weight", float("nan"), {"output_norm": True}, "norm_weight"),
+    ("norm.weight", float("nan"), {"output_norm": True}, "norm.weight"),
 ]
 
 

@@ -6,19 +6,10 @@ import sys
 
 import pytest
 import torch
+from elsewhere import run_elsewhere
 from small_models import MODELS, tokens
 
 VISITOR = """
-import importlib.util, json, os, sys
-ABSENT = ("mhla_hf", "triton", "diffusers", "accelerate", "lm_eval")
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in ABSENT else find_spec(name, package)
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ABSENT:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, "mhla_hf"))]
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,15 +33,7 @@ json.dump(report, open("report.json", "w"))
 
 def visit(folder):
     """Run the visitor in `folder`, away from this repository."""
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "HF_HOME": str(folder / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    run = subprocess.run([sys.executable, "-c", VISITOR], cwd=folder, env=env, capture_output=True, text=True)
+    run = run_elsewhere(VISITOR, folder)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads((folder / "report.json").read_text())
 
@@ -81,8 +64,7 @@ def test_bit_equal_elsewhere(name, tmp_path):
 def test_refused_without_trust(tmp_path):
     MODELS["llama-all"]().save_pretrained(tmp_path / "saved")
     code = VISITOR.split("ids =")[0] + 'AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=False)'
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    run = run_elsewhere(code, tmp_path)
     assert run.returncode == 1 and "trust_remote_code=True" in run.stderr
 
 

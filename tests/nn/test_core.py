@@ -36,9 +36,9 @@ def by_hand(core, q, k, v, hidden=None):
                 total, weights = total + w[:, None] * v[:, s, g], weights + w
             out[:, t, h] = total / weights[:, None] if settings.normalize else total * features["q"].shape[-1] ** -0.5
     if settings.output_norm:
-        out = out * (out.pow(2).mean(-1, keepdim=True) + core.norm_eps).rsqrt() * core.norm_weight
+        out = out * (out.pow(2).mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
     if settings.gate:
-        out = out * F.silu(core.gate(hidden)).view_as(out)
+        out = out * F.silu(F.linear(hidden, core.gate.weight, core.gate.bias)).view_as(out)
     return out
 
 

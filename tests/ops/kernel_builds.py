@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not there: what a launch would compile, with its registers and shared memory.
 
-Run: TRITON_INTERPRET=0 python tests/ops/kernel_builds.py [--chips 80 90 100 ...] [--quick] > docs/kernels.md
+Run: TRITON_INTERPRET=0 python tests/ops/kernel_builds.py --chips 80 90 100 > docs/kernels.md [--quick]
 
 The real launches are recorded (on CPU tensors, where nothing runs) and each is compiled with the types, divisibilities and
 configuration it had. No driver is needed; ptxas and cuobjdump come with triton. Not for a process in the interpreter.
@@ -31,22 +31,28 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 KINDS[torch.bool] = "i1"
 SHARED_LIMIT = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may use
 SHAPES = (
-    *((torch.bfloat16, widths) for widths in ((64, 64), (72, 72), (128, 128), (128, 256))),
-    (torch.float16, (64, 64)),
-    (torch.float32, (64, 64)),
+    *((torch.bfloat16, widths) for widths in ((64, 64), (32, 32), (72, 72), (128, 128), (128, 256), (256, 256))),
+    *((torch.float16, widths) for widths in ((64, 64), (72, 72), (128, 128), (256, 256))),
+    *((torch.float32, widths) for widths in ((32, 32), (64, 64), (72, 72), (128, 128), (256, 256))),
 )
 HEADER = """# Kernels: registers and shared memory
 
-Made by `python tests/ops/kernel_builds.py` with triton {version}: compiled offline, no GPU was used.
-A spilled register shows as stack bytes; kernels without products of tiles use no tensor cores. The quadratic form
-is taken, without causality, where S * S < 260 * (S + max(K, V) * M) for S keys in M blocks and K, V up to 128.
+Made by `python tests/ops/kernel_builds.py --chips {chips}` with triton {version}: compiled offline, no GPU was used. Every
+launch of a forward and a backward pass is compiled with the configuration it would have: without causality, in the
+quadratic form, causal with blocks of 64 and of 256, without a denominator and with one of other features, and decoding.
+A cell is the most that any launch of a kernel needs, registers of a thread and KiB of shared memory of a block; "spills"
+are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
 
-Causal heads whose width is no multiple of 32 are not listed: they work, and spill (144 bytes at 72 on sm_90). With
-`--chips 80 100` the same kernels compile, some with spills: their tiles are tuned for sm_90 only.
+The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, V) * M) for S keys in M blocks and K, V up
+to 128. fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly
+and has room for what is between them. Heads wider than 64 are then taken 64 lanes at a time.
+
+By hand, with `--quick` (bf16 heads of width 64): triton 3.6.0 compiles for sm_90 without a spill too; sm_86, sm_100 and
+sm_120 have none; gfx942 compiles, and has no such count.
 """
 WITHOUT_PRODUCTS = ("prepare", "decode")
-SPILL_FREE = (90,)  # on the others the table shows what is left to tune
-TENSOR_CORE = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|QGMMA)")
+SPILL_FREE = (80, 86, 90)  # on the others the table shows what is left to tune
+TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 
 
 @contextlib.contextmanager
@@ -56,7 +62,7 @@ def recorded_launches(chip):
     chip_of = triton_configs.chip_of
     for module in MODULES:
         module.launch = lambda function, programs, device, *args, **settings: found.append((function, args, settings))
-    triton_configs.chip_of = lambda device: divmod(chip, 10)
+    triton_configs.chip_of = lambda device: (0, 0) if isinstance(chip, str) else divmod(chip, 10)
     try:
         yield found
     finally:
@@ -88,8 +94,7 @@ def launches_of(form, dtype, width, value_width, chip):
     with recorded_launches(chip) as found:
         if name == "decode":
             state = MHLAState.empty(2, 2, 4, width, value_width, 64, dtype=dtype)
-            seen, own = torch.tensor([9, 9]), torch.ones(1, 1, 1, 1, 1)
-            triton_decode.triton_decode(q[:, :1], None, [state.window_k, state.window_v], state, own, seen, 1.0, dtype)
+            triton_decode.triton_step(q[:, :1], k[:, :1], v[:, :1], mixing, state, 1.0, None, None)
             return found
         o, inv = triton_forward(q, k, v, mixing, *dens, *rest)
         triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *dens, *rest)
@@ -140,6 +145,8 @@ def source_of(function, arguments, settings):
 
 def build(function, arguments, settings, chip):
     """Compile one launch; registers, stack bytes (spills), shared KiB, and whether tensor cores are used."""
+    if isinstance(chip, str) and "PRECISION" in settings:
+        settings = {**settings, "PRECISION": "ieee"}  # what `dot_precision` says where torch is built for AMD
     source, options = source_of(function, arguments, settings)
     target = GPUTarget("hip", chip, 64) if isinstance(chip, str) else GPUTarget("cuda", chip, 32)
     made = triton.compile(source, target=target, options=options)
@@ -152,13 +159,12 @@ def build(function, arguments, settings, chip):
         usage = subprocess.run(
             [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
-        sass = subprocess.run([TOOLS / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True)
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
     return {
         "registers": int(numbers[1]),
         "stack": int(numbers[2]),
         "shared": shared,
-        "tensor_cores": bool(TENSOR_CORE.search(sass.stdout)),
+        "tensor_cores": bool(TENSOR_CORE.search(made.asm["ptx"])),
     }
 
 
@@ -167,8 +173,6 @@ def all_builds(chip, shapes):
     seen = set()
     for form in forms():
         for dtype, (width, value_width) in shapes:
-            if form[1] and width % 32 != 0:
-                continue  # image models only; causal heads of such widths work, and spill up to 144 bytes on sm_90
             for function, arguments, settings in launches_of(form, dtype, width, value_width, chip):
                 entries = tuple(
                     repr(typed(a, n not in COUNTS)) for a, n in zip(arguments, function.arg_names, strict=False)
@@ -183,10 +187,11 @@ def all_builds(chip, shapes):
 def faults(label, outcome, chip):
     """What a shipped kernel must not have."""
     found = []
-    if outcome["stack"] > 0 and chip in SPILL_FREE:
+    if outcome.get("stack", 0) > 0 and chip in SPILL_FREE:
         found.append(f"{outcome['stack']} bytes of spilled registers")
-    if outcome["shared"] > SHARED_LIMIT[chip]:
-        found.append(f"{outcome['shared']:.0f} KiB of shared memory, more than {SHARED_LIMIT[chip]}")
+    limit = SHARED_LIMIT.get(chip, 64)
+    if outcome["shared"] > limit:
+        found.append(f"{outcome['shared']:.0f} KiB of shared memory, more than {limit}")
     if not outcome["tensor_cores"] and not label.endswith(WITHOUT_PRODUCTS):
         found.append("no tensor cores")
     return found
@@ -201,25 +206,51 @@ def describe(function, settings):
     return f"{name} ({role})"
 
 
+def tabulate(builds):
+    """Lines of the table for {chip: [(label, settings, outcome)]}: a row for each kernel, dtype and width."""
+    cells = {}
+    for chip, found in builds.items():
+        for label, _, outcome in found:
+            shape, kernel = label.split(": ")
+            row = kernel, *shape.split(", ")[-3:-2], ", ".join(shape.split(", ")[-2:])
+            cell = cells.setdefault(row, {}).setdefault(chip, [0, 0.0, 0])
+            cell[:] = (
+                max(cell[0], outcome.get("registers", 0)),
+                max(cell[1], outcome["shared"]),
+                max(cell[2], outcome.get("stack", 0)),
+            )
+    yield "| kernel | tensors | widths |" + "".join(f" {name_of(chip)} |" for chip in builds)
+    yield "|---|---|---|" + "---|" * len(builds)
+    for row in sorted(cells):
+        yield f"| {' | '.join(row)} |" + "".join(f" {in_words(cells[row].get(chip))} |" for chip in builds)
+
+
+def in_words(cell):
+    """registers / KiB, and what spills."""
+    if cell is None:
+        return "-"
+    return f"{cell[0]} / {cell[1]:.0f}" + (f", spills {cell[2]}" if cell[2] else "")
+
+
+def name_of(chip):
+    """sm_90, or the name of an AMD chip."""
+    return chip if isinstance(chip, str) else f"sm_{chip}"
+
+
 def main():
     """Print the table; exit code 1 if a kernel has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--chips", type=int, nargs="+", default=[90])
+    parser.add_argument("--chips", nargs="+", default=["90"], help="80, 86, 90, 100, 120 or gfx942")
     parser.add_argument("--quick", action="store_true", help="bf16 heads of width 64 only")
     arguments = parser.parse_args()
-    print(HEADER.format(version=triton.__version__))
-    bad = []
-    for chip in arguments.chips:
-        print(f"## sm_{chip}\n\n| kernel | warps, stages | registers | stack bytes | shared KiB | tensor cores |")
-        print("|---|---|---|---|---|---|")
+    builds, bad = {}, []
+    for chip in (int(name) if name.isdigit() else name for name in arguments.chips):
+        builds[chip] = []
         for label, settings, outcome in all_builds(chip, SHAPES[:1] if arguments.quick else SHAPES):
-            print(
-                f"| {label} | {settings.get('num_warps', 4)}, {settings.get('num_stages', 3)} | {outcome['registers']} "
-                f"| {outcome['stack']} | {outcome['shared']:.1f} | {'yes' if outcome['tensor_cores'] else 'no'} |",
-                flush=True,
-            )
-            bad += [f"sm_{chip}, {label}: {fault}" for fault in faults(label, outcome, chip)]
-        print()
+            builds[chip].append((label, settings, outcome))
+            bad += [f"{name_of(chip)}, {label}: {fault}" for fault in faults(label, outcome, chip)]
+    print(HEADER.format(version=triton.__version__, chips=" ".join(arguments.chips)))
+    print("\n".join(tabulate(builds)))
     if bad:
         sys.exit("\n".join(bad))
 

@@ -10,15 +10,16 @@ from mhla_hf.ops.blocks import Blocks
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=3))
-def test_grid_is_cut_as_numpy_cuts(axes):
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=3), st.integers(0, 4))
+def test_grid_is_cut_as_numpy_cuts(axes, prefix):
     shape, counts = [size for size, _ in axes], [count for _, count in axes]
-    blocks = Blocks.grid(shape, counts)
+    blocks = Blocks.grid(shape, counts, prefix=prefix)
     clamped = [min(size, count) for size, count in axes]
     expected = numpy.zeros(shape, dtype=int)
     for axis, (size, count) in enumerate(zip(shape, clamped, strict=True)):
         along = numpy.concatenate([[i] * len(part) for i, part in enumerate(numpy.array_split(range(size), count))])
         expected = expected * count + along.reshape([-1 if a == axis else 1 for a in range(len(shape))]).astype(int)
+    expected = numpy.concatenate([numpy.zeros(prefix, dtype=int), expected.flatten() + (prefix > 0)])
     index = blocks.index()
     assert index.dtype == torch.int64 and index.tolist() == expected.flatten().tolist()
     assert blocks.counts == tuple(clamped) and blocks.length == expected.size

@@ -9,14 +9,14 @@ import itertools
 import pytest
 import torch
 
-from mhla_hf.ops import triton_impl
+from mhla_hf.ops import triton_configs, triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton_common import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 1.5e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 5e-3}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 GRIDS = {
     "sequence": Blocks.sequence(37, 8),
@@ -24,6 +24,7 @@ GRIDS = {
     "array_split": Blocks.grid((26,), (4,)),
     "2-D": Blocks.grid((5, 7), (2, 3)),
     "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
+    "prefix": Blocks.grid((5, 6), (2, 3), prefix=3),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -45,25 +46,10 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def error(got, want, size=0.0):
-    """Relative, Frobenius, to what is wanted, or to `size` where that is larger."""
+def error(got, want):
+    """Relative, Frobenius."""
     got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm()) / max(float(want.norm()), size)
-
-
-def cancelling_size(inputs, grad, options):
-    """Norm of the mixing's gradient with the denominator held fixed.
-
-    The scale of a row of the mixing cancels in the normalised form, so that this is the size of two terms whose difference
-    the gradient is (exactly 0 for a single block): rounding is relative to them.
-    """
-    q, k, v, mixing = (x.double() for x in inputs[:4])
-    mixing.requires_grad_()
-    dens = dict(zip(("q_den", "k_den"), [x.double() for x in inputs[4:]], strict=False))
-    num = mhla_reference(q, k, v, mixing, **{**options, "normalize": False, "scale": 1.0})
-    with torch.no_grad():
-        ratio = mhla_reference(q, k, v, mixing, **dens, **{**options, "scale": 1.0}) / torch.where(num == 0, 1, num)
-    return float(torch.autograd.grad(num * ratio, mixing, grad.double())[0].norm())
+    return float((got - want).norm() / want.norm())
 
 
 def inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype):
@@ -91,7 +77,10 @@ def check(
     blocks, *, key_blocks=None, batch=1, heads=2, groups=1, widths=(12, 20), per_head=False, normalize=True, dtype=F32,
     mask=False, **options,
 ):  # fmt: skip
-    """Kernels against the definition: every output within the tolerance of the dtype, none NaN."""
+    """Kernels against the definition in fp64 on the same rounded inputs: the output and every gradient, none NaN.
+
+    With a denominator, the gradient of a mixing whose queries see one block only is 0, for its scale cancels: exactly so.
+    """
     inputs = inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype)
     options = {**options, "blocks": blocks, "key_blocks": key_blocks, "normalize": normalize}
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -101,10 +90,12 @@ def check(
     want = compute(mhla_reference, inputs, grad, True, **options)
     got = compute(mhla, inputs, grad, False, impl="triton", **options)
     names = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
-    sizes = {"dmixing": cancelling_size(inputs, grad, options)} if normalize else {}
-    errors = {name: f"{error(x, y, sizes.get(name, 0.0)):.1e}" for name, x, y in zip(names, got, want, strict=False)}
+    errors = {name: error(x, y) for name, x, y in zip(names, got, want, strict=False)}
     assert all(x.isfinite().all() for x in got), errors
-    assert all(float(value) <= TOLERANCE[dtype] for value in errors.values()), errors
+    if normalize and float(want[4].norm()) < 1e-9 * float(want[3].norm()):
+        assert not got[4].any()
+        errors.pop("dmixing")
+    assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -114,8 +105,8 @@ def check(
     + [(n, n, n, BF16) for n in (True, False)],
 )
 def test_bidirectional(grid, normalize, per_head, mask, dtype):
-    if dtype == BF16 and grid == "one block":
-        grid = "2-D"  # the only entry of a 1 x 1 gradient is a sum that cancels: no relative error to speak of
+    if (grid, normalize, dtype) == ("one block", False, BF16):
+        grid = "2-D"  # one number, the sum of a few hundred rounded terms of either sign, has no relative error to speak of
     check(GRIDS[grid], normalize=normalize, per_head=per_head, mask=mask, dtype=dtype)
 
 
@@ -181,22 +172,51 @@ def test_packed_sequences(size, normalize, per_head, dtype):
     check(Blocks.sequence(90, size), causal=True, cu_seqlens=edges, normalize=normalize, per_head=per_head)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    "widths, dtype",
+    "widths", [(32, 32), (64, 64), (72, 72), (96, 96), (128, 128), (256, 256), (17, 33), (128, 256), (1, 1)]
+)
+def test_widths(widths, causal, dtype):
+    """Six blocks: with two, causal and normalised, one number is all of the mixing's gradient, and rounding is most of it."""
+    normalize = widths != (1, 1)  # one feature cancels: its gradient is 0 but for rounding
+    check(Blocks.sequence(21, 4), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
+
+
+@pytest.mark.parametrize("widths", [(72, 20), (12, 130)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_wide_fp32_heads_in_parts(widths, normalize):
+    """Lanes beyond the 64th go in launches of their own, here with several tiles of the outer width and a running state."""
+    check(Blocks.sequence(70, 40), causal=True, widths=widths, normalize=normalize)
+    check(GRIDS["2-D"], widths=(*widths, 72)[: 2 + normalize], normalize=normalize, groups=2, mask=True)
+
+
+@pytest.fixture
+def shipped_tiles(monkeypatch):
+    """The interpreter with the tiles that a GPU gets, instead of smaller ones."""
+    monkeypatch.setattr(triton_configs, "INTERPRETED", False)
+    triton_configs.config_for.cache_clear()
+    yield
+    triton_configs.config_for.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "chip", [(9, 0), *(pytest.param(chip, marks=pytest.mark.slow) for chip in ((8, 0), (8, 6), (10, 0)))]
+)
+@pytest.mark.parametrize(
+    "form, options",
     [
-        ((32, 32), F32),
-        ((64, 64), F32),
-        ((72, 72), F32),
-        ((1, 1), F32),
-        ((17, 3), F32),
-        ((17, 33), BF16),
-        ((40, 96), F32),
+        ("linear", {"blocks": Blocks.grid((10, 30), (2, 2))}),
+        ("quadratic", {"blocks": Blocks.grid((10, 9), (2, 3))}),
+        ("causal", {"blocks": Blocks.sequence(130, 64), "causal": True}),
+        ("long", {"blocks": Blocks.sequence(250, 150), "causal": True}),
     ],
 )
-def test_widths(causal, widths, dtype):
-    normalize = widths != (1, 1)  # one feature cancels: its gradient is 0 but for rounding
-    check(Blocks.sequence(20, 5), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_shipped_tiles(form, options, dtype, chip, shipped_tiles, monkeypatch):
+    monkeypatch.setattr(triton_configs, "chip_of", lambda device: chip)
+    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
+    check(widths=(72, 72), dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("heads, groups, per_head", [(4, 4, False), (4, 2, True), (6, 2, False), (3, 1, True)])

@@ -7,6 +7,7 @@ from mhla_hf.ops import (
     operator,
     triton_attend,
     triton_blocks,
+    triton_decode,
     triton_impl,
     triton_operator,
     triton_quadratic,
@@ -67,6 +68,50 @@ def test_decoding_equals_the_whole(normalize, den_width, dtype):
     assert close(torch.cat(outputs, 1), want, 1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
+@pytest.mark.parametrize("normalize, den_width, per_head", [(True, None, False), (False, None, True), (True, 5, True)])
+def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypatch):
+    """As a CUDA graph does: the launches of one step, again and again, with new tokens in the same memory."""
+    tokens, size, begin = 21, 4, 6
+    q, k, v = features(2, tokens, heads=4, groups=2)
+    mixing = torch.rand(*(4,) * per_head, 6, 6, device=DEVICE)
+    dens = [torch.rand(2, tokens, n, den_width, device=DEVICE) for n in (4, 2)] if den_width else [None, None]
+    inputs = (q, k, v, *dens)
+    starts = torch.tensor([0, 3])
+
+    def part(first, end):
+        named = zip(("q", "k", "v", "q_den", "k_den"), inputs, strict=True)
+        return {name: x[:, first:end].clone() for name, x in named if x is not None}
+
+    whole = {"causal": True, "normalize": normalize, "starts": starts}
+    want = mhla(mixing=mixing, blocks=Blocks.sequence(tokens, size), impl="reference", **part(0, tokens), **whole)
+    first = Blocks.sequence(begin, size)
+    _, state = mhla(mixing=mixing, blocks=first, impl="triton", return_state=True, **part(0, begin), **whole)
+    triton_decode.pin_state(state, mixing, tokens)
+    now, launches, launch = part(begin, begin + 1), [], triton_decode.launch
+    monkeypatch.setattr(triton_decode, "launch", lambda *a, **s: (launches.append((a, s)), launch(*a, **s)))
+    out, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="triton", **now)
+    assert close(out, want[:, begin : begin + 1])
+    step, addresses = list(launches), {name: x.data_ptr() for name, x in vars(state).items() if torch.is_tensor(x)}
+    for t in range(begin + 1, tokens - 2):
+        for name, x in part(t, t + 1).items():
+            now[name].copy_(x)
+        for arguments, settings in step:
+            launch(*arguments, **settings)
+        assert close(out, want[:, t : t + 1]), t
+    assert state.length.tolist() == [begin + 1, begin + 1 - 3]  # what no replay tells the CPU
+    on_device = set(addresses) - {"length", "oldest", "prefix_block"}
+    assert {name: getattr(state, name).data_ptr() for name in on_device} == {
+        name: addresses[name] for name in on_device
+    }
+    copy = state.clone()
+    o, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="torch", **part(tokens - 2, tokens))
+    assert close(o, want[:, tokens - 2 :])
+    assert state.position is None and state.length.tolist() == [tokens, tokens - 3]
+    copy.crop(2)
+    o, _ = mhla_step(mixing=mixing, state=copy, normalize=normalize, impl="triton", **part(tokens - 4, tokens - 3))
+    assert close(o, want[:, tokens - 4 : tokens - 3])
+
+
 def test_decoding_rows_at_different_places():
     q, k, v = features(2, 14)
     mixing, starts = torch.rand(2, 2, device=DEVICE), torch.tensor([0, 6])
@@ -104,18 +149,20 @@ def test_how_much_padding_changes_nothing():
         assert close(mhla(*padded, mixing, impl="triton", **options)[:, extra:], alone, 1e-6)
 
 
-@pytest.mark.parametrize("form", ["linear", "quadratic"])
+@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
 def test_what_masked_keys_hold_changes_nothing(form, monkeypatch):
     monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
     blocks, mask = Blocks.grid((4, 6), (2, 2)), torch.rand(1, 24, device=DEVICE) > 0.4
+    if form == "causal":  # padding on the right
+        blocks, mask = Blocks.sequence(24, 6), torch.arange(24, device=DEVICE)[None] < 17
     q, k, v = features(1, 24)
     mixing = torch.rand(4, 4, device=DEVICE)
     results = []
     for filling in (0.0, float("nan")):
         inputs = [q.clone(), *(torch.where(mask[:, :, None, None], x, filling) for x in (k, v))]
         inputs = [x.requires_grad_() for x in inputs]
-        o = mhla(*inputs, mixing, blocks=blocks, key_mask=mask, impl="triton")
-        results.append([o, *torch.autograd.grad(o.sum(), inputs)])
+        o = mhla(*inputs, mixing, blocks=blocks, key_mask=mask, causal=form == "causal", impl="triton")
+        results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
@@ -152,8 +199,12 @@ def test_offsets_beyond_two_to_the_31(causal):
         offset += x[0].numel()
     mixing = torch.rand(3, 3, device=DEVICE)
     options = {"blocks": Blocks.sequence(20, 8), "causal": causal, "impl": "triton"}
-    near = mhla(*(x.to(torch.bfloat16) for x in (q, k, v)), mixing, **options)
-    assert torch.equal(mhla(*strided, mixing, **options), near)
+    results = []
+    for inputs in ([x.to(torch.bfloat16) for x in (q, k, v)], strided):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        o = mhla(*inputs, mixing, **options)
+        results.append([o, *torch.autograd.grad(o, inputs, torch.ones_like(o))])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def test_counts_are_never_compiled_in():

@@ -21,12 +21,12 @@ from small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_llama, s
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.scores import harness, language
+from mhla_hf.scores import harness
 from mhla_hf.scores.harness import ratio_stderr
 from mhla_hf.scores.local_tasks import make_tasks
 from mhla_hf.scores.results import Results
 
-NAMES = ["here_bits_per_byte", "here_cloze", "here_recall"]
+NAMES = ["here_bits_per_byte", "here_cloze", "here_recall", "here_generation"]
 FEWSHOT = """
 task: here_shots
 custom_dataset: !function local_data.load
@@ -94,12 +94,16 @@ def values(records):
 
 
 def agree(theirs, ours):
-    assert len(ours) == 5
+    assert {record.task for record in ours} == set(NAMES) and len(ours) == 11
     for record in ours:
         assert record.value == pytest.approx(theirs[record.task][f"{record.metric},none"], rel=1e-6)
         error = theirs[record.task][f"{record.metric}_stderr,none"]
         assert error == "N/A" or record.stderr == pytest.approx(error, rel=1e-6)
-        assert record.stderr > 0
+        assert record.stderr > 0 or record.task == "here_generation" or "_back_" in record.metric
+    depths = [record for record in ours if record.metric.startswith("acc_back_")]
+    whole = next(record for record in ours if (record.task, record.metric) == ("here_recall", "acc"))
+    assert len(depths) == 3 and sum(record.samples for record in depths) == whole.samples
+    assert sum(record.value * record.samples for record in depths) == pytest.approx(whole.value * whole.samples)
 
 
 def test_the_numbers_are_those_of_lm_eval_in_a_process_without_this_package(world, tmp_path):
@@ -132,7 +136,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(world / "mhla").train()
     tokenizer = AutoTokenizer.from_pretrained(world / "mhla")
     options = {"include_path": world / "tasks", "progress": False}
-    by_object = language.evaluate_language(model, NAMES, tokenizer=tokenizer, **options)
+    by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"].records
     assert values(by_object) == by_folder and model.training
     assert by_object[0].fingerprint.startswith("tensors:") and by_object[0].model == "model"
     theirs = simple_evaluate(
@@ -191,7 +195,7 @@ def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
     weights["model.norm.weight"] *= 1.5
     save_file(weights, fresh / "llama" / "model.safetensors", metadata={"format": "pt"})
     new = judge(fresh, "llama", NAMES[:1])["llama"]
-    assert runs[4:] == NAMES[:1]
+    assert runs[len(NAMES) + 1 :] == NAMES[:1]
     assert values(new)[NAMES[0], "bits_per_byte"] != old[NAMES[0], "bits_per_byte"]
     assert [record.task for record in Results.read(fresh / "llama")] == NAMES[:1]
 

@@ -104,13 +104,13 @@ def test_the_right_answer_is_at_no_favourite_place():
 
 
 class Reader(LM):
-    """A language model for tests: `judge(context, continuation)` is the log-likelihood."""
+    """A language model for tests: `judge(context, continuation)` is the log-likelihood, `write(context)` its text."""
 
     max_length, quiet = WINDOW, True
 
-    def __init__(self, judge):
+    def __init__(self, judge, write=lambda context: ""):
         super().__init__()
-        self.judge = judge
+        self.judge, self.write = judge, write
 
     def loglikelihood(self, requests, disable_tqdm=False):
         return [(self.judge(*request.args), False) for request in requests]
@@ -119,16 +119,16 @@ class Reader(LM):
         return [-float(len(request.args[0].encode())) for request in requests]
 
     def generate_until(self, requests, disable_tqdm=False):
-        raise AssertionError("no task here generates")
+        return [self.write(request.args[0]) for request in requests]
 
 
-def scores(made, judge):
+def scores(made, judge, write=lambda context: ""):
     facts = dict.fromkeys(
         ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date")
     )
     found = {}
     for item in load_tasks(list(made.names), made.folder):
-        records = score(Reader(judge), item, limit=None, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
+        records = score(Reader(judge, write), item, limit=None, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
         found.update({(record.task.removeprefix("here_"), record.metric): record for record in records})
     return found
 
@@ -145,13 +145,34 @@ def test_memory_scores_everything_and_no_memory_exactly_a_quarter(made):
     assert reads["cloze", "acc"].value == 1.0
 
 
+def test_generation_scores_the_copy_word_by_word_and_sees_loops(made):
+    rows = rows_of(made, "generation")
+    for row in rows:
+        assert count(row["context"]) + 32 < WINDOW and len(row["target"].split()) >= 4
+        assert (row["context"].rpartition("\n\n")[2] + row["target"]) in row["context"]
+    exact = {row["context"]: row["target"] for row in rows}
+    found = scores(made, lambda context, word: 0.0, exact.__getitem__)
+    assert found["generation", "exact_match"].value == found["generation", "right_words"].value == 1.0
+    assert found["generation", "distinct_threes"].value > 0.9
+    half = scores(made, lambda context, word: 0.0, lambda context: " ".join(exact[context].split()[:2] + ["so"] * 20))
+    assert half["generation", "exact_match"].value == 0 and 0.1 < half["generation", "right_words"].value < 0.7
+    assert half["generation", "distinct_threes"].value < 0.3
+
+
+def test_recall_is_given_by_depth_too(made):
+    depths = {f"acc_back_{row['back']}" for row in rows_of(made, "recall")}
+    found = scores(made, lambda context, word: 5.0 * (word.strip() in context.split("\n\n")[0]))
+    assert len(depths) >= 3 and all(found["recall", depth].value == 1.0 for depth in depths)
+    assert sum(found["recall", depth].samples for depth in depths) == found["recall", "acc"].samples == 40
+
+
 def test_the_same_call_writes_the_same_bytes_and_another_seed_others(made, tmp_path):
     again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
     files = sorted(path.name for path in (tmp_path / "again").iterdir())
-    assert len(files) == 8
+    assert len(files) == 10
     for name in files:
         assert (tmp_path / "again" / name).read_bytes() == Path(made.folder, name).read_bytes()
-    for kind in ("cloze", "recall"):
+    for kind in ("cloze", "recall", "generation"):
         assert rows_of(again, kind) != rows_of(other, kind)
 
 

@@ -60,7 +60,8 @@ class Lab:
         ]
 
     def lm(self, steps=10, **changes):
-        return [Stage("lm", "lm", steps, **({"lr": 3e-3, "seq_len": LENGTH, "batch_size": 4} | changes))]
+        values = {"name": "lm", "lr": 3e-3, "seq_len": LENGTH, "batch_size": 4} | changes
+        return [Stage(loss="lm", steps=steps, **values)]
 
     def distill(self, out, teacher="own", student=None, **changes):
         """Two stages on the tokens; returns the student."""

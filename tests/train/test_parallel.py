@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training import loop
+from mhla_hf.training import objectives
 from mhla_hf.training.recipe import Stage
 
 
@@ -51,7 +51,7 @@ def test_two_processes_equal_one(lab, tmp_path, parts):
 
 def stop(lab, out, how):
     """The run, stopped in its ninth step: by an error in both processes, or by Ctrl-C in the second."""
-    real, calls = loop.DistillStep.forward, []
+    real, calls = objectives.DistillStep.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -61,10 +61,10 @@ def stop(lab, out, how):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    loop.DistillStep.forward = forward
+    objectives.DistillStep.forward = forward
     with pytest.raises(MemoryError if how == "error" else KeyboardInterrupt):
         run(lab, out, 1)
-    loop.DistillStep.forward = real
+    objectives.DistillStep.forward = real
 
 
 @pytest.fixture(scope="module")

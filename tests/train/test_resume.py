@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf.training import data, loop
+from mhla_hf.training import data, loop, objectives
 
 FORK = multiprocessing.get_context("fork")
 
@@ -113,7 +113,7 @@ def newest(out):
 
 
 def test_ctrl_c_leaves_a_state_and_says_so(lab, whole, tmp_path, monkeypatch):
-    out, real = tmp_path / "out", loop.DistillStep.forward
+    out, real = tmp_path / "out", objectives.DistillStep.forward
     calls = []
 
     def forward(self, *arguments):
@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_a_state_and_says_so(lab, whole, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    monkeypatch.setattr(loop.DistillStep, "forward", forward)
+    monkeypatch.setattr(objectives.DistillStep, "forward", forward)
     before = signal.getsignal(signal.SIGINT)
     student = dropped(lab)
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 37 of 60, which is saved in .*out\.state"):

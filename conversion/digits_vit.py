@@ -1,0 +1,123 @@
+"""A softmax ViT trained on real digits, converted, and distilled from itself without a label, on one CPU core.
+
+    python conversion/digits_vit.py --out out/digits_vit          all of it; what is finished is not run again
+    python conversion/digits_vit.py --out out/try --seeds 1 --steps 20 --distil-steps 10
+
+scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on, 497 to judge. The teacher is a
+plain `ViTForImageClassification` of transformers, a class token and 8 x 8 patches. Students: MHLA (4 x 4 blocks of 2 x 2
+patches, relu, normalised, locality start) and plain linear attention, which is MHLA with one block. Both learn each layer's
+attention output first, and then the teacher's classes. Results: `digits_vit.json` and a table.
+"""
+
+import argparse
+import copy
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+import mhla_hf
+from mhla_hf.evidence.digits import load_digits
+from mhla_hf.files import write_json
+from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.training.pictures import Preparation, open_pictures, share_right
+from mhla_hf.training.recipe import ImageStage
+
+SIDE = 32
+STUDENTS = {
+    "MHLA": {},
+    "plain linear": {"layout": [1, 1], "mixing_start": "uniform", "learn_mixing": False},
+}
+NORMAL = {"image_mean": [0.5], "image_std": [0.5]}
+COMMON = {"batch_size": 64, "shift": 3, "beta2": 0.99}
+
+
+def softmax_vit(seed):
+    """A ViT of 0.14 M parameters, with random weights."""
+    torch.manual_seed(seed)
+    config = ViTConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=4, intermediate_size=128, image_size=SIDE, patch_size=4,
+        num_channels=1, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+def run(out, seeds, steps, distil_steps, command):
+    """Train the teacher and all students; whatever is finished is loaded. Returns the record that is written."""
+    train, test = load_digits(SIDE)
+    processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=3, **NORMAL)
+    options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 100}
+
+    def accuracy(model):
+        return share_right(model, open_pictures(test), Preparation(processor.to_dict(), 1))
+
+    stage = ImageStage(
+        "train", "labels", steps, 1.5e-3, warmup=min(50, steps // 5), weight_decay=0.05, smoothing=0.05, **COMMON
+    )
+    teacher = mhla_hf.distill(softmax_vit(0), out=out / "teacher", stages=[stage], seed=0, **options)
+    record = {"teacher": accuracy(teacher), "students": [], "steps": steps, "distil_steps": distil_steps}
+    stages = [
+        ImageStage("transfer", "transfer", max(1, distil_steps // 4), 3e-3, trainable="attention", warmup=5, **COMMON),
+        ImageStage("distil", "logits", distil_steps, 1e-3, warmup=min(20, distil_steps // 4), **COMMON),
+    ]
+    for name, settings in STUDENTS.items():
+        for seed in range(seeds):
+            student = mhla_hf.convert(copy.deepcopy(teacher), **settings)
+            row = {"attention": name, "seed": seed, "untrained": accuracy(student)}
+            folder = out / f"{name.replace(' ', '-')}-{seed}"
+            mhla_hf.distill(student, teacher, out=folder, stages=stages, seed=seed, **options)
+            record["students"].append(row | {"distilled": accuracy(student)})
+            write_json(out / "digits_vit.json", record)
+    facts = {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
+    record |= facts | {"hardware": describe_hardware("cpu"), "versions": describe_versions()}
+    record |= {"commit": source_commit(), "command": command, "date": now()}
+    write_json(out / "digits_vit.json", record)
+    return record
+
+
+def table(record) -> str:
+    """The record in Markdown: means over the seeds with their standard errors, and shares of the teacher's accuracy."""
+    lines = ["| model | converted, untrained | distilled without labels | of the teacher's |", "|---|---:|---:|---:|"]
+    lines.append(f"| softmax teacher | | {record['teacher']:.4f} | 100 % |")
+    for name in dict.fromkeys(row["attention"] for row in record["students"]):
+        rows = [row for row in record["students"] if row["attention"] == name]
+        before, after = ([row[key] for row in rows] for key in ("untrained", "distilled"))
+        error = f" ± {statistics.stdev(after) / len(after) ** 0.5:.4f}" if len(after) > 1 else ""
+        mean = statistics.mean(after)
+        lines.append(
+            f"| {name} | {statistics.mean(before):.4f} | {mean:.4f}{error} | {100 * mean / record['teacher']:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    """Run the script; returns the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/digits_vit"), help="folder to make or to go on in")
+    parser.add_argument("--seeds", type=int, default=3, help="of each student (default: 3)")
+    parser.add_argument("--steps", type=int, default=1600, help="of the teacher (default: 1600)")
+    parser.add_argument(
+        "--distil-steps", type=int, default=300, help="of each student, after a quarter as many of transfer"
+    )
+    given = parser.parse_args(arguments)
+    for name in ("seeds", "steps", "distil_steps"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"{name}: got {getattr(given, name)}, expected at least 1.")
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    record = run(given.out, given.seeds, given.steps, given.distil_steps, shlex.join(["python", *sys.argv]))
+    print(table(record))
+    return record
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)

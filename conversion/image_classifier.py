@@ -1,0 +1,96 @@
+"""An image classifier from scratch with the paper's settings, or a pretrained one converted and distilled from itself.
+
+    python conversion/image_classifier.py --images FOLDER_OR_DATASET --out out/mine --model google/vit-base-patch16-224
+    python conversion/image_classifier.py --recipe conversion/recipes/image_deit_tiny_scratch.yaml --images DATA --out out/t
+    torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --images imagenet/ --out out/t
+    python conversion/image_classifier.py --costs            parameters and multiply-adds beside the paper's table 2
+
+A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
+on. Unusual: the classes of a model from scratch are those of the images; a converted one keeps its own. Afterwards
+`mhla_hf.evaluate(out, recipe="table_2_imagenet", settings={"data": ...})` gives top-1.
+"""
+
+import argparse
+import copy
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+import mhla_hf
+from mhla_hf.files import write_json
+from mhla_hf.flops import classifier_costs, costs_table
+from mhla_hf.training.pictures import open_pictures
+from mhla_hf.training.recipe import read_recipe
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def from_scratch(settings, pictures):
+    """A classifier of the recipe's preset for the classes of `pictures`."""
+    settings = dict(settings)
+    names = pictures.names or [str(label) for label in range(int(pictures.labels.max()) + 1)]
+    labels = {"num_labels": len(names), "id2label": dict(enumerate(names))}
+    labels["label2id"] = {name: label for label, name in enumerate(names)}
+    config = mhla_hf.MHLAVisionConfig.preset(settings.pop("preset"), **{**labels, **settings})
+    return mhla_hf.MHLAForImageClassification(config)
+
+
+def main(arguments=None):
+    """Run the script; returns the trained model, or the rows of `--costs`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPES / "image_distil.yaml", help="YAML file of stages")
+    parser.add_argument("--model", help="folder or Hub id of the softmax classifier; default: the recipe's base")
+    parser.add_argument("--images", help="folder or dataset to train on; default: the recipe's data")
+    parser.add_argument("--test", help="folder or dataset; its accuracy is in every entry of the history")
+    parser.add_argument("--out", help="folder to make; with --costs a JSON file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--costs", action="store_true", help="print what the presets cost, and train nothing")
+    given = parser.parse_args(arguments)
+    if given.costs:
+        rows = classifier_costs()
+        print(costs_table(rows))
+        if given.out is not None:
+            write_json(Path(given.out), {"command": shlex.join(["python", *sys.argv]), "rows": rows})
+        return rows
+    recipe = read_recipe(given.recipe)
+    data, name = given.images or recipe.data, given.model or recipe.base
+    if given.out is None or data is None:
+        parser.error(f"--{'out' if given.out is None else 'images'} is needed")
+    if recipe.task != "images":
+        parser.error(f"--recipe: {given.recipe} is for {recipe.task}, expected task: images")
+    torch.manual_seed(given.seed)
+    pictures = open_pictures(data)
+    if "preset" in recipe.settings:
+        student, teacher, processor = from_scratch(recipe.settings, pictures), None, None
+    elif name is None:
+        parser.error(f"--model is needed: {given.recipe} names no base")
+    else:
+        student = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        half = recipe.run.get("mixed_precision") == "bf16"
+        teacher = copy.deepcopy(student).to(torch.bfloat16 if half else torch.float32)
+        processor = AutoImageProcessor.from_pretrained(name)
+        mhla_hf.convert(student, **recipe.settings)
+    return mhla_hf.distill(
+        student,
+        teacher,
+        out=given.out,
+        data=pictures,
+        recipe=given.recipe,
+        seed=given.seed,
+        processor=processor,
+        test=given.test,
+        command=shlex.join(["python", *sys.argv]),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,85 @@
+"""What `wan.py`, `sana.py` and `dit.py` share: load, convert, distil, judge, card, for any pipeline that can become MHLA.
+
+Unusual: student and teacher share everything but the transformer, which is loaded twice, because converting happens in
+place. Stopped at any moment, the same command goes on.
+"""
+
+import argparse
+import copy
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+import mhla_hf
+from mhla_hf.cli import parse_settings
+from mhla_hf.files import write_text
+from mhla_hf.hub.card import write_card
+from mhla_hf.hub.plain_card import plain_card
+from mhla_hf.training.recipe import read_recipe
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def run(about, recipe, arguments=None):
+    """The whole journey; `about` is the script's docstring, `recipe` its default. Returns the trained pipeline."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPES / recipe, help="YAML file of stages")
+    parser.add_argument("--model", help="folder or Hub id of the softmax pipeline; default: the recipe's base")
+    parser.add_argument("--data", help="folder or dataset of latents, or a .txt file of prompts; default: the recipe's")
+    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--judge", help="score recipe, such as table_5_vbench, or a YAML file; default: no judging")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one of its settings")
+    parser.add_argument("--license", help="licence of the card, where the base's card states none")
+    given = parser.parse_args(arguments)
+    recipe = read_recipe(given.recipe)
+    name = given.model or recipe.base
+    if name is None:
+        parser.error(f"--model is needed: {given.recipe} names no base")
+
+    half = recipe.run.get("mixed_precision") == "bf16"
+    teacher = DiffusionPipeline.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
+    torch.manual_seed(given.seed)
+    if "preset" in recipe.settings:
+        trained = mhla_hf.MHLADiTTransformer2DModel.from_preset(**recipe.settings)
+    else:
+        stock = type(teacher.transformer)
+        trained = stock.from_pretrained(name, subfolder="transformer", dtype=torch.float32)
+        mhla_hf.convert(trained, **recipe.settings)
+    student = copy.copy(teacher)
+    student.register_modules(transformer=trained)
+    mhla_hf.distill(
+        student,
+        teacher if any(stage.needs_teacher for stage in recipe.stages) else None,
+        out=given.out,
+        data=given.data,
+        recipe=given.recipe,
+        seed=given.seed,
+        command=shlex.join(["python", *sys.argv]),
+    )
+
+    if given.judge:
+        settings = parse_settings(given.set)
+        # trusted: the source in this folder was written by this package, a moment ago
+        print(
+            mhla_hf.evaluate(given.out, recipe=given.judge, settings=settings, seed=given.seed, trust_remote_code=True)
+        )
+        write_card(given.out, name=given.out.name, base_model=recipe.base, license=given.license)
+    else:
+        words = given.out.name, "pipeline", type(student).__name__
+        write_text(given.out / "README.md", plain_card(*words, license=given.license, base_model=recipe.base))
+    return student
+
+
+def script(main):
+    """Call `main` as a script does: bad input ends with one sentence, Ctrl-C with how to go on."""
+    try:
+        main()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,313 @@
+"""Operators and whole models side by side: what they cost on this device, next to what a user would pick instead.
+
+An operator's competitors are torch's fused softmax attention (every backend that takes the shape, by name), plain linear
+attention (fla's kernel for causal shapes where fla is installed, else MHLA with a single block), both forms of MHLA, and a
+copy of as many bytes as must move at least: the floor. A model's are the stock model, plain linear, MHLA and its hybrids.
+Unusual: on a GPU every competitor is captured as a CUDA graph, so that the time of its kernels is compared, not of Python.
+"""
+
+import dataclasses
+import functools
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from ..ops.blocks import Blocks
+from ..ops.operator import mhla
+from ..ops.reference import mhla_reference
+from ..ops.triton_operator import triton_refusal
+from ..plots import plot_bars
+from .lengths import FORWARD, TOLERANCES, TRAINING, refuse_wrong, relative_error
+
+SOFTMAX_BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa math": SDPBackend.MATH,
+}
+MATH_TOKENS = 4096
+SAMPLED_QUERIES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """One shape of attention. widths: of keys and of values."""
+
+    name: str
+    blocks: Blocks
+    batch: int
+    heads: int
+    widths: tuple
+    causal: bool = False
+    normalize: bool = False
+    dtype: str = "bfloat16"
+    graph = True
+
+    def small(self):
+        """The same on few tokens, for the whole definition: blocks of a ragged size, two heads."""
+        if self.blocks.block_size is not None:
+            size = min(self.blocks.block_size, 96)
+            blocks = Blocks.sequence(2 * size + size // 2, size)
+        else:
+            shape = zip(self.blocks.shape, self.blocks.counts, strict=True)
+            blocks = Blocks.grid([min(side, count + 1) for side, count in shape], self.blocks.counts)
+        return dataclasses.replace(self, blocks=blocks, batch=1, heads=2)
+
+    def inputs(self, device, seed, batch=None):
+        """q, k, v, mixing fp32 [M, M], with gradients, and dL/do."""
+        random = torch.Generator(device).manual_seed(seed)
+        make = functools.partial(torch.randn, generator=random, device=device)
+        size, dtype = (batch or self.batch, self.blocks.length, self.heads), getattr(torch, self.dtype)
+        q, k, v = (make(*size, width).to(dtype) for width in (self.widths[0], *self.widths))
+        if self.normalize:
+            q, k = q.abs(), k.abs()
+        mixing = torch.rand(self.blocks.num_blocks, self.blocks.num_blocks, generator=random, device=device)
+        return [x.requires_grad_() for x in (q, k, v, mixing)], make(*size, self.widths[1]).to(dtype)
+
+    def attend(self, q, k, v, mixing, impl, blocks=None):
+        """MHLA of this shape."""
+        options = {"causal": self.causal, "normalize": self.normalize, "impl": impl}
+        return mhla(q, k, v, mixing, blocks=blocks or self.blocks, **options)
+
+    def forms(self, device):
+        """The implementations of MHLA that run here."""
+        like = torch.empty(1, 1, 1, max(self.widths), dtype=getattr(torch, self.dtype), device=device)
+        return ("torch", "triton") if like.is_cuda and triton_refusal(like, like, like) is None else ("torch",)
+
+    def check(self, device, seed):
+        """Relative errors by name; RuntimeError for one that is too large.
+
+        Output and all gradients on few tokens against the definition in fp64; at full size the output of some queries
+        against the definition, and the kernels' gradients against the torch form's in fp32.
+        """
+        checks, small = {}, self.small()
+        (q, k, v, mixing), direction = small.inputs(device, seed)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v, mixing)]
+        wanted = mhla_reference(*exact, blocks=small.blocks, causal=self.causal, normalize=self.normalize)
+        wanted = [wanted, *torch.autograd.grad(wanted, exact, direction.double())]
+        (fq, fk, fv, fm), full = self.inputs(device, seed, batch=1)
+        for form in self.forms(device):
+            got = small.attend(q, k, v, mixing, form)
+            got = [got, *torch.autograd.grad(got, (q, k, v, mixing), direction)]
+            for name, x, y in zip(("output", "dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
+                checks[f"{self.name}, {form}, {name} of {small.blocks.length} tokens"] = relative_error(x, y)
+            with torch.no_grad():
+                got, queries = self.attend(fq, fk, fv, fm, form), sampled_queries(self.blocks.length, device)
+                wanted_rows = rows_of_definition(fq, fk, fv, fm, self, queries)
+                checks[f"{self.name}, {form}, sampled outputs"] = relative_error(got[:, queries], wanted_rows)
+        if "triton" in self.forms(device):
+            got = torch.autograd.grad(self.attend(fq, fk, fv, fm, "triton"), (fq, fk, fv, fm), full)
+            wide = [x.detach().float().requires_grad_() for x in (fq, fk, fv, fm)]
+            wanted = torch.autograd.grad(self.attend(*wide, "torch"), wide, full.float())
+            for name, x, y in zip(("dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
+                checks[f"{self.name}, triton, {name} at full size"] = relative_error(x, y)
+        linear = self.linear(device)
+        uniform = small.attend(q, k, v, torch.ones_like(mixing), "torch")
+        checks[f"{self.name}, {linear.__name__}"] = relative_error(linear(q, k, v), uniform)
+        refuse_wrong(checks, TOLERANCES[self.dtype])
+        return checks
+
+    def linear(self, device):
+        """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block."""
+        kernel = fla_kernel() if self.causal and torch.device(device).type == "cuda" else None
+        if kernel is not None:
+
+            def linear_fla(q, k, v):
+                o = kernel(q, k, v, scale=q.shape[-1] ** -0.5, normalize=self.normalize)
+                return o[0] if isinstance(o, tuple) else o
+
+            return linear_fla
+        form = self.forms(device)[-1]
+
+        def linear_ours(q, k, v):
+            one = torch.ones(1, 1, device=q.device)
+            if not self.causal and self.blocks.block_size is None:
+                return self.attend(q, k, v, one, form, Blocks.grid((q.shape[1],), (1,)))
+            return self.attend(q, k, v, one, form, Blocks.sequence(q.shape[1], q.shape[1]))
+
+        return linear_ours
+
+    def competitors(self, device, seed):
+        """name -> (forward function, its inputs), all of the same tensors."""
+        (q, k, v, mixing), _ = self.inputs(device, seed)
+        found = {}
+        for name, backend in SOFTMAX_BACKENDS.items():
+            attention = functools.partial(softmax_by, backend, self.causal)
+            if takes(attention, q, k, v):
+                found[name] = attention, (q, k, v)
+        linear = self.linear(device)
+        found[linear.__name__.replace("_", " ")] = linear, (q, k, v)
+        for form in self.forms(device):
+            found[f"mhla {form}"] = functools.partial(self.attend, impl=form), (q, k, v, mixing)
+        return found
+
+    def work(self, device, seed):
+        """what -> name -> function of nothing, to be timed."""
+        competitors = self.competitors(device, seed)
+        _, direction = self.inputs(device, seed)
+        moved = {FORWARD: 4, TRAINING: 4 + 7}  # q, k, v, o; then also q, k, v and three gradients, and that of o
+        average = direction.nbytes * (self.widths[0] + self.widths[1]) // (2 * self.widths[1])
+        work = {FORWARD: {}, TRAINING: {}}
+        for name, (function, inputs) in competitors.items():
+            work[FORWARD][name] = without_gradients(function, inputs)
+            work[TRAINING][name] = functools.partial(training_step, function, inputs, direction)
+        for what, tensors in moved.items():
+            source = torch.empty(average * tensors // 2, dtype=torch.uint8, device=device)
+            work[what]["copy"] = functools.partial(torch.empty_like(source).copy_, source)
+        return work
+
+
+def sampled_queries(length, device):
+    """A few queries, the first and the last among them."""
+    return torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).long()
+
+
+def rows_of_definition(q, k, v, mixing, shape, queries):
+    """The outputs of some queries by the definition, in fp64."""
+    q, k, v, index = q.double(), k.double(), v.double(), shape.blocks.index(q.device)
+    weight = torch.einsum("bthk,bshk->bhts", q[:, queries], k) * q.shape[-1] ** -0.5
+    weight = weight * mixing.double()[index[queries]][:, index]
+    if shape.causal:
+        weight = weight * (torch.arange(k.shape[1], device=q.device) <= queries[:, None])
+    if shape.normalize:
+        weight = weight / weight.sum(-1, keepdim=True)
+    return torch.einsum("bhts,bshv->bthv", weight, v)
+
+
+@functools.cache
+def fla_kernel():
+    """fla's chunked linear attention, None where fla is not installed."""
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn
+    except ImportError:
+        return None
+    return chunk_linear_attn
+
+
+def softmax_by(backend, causal, q, k, v):
+    """torch's fused attention with one backend, [B, T, H, K]."""
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+def takes(attention, q, k, v):
+    """Whether a backend takes tensors like these; tried on a few tokens."""
+    if attention.args[0] == SDPBackend.MATH and q.shape[1] > MATH_TOKENS:
+        return False
+    few = [x.detach()[:1, :64].clone().requires_grad_() for x in (q, k, v)]
+    try:
+        torch.autograd.grad(attention(*few).sum(), few)
+    except RuntimeError:
+        return False
+    return True
+
+
+def without_gradients(function, inputs):
+    """A forward pass alone."""
+
+    @torch.no_grad()
+    def run():
+        return function(*inputs)
+
+    return run
+
+
+def training_step(function, inputs, direction):
+    """Forward, and gradients of all inputs."""
+    return torch.autograd.grad(function(*inputs), inputs, direction)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Cases (`Operator`, or a model of cases.py) to check and to time, in rounds of which the fastest counts."""
+
+    cases: tuple
+    rounds: int = 10
+    seconds: float = 0.02
+
+    def settings(self):
+        """What the record says of the suite."""
+        return {"cases": [case.name for case in self.cases], "rounds": self.rounds, "seconds": self.seconds}
+
+    def measure(self, device, seed, progress):
+        """Rows (case, what, ms by name), checks, and what did not fit the memory."""
+        rows, checks, skipped = [], {}, {}
+        for case in tqdm(self.cases, desc="bench", disable=not progress):
+            what = FORWARD
+            try:
+                checks |= case.check(device, seed)
+                for what, work in case.work(device, seed).items():
+                    best = fastest_of_rounds(work, device, self.rounds, self.seconds, case.graph)
+                    rows.append({"case": case.name, "what": what, "ms": {n: 1e3 * s for n, s in best.items()}})
+            except torch.OutOfMemoryError:
+                skipped[f"{case.name}: {what}"] = "did not fit the memory of the device"
+        return {"rows": rows, "checks": checks, "skipped": skipped}
+
+    def plot(self, path, record):
+        """bench.png: bars by case."""
+        plot_bars(path, record["rows"], record["hardware"])
+
+
+def fastest_of_rounds(work, device, rounds, seconds, graph):
+    """name -> seconds of one call; every competitor takes its turn in every round, long enough to be measured."""
+    graph = graph and torch.device(device).type == "cuda"
+    ready = {name: captured(function, device) if graph else function for name, function in work.items()}
+    calls, best = {}, {}
+    for name, function in ready.items():
+        seconds_of(function, 1, device)  # warms up
+        calls[name] = max(1, int(seconds / max(seconds_of(function, 1, device), 1e-7)))
+    for _ in range(rounds):
+        for name, function in ready.items():
+            took = seconds_of(function, calls[name], device)
+            best[name] = min(best.get(name, took), took)
+    return best
+
+
+def captured(function, device):
+    """The function's kernels as a CUDA graph."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function()  # memory of a graph lives as long as it
+    graph.kept = kept
+    return graph.replay
+
+
+def seconds_of(function, calls, device):
+    """Seconds of one of `calls` calls, from the device's own clock on a GPU."""
+    if torch.device(device).type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def render_comparison(record):
+    """The record as a table: each competitor's time, and how many times as fast the best MHLA is."""
+    lines = [
+        f"{record['hardware']}; torch {record['versions']['torch']}, triton {record['versions'].get('triton', 'absent')}",
+        f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
+    ]
+    for row in record["rows"]:
+        ours = min((ms for name, ms in row["ms"].items() if name.startswith("mhla")), default=None)
+        lines += ["", f"{row['case']}: {row['what']}"]
+        for name, ms in sorted(row["ms"].items(), key=lambda entry: entry[1]):
+            ratio = "" if ours is None or name.startswith("mhla") else f"{ms / ours:>9.2f}x MHLA's time"
+            lines.append(f"  {name:18}{ms:>12.4f} ms{ratio}")
+    lines += ["", *(f"{name}: not timed, it {why}." for name, why in record["skipped"].items())]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,358 @@
+"""The operator against what a user would pick instead: softmax attention, and plain linear attention in chunks.
+
+Unusual: nothing is timed before it is shown to be right (`check_before_timing`), and the competitors take turns, round
+after round in one process, the fastest round of each counting, so that a busy moment of the machine spares none of them.
+Everyone gets tensors as a model has them, [B, T, H, K], and pays for any rearranging inside the time.
+"""
+
+import dataclasses
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from ..ops.blocks import Blocks
+from ..ops.operator import mhla, mhla_step
+from ..ops.reference import mhla_reference
+from ..ops.triton_operator import triton_refusal
+from ..plots import plot_speed
+
+NAMES = ("softmax", "linear", "mhla")
+TRAINING, FORWARD, DECODING = "forward + backward", "forward", "decode, per token"
+TARGETS = {  # (what, length, against) -> at least so many times as fast, on one CPU thread
+    (TRAINING, 2048, "softmax"): 3.0,
+    (TRAINING, 8192, "softmax"): 8.0,
+    (TRAINING, 2048, "linear"): 1.0,
+    (TRAINING, 8192, "linear"): 1.0,
+}
+MEMORY_TARGET = 1.05
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is timed: causal attention over `lengths` tokens, batch 1, `rounds` rounds at least.
+
+    block_size None: by length (`blocks`). what: of TRAINING, FORWARD and DECODING. dtype: of all tensors but the mixing.
+    """
+
+    lengths: tuple
+    heads: int = 4
+    width: int = 64
+    block_size: int | None = 64
+    rounds: int = 5
+    decode_tokens: int = 64
+    what: tuple = (TRAINING, FORWARD, DECODING)
+    dtype: str = "float32"
+
+    def blocks(self, length):
+        """How so many tokens are cut: by `block_size`, or, with none, by the power of two from 2 * width and sqrt(length)
+        on, which keeps the cost of mixing below that of the tokens."""
+        size = self.block_size or 1 << math.ceil(math.log2(max(2 * self.width, length**0.5)))
+        return Blocks.sequence(length, size)
+
+    def settings(self):
+        """What the record says of the suite."""
+        return {**dataclasses.asdict(self), "batch": 1, "causal": True, "normalize": False}
+
+    def measure(self, device, seed, progress):
+        """The parts of the record that are measured; `run_bench` says what they are."""
+        measured = {"checks": check_before_timing(self, device, seed)}
+        measured["rows"] = time_by_turns(self, device, seed, progress)
+        kept = self.lengths if TRAINING in self.what else ()
+        measured["memory"] = [saved_bytes(self, length, device, seed) for length in kept]
+        measured["ratios"] = compare(measured["rows"])
+        return measured
+
+    def plot(self, path, record):
+        """bench.png: times by length."""
+        what = f"causal attention, {self.heads} heads of {self.width}, {cut_in_words(record['settings'])}"
+        plot_speed(path, record["rows"], f"{what}, {SHORT[self.dtype]}; {record['hardware']}")
+
+
+LENGTH_SUITES = {
+    "quick": Suite((512, 2048, 8192)),
+    "full": Suite((512, 1024, 2048, 4096, 8192, 16384), rounds=7),
+    "wide": Suite((512, 2048, 8192), heads=16, width=128, rounds=3),
+    "decode": Suite((8192, 32768, 131072, 1048576), heads=16, block_size=None, what=(DECODING,), dtype="bfloat16"),
+}
+
+
+def softmax_attention(q, k, v, mixing, blocks):
+    """torch's fused attention, causal."""
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+
+def linear_attention(q, k, v, mixing, blocks):
+    """Plain causal linear attention in its usual fast form: chunks, and a running sum over their summaries."""
+    length, size = q.shape[1], blocks.block_size
+    q, k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for x in (q, k, v))
+    summary = k.mT @ v
+    o = q @ (summary.cumsum(2) - summary) + (q @ k.mT).tril() @ v
+    return (o * q.shape[-1] ** -0.5).flatten(2, 3)[:, :, :length].transpose(1, 2)
+
+
+def mhla_attention(q, k, v, mixing, blocks):
+    """The operator, un-normalised as in the paper's language models."""
+    return mhla(q, k, v, mixing, blocks=blocks, causal=True, normalize=False, impl=fastest_form(q, k, v))
+
+
+def fastest_form(q, k, v):
+    """The Triton kernels on a GPU where they take these tensors, else what "auto" takes."""
+    return "triton" if q.is_cuda and triton_refusal(q, k, v) is None else "auto"
+
+
+ATTENTION = {"softmax": softmax_attention, "linear": linear_attention, "mhla": mhla_attention}
+
+
+def make_inputs(shape, length, device, seed):
+    """q, k, v [1, T, H, K] and mixing fp32 [M, M], with gradients, and dL/do; the same numbers on every device."""
+    random = torch.Generator().manual_seed(seed)
+    size, dtype = (1, length, shape.heads, shape.width), getattr(torch, shape.dtype)
+    count = shape.blocks(length).num_blocks
+    tensors = [torch.randn(size, generator=random).to(device, dtype) for _ in range(3)]
+    tensors.append(torch.rand(count, count, generator=random).to(device))
+    direction = torch.randn(size, generator=random).to(device, dtype)
+    return [x.requires_grad_() for x in tensors], direction
+
+
+def check_before_timing(shape, device, seed):
+    """Relative errors of what will be timed; RuntimeError if one is not below the dtype's bound (fp32 1e-5).
+
+    MHLA against its T x T definition in fp64, output and every gradient, on a length that ends inside a block; at every
+    timed length its last block against the definition; decoding against the forward pass; plain linear attention against
+    MHLA with uniform mixing, which it is.
+    """
+    checks = {} if shape.what == (DECODING,) else check_definition(shape, device, seed)
+    with torch.no_grad():
+        for length in shape.lengths:
+            inputs, _ = make_inputs(shape, length, device, seed)
+            blocks = shape.blocks(length)
+            last = (length - 1) // blocks.block_size * blocks.block_size
+            if FORWARD in shape.what:
+                got = ATTENTION["mhla"](*inputs, blocks)[:, last:]
+                expected = last_block(*inputs, last, blocks.block_size)
+                checks[f"last block of {length:,} tokens"] = relative_error(got, expected)
+            if DECODING in shape.what:
+                decoder = Decoder("mhla", shape, inputs)
+                first = decoder.step()
+                checks[f"decoding after {length:,} tokens"] = relative_error(first, decoder.expected_first())
+    refuse_wrong(checks, TOLERANCES[shape.dtype])
+    return checks
+
+
+def check_definition(shape, device, seed):
+    """The part of `check_before_timing` that needs the whole T x T definition."""
+    length = 3 * shape.block_size + 5
+    inputs, direction = make_inputs(shape, length, device, seed)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    blocks = shape.blocks(length)
+    expected = mhla_reference(*exact, blocks=blocks, causal=True, normalize=False)
+    got = ATTENTION["mhla"](*inputs, blocks)
+    checks = {f"output, {length:,} tokens": relative_error(got, expected)}
+    for name, mine, true in zip(
+        ("q", "k", "v", "mixing"),
+        torch.autograd.grad(got, inputs, direction),
+        torch.autograd.grad(expected, exact, direction.double()),
+        strict=True,
+    ):
+        checks[f"gradient of {name}, {length:,} tokens"] = relative_error(mine, true)
+    uniform = ATTENTION["mhla"](*inputs[:3], torch.ones_like(inputs[3]), blocks)
+    checks["plain linear against uniform mixing"] = relative_error(ATTENTION["linear"](*inputs, blocks), uniform)
+    return checks
+
+
+def refuse_wrong(checks, tolerance):
+    """RuntimeError, in one sentence, for the first error that is not below the tolerance."""
+    for name, error in checks.items():
+        if not error < tolerance:
+            raise RuntimeError(
+                f"{name}: relative error {error:.1e}; expected below {tolerance:.0e}, so no speed is reported."
+            )
+
+
+def last_block(q, k, v, mixing, first, size):
+    """The outputs of the tokens from `first` on, the last block's, by the definition, in fp64."""
+    block = torch.arange(k.shape[1], device=k.device) // size
+    earlier = torch.arange(k.shape[1], device=k.device) <= torch.arange(first, k.shape[1], device=k.device)[:, None]
+    weight = torch.einsum("bthk,bshk->bhts", q[:, first:].double(), k.double()) * q.shape[-1] ** -0.5
+    weight = weight * mixing.double()[block[-1], block] * earlier
+    return torch.einsum("bhts,bshv->bthv", weight, v.double())
+
+
+def relative_error(got, expected):
+    """Frobenius distance over the size of what is expected."""
+    got, expected = got.detach().double(), expected.detach().double()
+    return float((got - expected).norm() / expected.norm())
+
+
+class Decoder:
+    """One competitor in the middle of a text: what it remembers of T tokens, and the step for one more.
+
+    softmax reads a cache of keys and values that has room to grow; plain linear attention adds to one summary; MHLA
+    continues its state. Every step gets the same token.
+    """
+
+    def __init__(self, name, shape, inputs):
+        q, k, v, mixing = (x.detach() for x in inputs)
+        self.name, self.length, self.token = name, q.shape[1], (q[:, -1:], k[:, -1:], v[:, -1:])
+        self.inputs, self.impl, self.scale = (q, k, v), fastest_form(q, k, v), q.shape[-1] ** -0.5
+        room = shape.decode_tokens + 1
+        if name == "softmax":
+            self.cache = [F.pad(x.transpose(1, 2), (0, 0, 0, room)) for x in (k, v)]
+        elif name == "linear":
+            self.summary = torch.einsum("bthk,bthv->bhkv", k.float(), v.float())
+        else:
+            blocks = shape.blocks(self.length)
+            self.block_size = blocks.block_size
+            more = Blocks.sequence(self.length + room, self.block_size).num_blocks - blocks.num_blocks
+            self.mixing = F.pad(mixing, (0, more, 0, more), value=0.5)
+            options = {"causal": True, "normalize": False, "impl": self.impl}
+            _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, return_state=True, **options)
+
+    def step(self):
+        """The output of the next token, [1, 1, H, V]."""
+        q, k, v = self.token
+        if self.name == "mhla":
+            return mhla_step(q, k, v, self.mixing, self.state, normalize=False, impl=self.impl)[0]
+        if self.name == "linear":
+            q, k, v = (x.float() for x in (q, k, v))
+            self.summary = self.summary + k.transpose(1, 2).mT @ v.transpose(1, 2)
+            return (q.transpose(1, 2) @ self.summary * self.scale).transpose(1, 2).to(self.token[0].dtype)
+        for cached, new in zip(self.cache, (k, v), strict=True):
+            cached[:, :, self.length : self.length + 1] = new.transpose(1, 2)
+        self.length += 1
+        keys, values = (cached[:, :, : self.length] for cached in self.cache)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2)
+
+    def expected_first(self):
+        """What MHLA's first step must give, by the definition."""
+        q, k, v = (torch.cat([x, new], 1) for x, new in zip(self.inputs, self.token, strict=True))
+        return last_block(q, k, v, self.mixing, self.length, self.block_size)
+
+
+def time_by_turns(shape, device, seed, progress):
+    """Rows of milliseconds: what, length, <name>_ms."""
+    best = {}
+    bar = tqdm(total=len(shape.lengths) * (shape.rounds + 1) * len(NAMES), desc="bench", disable=not progress)
+    with bar:
+        for length in shape.lengths:
+            inputs, direction = make_inputs(shape, length, device, seed)
+            for turn in range(shape.rounds + 1):  # the first only warms up
+                for name in NAMES:
+                    for what, seconds in time_once(name, shape, inputs, direction).items():
+                        if turn > 0:
+                            best[what, length, name] = min(best.get((what, length, name), seconds), seconds)
+                    bar.update()
+                    bar.set_postfix(tokens=length, refresh=False)
+    return [
+        {"what": what, "length": length, **{f"{name}_ms": 1e3 * best[what, length, name] for name in NAMES}}
+        for what in shape.what
+        for length in shape.lengths
+    ]
+
+
+def time_once(name, shape, inputs, direction):
+    """Seconds of one training step, one forward pass without gradients, and one of `decode_tokens` decoded tokens."""
+    attention, blocks, seconds = ATTENTION[name], shape.blocks(direction.shape[1]), {}
+    if TRAINING in shape.what:
+        start = clock(direction)
+        used = inputs if name == "mhla" else inputs[:3]
+        torch.autograd.grad(attention(*inputs, blocks), used, direction)
+        seconds[TRAINING] = clock(direction) - start
+    with torch.no_grad():
+        if FORWARD in shape.what:
+            start = clock(direction)
+            attention(*inputs, blocks)
+            seconds[FORWARD] = clock(direction) - start
+        if DECODING in shape.what:
+            decoder = Decoder(name, shape, inputs)
+            start = clock(direction)
+            for _ in range(shape.decode_tokens):
+                decoder.step()
+            seconds[DECODING] = (clock(direction) - start) / shape.decode_tokens
+    return seconds
+
+
+def clock(tensor):
+    """Seconds, once the tensor's device has finished what it was given."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def saved_bytes(shape, length, device, seed):
+    """Bytes that each competitor's forward pass keeps for its backward pass, counting every storage once."""
+    inputs, _ = make_inputs(shape, length, device, seed)
+    row = {"length": length}
+    for name, attention in ATTENTION.items():
+        kept = {}
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            attention(*inputs, shape.blocks(length))
+        row[f"{name}_bytes"] = sum(kept.values())
+    return row
+
+
+def compare(rows):
+    """How many times as fast as softmax and plain linear attention MHLA is; with the target where there is one."""
+    ratios = []
+    for row in rows:
+        for against in ("softmax", "linear"):
+            target = TARGETS.get((row["what"], row["length"], against))
+            ratio = row[f"{against}_ms"] / row["mhla_ms"]
+            ratios.append(
+                {"what": row["what"], "length": row["length"], "against": against, "ratio": ratio, "target": target}
+            )
+    return ratios
+
+
+def render_lengths(record):
+    """The record as a table for the terminal."""
+    settings = record["settings"]
+    ratios = {(r["what"], r["length"], r["against"]): r for r in record["ratios"]}
+    lines = [
+        f"Causal attention, {settings['heads']} heads of {settings['width']}, {cut_in_words(settings)}, "
+        f"{SHORT[settings['dtype']]}, batch 1, [B, T, H, K] inputs; {record['hardware']}; "
+        f"torch {record['versions']['torch']}",
+        f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
+        "",
+        f"{'':20}{'tokens':>8}{'softmax ms':>12}{'linear ms':>12}{'MHLA ms':>12}{'vs softmax':>14}{'vs linear':>14}",
+    ]
+    for row in record["rows"]:
+        cells = [f"{row['what']:20}{row['length']:>8,}"] + [f"{row[f'{name}_ms']:>12.3f}" for name in NAMES]
+        for against in ("softmax", "linear"):
+            cells.append(f"{times(ratios[row['what'], row['length'], against]):>14}")
+        lines.append("".join(cells))
+    for row in record["memory"]:
+        share = row["mhla_bytes"] / row["softmax_bytes"]
+        cells = [f"{row[f'{name}_bytes'] / 2**20:>12.2f}" for name in NAMES]
+        lines.append(f"{'kept, MiB':20}{row['length']:>8,}{''.join(cells)}{f'{share:.2f} of it':>14}")
+    if not record["memory"]:
+        return "\n".join(lines)
+    lines.append("")
+    lines.append(
+        f"In brackets the target (!: missed). Kept: for the backward pass, target at most {MEMORY_TARGET} of softmax's."
+    )
+    return "\n".join(lines)
+
+
+def cut_in_words(settings):
+    """blocks of 64, or how their size follows from the length."""
+    size = settings["block_size"]
+    return f"blocks of {size}" if size else "blocks of a power of two >= 2 K and sqrt(T)"
+
+
+def times(ratio):
+    """A ratio as text, with its target and a mark where it is missed: 6.1x, 6.1x (>=3), 0.4x (>=1)!"""
+    text = f"{ratio['ratio']:.1f}x" if ratio["ratio"] < 100 else f"{ratio['ratio']:.0f}x"
+    if ratio["target"] is None:
+        return text
+    return f"{text} (>={ratio['target']:g})" + ("" if ratio["ratio"] >= ratio["target"] else "!")

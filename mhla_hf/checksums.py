@@ -1,0 +1,56 @@
+"""SHA256SUMS: a pushed model says what its files are, so that whoever loads it can tell when one has changed.
+
+The Hub client compares sizes, not contents, and a folder can be changed by anybody. Unusual: the format is that of the
+`sha256sum` command, so the files can be proven without this package: `sha256sum --check SHA256SUMS`.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+SUMS_FILE = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\\\n]+)")
+
+
+def render_sums(digests: dict[str, str]) -> str:
+    """The text of SHA256SUMS. digests: path below the folder -> sha256, 64 hex digits."""
+    return "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items()))
+
+
+def read_sums(text: str, where) -> dict[str, str]:
+    """What `render_sums` was given; ValueError, naming `where`, for anything else."""
+    found = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or match[2].startswith("/") or ".." in match[2].split("/"):
+            raise ValueError(f"{where}: expected lines of a sha256 and a path below the folder, got {line[:80]!r}")
+        found[match[2]] = match[1]
+    return found
+
+
+def hash_file(path) -> str:
+    """sha256 of a file's bytes, 64 hex digits."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_sums(folder) -> None:
+    """Refuse a folder whose files are not those that its SHA256SUMS names; one without that file passes.
+
+    A file that is named and not there is no error: loaders fetch only what they need.
+
+    Raises:
+        ValueError: the first file with other bytes, or a SHA256SUMS that is none.
+    """
+    folder = Path(folder)
+    place = folder / SUMS_FILE
+    if not place.is_file():
+        return
+    for path, digest in read_sums(place.read_text(encoding="utf-8"), place).items():
+        if (folder / path).is_file() and hash_file(folder / path) != digest:
+            raise ValueError(
+                f"{folder / path} was changed after the model was pushed: it is not what {SUMS_FILE} names"
+            )

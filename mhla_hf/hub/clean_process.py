@@ -1,0 +1,72 @@
+"""What a saved model is in the hands of somebody who never installed mhla_hf: loaded by `visitor.py`, elsewhere.
+
+Unusual: the process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
+outside its folder does not load.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+# of transformers: a causal language model, an image classifier, a vision tower; of diffusers: one model, a pipeline
+KINDS = ("language", "image", "tower", "model", "pipeline")
+WITHHELD = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
+
+
+def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") -> dict:
+    """Load `folder` in a process where mhla_hf and triton cannot be imported, and say what it was like there.
+
+    Args:
+        folder: a saved model. kind: one of `KINDS`.
+        given: a safetensors file with `ids` [B, T] and the `logits` [B, T, vocabulary] they must give.
+        prompt, new_tokens: text that a language model continues greedily. dtype: as torch names it, or "auto".
+
+    Returns:
+        class, missing, unexpected (weights), imported (of what must be absent), and for language models finite, and as
+        asked for logits_equal, largest_difference, continuation.
+
+    Raises:
+        ValueError: the model does not load there, with the last line of the reason.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    source = Path(__file__).with_name("visitor.py").read_text(encoding="utf-8")
+    asked = {"folder": os.path.abspath(folder), "kind": kind, "given": given and os.path.abspath(given)}
+    asked |= {"prompt": prompt, "new_tokens": new_tokens, "dtype": dtype, "threads": torch.get_num_threads()}
+    kept = {key: value for key, value in os.environ.items() if key not in WITHHELD}
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
+        done = subprocess.run(
+            [sys.executable, "-c", source, json.dumps(asked)],
+            cwd=place,
+            env={**kept, "HF_HOME": place, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        errors = [line for line in lines if ERROR.match(line)]
+        raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({(errors or lines)[-1]})")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_visit(folder, kind, dtype="auto") -> str:
+    """The class under which `folder` loads there; ValueError when it does not load whole, as itself and finite."""
+    seen = visit(folder, kind, dtype=dtype)
+    where = f"{folder}: in a process without mhla_hf"
+    if seen["missing"] or seen["unexpected"]:
+        odd, name = ("lacks", seen["missing"][0]) if seen["missing"] else ("has no place for", seen["unexpected"][0])
+        raise ValueError(f"{where} the model {odd} the weight {name!r}")
+    if seen["imported"]:
+        raise ValueError(f"{where} the model imports {seen['imported'][0]}, which a user may not have")
+    if not seen["class"].startswith(("transformers_modules.", "diffusers_modules.")):
+        raise ValueError(f"{where} the model is {seen['class']}, not the class in its own source file")
+    if not seen.get("finite", True):
+        raise ValueError(f"{where} the model's output is not finite")
+    return seen["class"]

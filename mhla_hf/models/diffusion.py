@@ -1,0 +1,327 @@
+"""MHLA in the transformers of diffusers: the processor that owns the new modules, and what every family's class shares.
+
+Unusual: no attention of diffusers is told the grid of its tokens. The model's `forward` writes it to a `GridState` that the
+processors read, and restores it afterwards; gradient checkpointing, which runs a block again when the state holds another
+call's grid, binds the grid to the call. The family files hold little more than a name and defaults: constructor and forward
+are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
+"""
+
+import functools
+import inspect
+import math
+import os
+import re
+import sys
+from dataclasses import replace
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import is_accelerate_available
+from torch import nn
+
+from ..nn.grid import GridMHLA
+from ..nn.settings import MHLASettings
+from .saving import check_loaded_weights, source_name, write_source
+
+# what diffusers says of a weight of another shape
+MISFIT = re.compile(r"(\S+\.mhla\.\S+) expected shape torch\.Size\((.+?)\), but got torch\.Size\((.+?)\)")
+IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
+
+
+class GridState:
+    """The grid of the forward pass that is running; one object for a model and all of its processors."""
+
+    def __init__(self):
+        self.grid = None
+
+    def run(self, grid, function, *args, **kwargs):
+        """`function(*args, **kwargs)` with this grid; the one before is back when it ends, however it ends."""
+        if grid == self.grid:
+            return function(*args, **kwargs)
+        before, self.grid = self.grid, grid
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.grid = before
+
+
+class GridCheckpoint:
+    """A checkpoint function that binds the grid of the call, for the second run in the backward pass.
+
+    An object rather than a closure: a copy of the model (EMA) must get a checkpoint function with the copy's state.
+    """
+
+    def __init__(self, state: GridState, function):
+        self.state, self.function = state, function
+
+    def __call__(self, block, *args):
+        return self.function(functools.partial(self.state.run, self.state.grid, block), *args)
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of interleaved pairs: x `[B, N, H, K]`, cos and sin `[1, N, 1, K]` (each number twice), in fp32."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+class MHLAAttnProcessor(nn.Module):
+    """Self-attention by MHLA over the model's grid, for the attention modules of Wan, Sana, DiT and PixArt.
+
+    It has one child, `mhla`, and no parameter of its own, so that offloading moves every weight when it is called.
+
+    Args:
+        core: the attention.
+        state: the model's grid.
+    """
+
+    _parallel_config = None  # diffusers writes its context-parallel configuration here
+
+    def __init__(self, core: GridMHLA, state: GridState):
+        super().__init__()
+        self.mhla = core
+        self.state = state
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        # diffusers reads this signature to decide which arguments an attention hands on
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def forward(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        """`[B, N, C]` to `[B, N, C]`; `attn` holds the base's projections, rotary_emb is (cos, sin) or None.
+
+        A child `input_norm` of `attn` comes first (the authors' DiT).
+        """
+        if encoder_hidden_states is not None:
+            raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
+        if attention_mask is not None:
+            raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
+        if self.state.grid is None:
+            raise ValueError(
+                "grid: got none, expected a call of the whole transformer, which tells its layers the grid."
+            )
+        if hasattr(attn, "input_norm"):
+            hidden_states = attn.input_norm(hidden_states)
+        if getattr(attn, "fused_projections", False):
+            widths = [attn.to_q.out_features, attn.to_k.out_features, attn.to_v.out_features]
+            q, k, v = attn.to_qkv(hidden_states).split(widths, dim=-1)
+        else:
+            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        if attn.norm_q is not None:
+            q = attn.norm_q(q)
+        if attn.norm_k is not None:
+            k = attn.norm_k(k)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        rotate = None
+        if rotary_emb is not None:
+            if self.mhla.settings.rope == "after":
+                rotate = functools.partial(rotate_both, rotary_emb)
+            else:
+                q, k = rotate_both(rotary_emb, q, k)
+        grid = self.state.grid
+        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid, q.shape[1])
+        o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
+        o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
+        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
+
+
+def rotate_both(rotary_emb, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotate_pairs` of q and k."""
+    return rotate_pairs(q, *rotary_emb), rotate_pairs(k, *rotary_emb)
+
+
+class AddUp(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def shard_of_grid(config, grid, tokens: int) -> tuple:
+    """First token and `add_up` of this process, whose shard has `tokens` of the grid's, as diffusers' context parallelism
+    cuts them: in order, all shards equal or the first ones longer by one."""
+    group = config.context_parallel_config._flattened_mesh.get_group()
+    rank, total = torch.distributed.get_rank(group), math.prod(grid)
+    size, longer = divmod(total, torch.distributed.get_world_size(group))
+    if tokens != size + (rank < longer):
+        raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
+    return rank * size + min(rank, longer), lambda x: AddUp.apply(x, group)
+
+
+class MHLATransformerMixin:
+    """Before a transformer of diffusers in the bases: `class MHLAX(MHLATransformerMixin, X)`.
+
+    The constructor takes the base's arguments by keyword, and `mhla`: settings as `MHLASettings.to_dict` gives them, or some
+    of them; the family's defaults fill the rest. `source_entry` names the module that defines the class, `mhla_defaults` are
+    the family's settings, `mhla_axes` is how many axes its grid has, and `mhla_arguments` are further arguments of the
+    constructor with their defaults, which `install_mhla` reads from the config.
+    """
+
+    source_entry = ""
+    mhla_arguments = {}
+    mhla_defaults = IMAGE_DEFAULTS
+    mhla_axes = 2
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        base = cls.__bases__[-1]
+        own = vars(cls)
+        if "__init__" not in own:
+            cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
+        if "forward" not in own:
+            cls.forward = forward_on_grid(base)
+        if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
+            cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
+        name = source_name(cls.source_entry).removesuffix(".py")
+        home = sys.modules.setdefault(name, sys.modules[cls.__module__])
+        vars(home).setdefault("ModelMixin", ModelMixin)  # diffusers looks for it beside a class that it loads
+        cls.__module__ = name  # diffusers writes this name to model_index.json
+        cls.register_for_auto_class("AutoModel")
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: dict, **kwargs):
+        """As diffusers, which would warn of the line of `config.json` by which it found this class."""
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)
+
+    def install_mhla(self, settings: MHLASettings) -> None:
+        """Give the self-attentions that `settings.layers` lists their MHLA processors, and note the settings."""
+        attentions = self_attentions(self)
+        settings = check_diffusion_settings(type(self), self, settings)
+        if not hasattr(self, "mhla_state"):
+            self.mhla_state = GridState()
+        for index in settings.layers:
+            attn = attentions[index]
+            core = GridMHLA(
+                settings,
+                num_heads=attn.heads,
+                num_kv_heads=attn.heads,
+                key_dim=attn.to_q.out_features // attn.heads,
+                value_dim=attn.to_v.out_features // attn.heads,
+                hidden_size=attn.to_q.in_features,
+            )
+            attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
+        noted = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
+        noted["mhla"] = settings.to_dict()
+        defaults = [name for name in self.config.get("_use_default_values", []) if name not in noted]
+        self.register_to_config(**noted, _use_default_values=defaults)
+
+    def token_grid(self, hidden_states: torch.Tensor) -> tuple:
+        """Tokens per axis of latents `[B, C, ...]`; one sentence if they are not this model's."""
+        sides, patch = hidden_states.shape[2:], self.config.patch_size
+        if len(sides) != self.mhla_axes or hidden_states.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"hidden_states: got latents {list(hidden_states.shape)}, expected [batch, {self.config.in_channels}, "
+                f"{'frames, ' if self.mhla_axes == 3 else ''}height, width]; do they come from this model's own VAE?"
+            )
+        patch = (patch,) * len(sides) if isinstance(patch, int) else patch
+        return tuple(side // step for side, step in zip(sides, patch, strict=True))
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None) -> None:
+        if enable and not isinstance(gradient_checkpointing_func, GridCheckpoint):
+            gradient_checkpointing_func = GridCheckpoint(
+                self.mhla_state, gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
+        """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
+        if os.path.isfile(save_directory):
+            raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
+        if is_main_process:
+            write_source(self.source_entry, save_directory, source_name(self.source_entry))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As diffusers, but whole: weights that are missing, unknown to MHLA layers, or damaged are refused."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        except ValueError as error:
+            found = MISFIT.search(str(error))
+            if found is None:
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: {found[1]} is {found[3]}, expected {found[2]} for the layout, heads and "
+                "width in its config.json."
+            ) from error
+        if info["missing_keys"]:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: has no {sorted(info['missing_keys'])[0]!r} ({len(info['missing_keys'])} "
+                f"missing), expected all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert."
+            )
+        unknown = sorted(key for key in info["unexpected_keys"] if ".mhla." in key)
+        if unknown:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json."
+            )
+        check_loaded_weights(model)
+        return (model, info) if wants_info else model
+
+
+def constructor_with_mhla(base: type, further: dict):
+    """The constructor of `base` with its arguments as keywords only, `mhla`, and `further` ones with their defaults."""
+
+    def __init__(self, *, mhla: dict | None = None, **kwargs):
+        base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
+        if mhla is not None and not isinstance(mhla, dict):
+            raise TypeError(f"mhla: got {type(mhla).__name__}, expected a dictionary of settings.")
+        self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
+
+    signature = inspect.signature(base.__init__)
+    own = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in {**further, "mhla": None}.items()
+    ]
+    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
+    return __init__
+
+
+def forward_on_grid(base: type):
+    """The forward of `base`, with the grid of its latents told to the processors."""
+
+    @functools.wraps(base.forward)
+    def forward(self, hidden_states, *args, **kwargs):
+        return self.mhla_state.run(
+            self.token_grid(hidden_states), base.forward, self, hidden_states, *args, **kwargs
+        )  # fmt: skip
+
+    return forward
+
+
+def self_attentions(model: nn.Module) -> list[nn.Module]:
+    """The self-attention of each block of a transformer that can become MHLA, in order."""
+    blocks = getattr(model, "transformer_blocks", None)
+    return [block.attn1 for block in (model.blocks if blocks is None else blocks)]
+
+
+def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLASettings) -> MHLASettings:
+    """The settings with their layers as a list, or one sentence why `model` cannot become `model_class` with them."""
+    axes = model_class.mhla_axes
+    if settings.layout is None or len(settings.layout) != axes:
+        raise ValueError(
+            f"layout: got {settings.layout}, expected {axes} counts of blocks for {model_class.__name__}, "
+            f"such as {model_class.mhla_defaults['layout']}."
+        )
+    attentions = self_attentions(model)
+    layers = settings.resolve_layers(len(attentions))
+    for index in layers:
+        attn = attentions[index]
+        plain = (getattr(attn, "residual_connection", False), getattr(attn, "rescale_output_factor", 1.0)) == (
+            False,
+            1.0,
+        )
+        extra = [name for name in ("group_norm", "spatial_norm") if getattr(attn, name, None) is not None]
+        if not plain or extra or attn.is_cross_attention:
+            raise ValueError(f"model: layer {index} has an attention with more than projections, norms and rotation.")
+    return replace(settings, layers=layers)

@@ -1,0 +1,121 @@
+"""DiT with MHLA in its self-attentions (section 5.2): converted, or from scratch in the sizes S, B, L and XL.
+
+DiG (table 3) is DiT with other blocks, and so is a preset of this family.
+"""
+
+import torch
+from diffusers import DiTTransformer2DModel
+from torch import nn
+
+from ..nn.settings import MHLASettings
+from .diffusion import GridState, MHLAAttnProcessor, MHLATransformerMixin
+from .diffusion_dig import DIG_SETTINGS, LocalConv, become_dig_block
+
+DIT_SIZES = {
+    "S": (12, 384, 6),
+    "B": (12, 768, 12),
+    "L": (24, 1024, 16),
+    "XL": (28, 1152, 16),
+    "DiG-XL": (28, 1152, 18),
+}  # depth, width, heads
+DIT_PATCHES = (2, 4, 8)
+
+
+def dit_preset(name: str) -> dict:
+    """Arguments of the model for "DiT-S/2" and the like, or "DiG-S/2"; ValueError, one sentence, for another name."""
+    size, _, patch = name[4:].partition("/") if isinstance(name, str) else ("", "", "")
+    if size not in DIT_SIZES or patch not in map(str, DIT_PATCHES) or name[:4] not in ("DiT-", "DiG-"):
+        raise ValueError(
+            f"preset: got {name!r}, expected DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'."
+        )
+    depth, width, heads = DIT_SIZES["DiG-XL" if name.startswith("DiG-XL") else size]
+    dig = {"dig_block": True} if name.startswith("DiG-") else {}
+    return dig | {
+        "num_layers": depth,
+        "num_attention_heads": heads,
+        "attention_head_dim": width // heads,
+        "patch_size": int(patch),
+    }
+
+
+class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
+    """`DiTTransformer2DModel` with MHLA in the layers that `mhla` lists.
+
+    The paper's CPE and gate are the settings `cpe=3` and `gate=True`. `dig_block=True` gives every block DiG's form, for
+    training from scratch (`from_preset("DiG-S/2")`). Two arguments are for the authors' checkpoints: `input_norm` puts a
+    LayerNorm before the projections of MHLA layers, `timestep_freq_shift=0` gives the timesteps the frequencies of the
+    original DiT, from which diffusers' differ by a little.
+    """
+
+    source_entry = "models.dit_transformer"
+    mhla_arguments = {"input_norm": False, "timestep_freq_shift": 1, "dig_block": False}
+    _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
+    _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
+
+    def install_mhla(self, settings: MHLASettings) -> None:
+        """As every model, and what the further arguments ask for."""
+        self.mhla_state = GridState()
+        if self.config.get("dig_block", False):
+            for block in self.transformer_blocks:
+                become_dig_block(block, self.mhla_state)
+        super().install_mhla(settings)
+        for block in self.transformer_blocks:
+            block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
+            if self.config.get("input_norm", False) and isinstance(block.attn1.processor, MHLAAttnProcessor):
+                block.attn1.input_norm = nn.LayerNorm(self.inner_dim)
+
+    @classmethod
+    def from_preset(
+        cls, preset: str, *, input_size: int = 32, num_classes: int = 1000, mhla: dict | None = None, **kwargs
+    ):
+        """A model from scratch, with DiT's start of weights.
+
+        Args:
+            preset: "DiT-S/2" and the like: size S, B, L or XL, patch 2, 4 or 8; "DiG-S/2" for DiG's blocks.
+            input_size: side of the (square) latents; 32 for images of 256 pixels.
+            num_classes: labels; one more stands for none.
+            mhla: settings, such as {"cpe": 3, "gate": True}; the family's defaults fill the rest, for DiG with its gate and
+                its norm per head in place of the normaliser.
+            **kwargs: further arguments of `DiTTransformer2DModel`; out_channels is twice in_channels unless given.
+        """
+        sizes = {"in_channels": 4, **dit_preset(preset), **kwargs}
+        if sizes.get("dig_block"):
+            mhla = {**DIG_SETTINGS, **(mhla or {})}
+        sizes.setdefault("out_channels", 2 * sizes["in_channels"])
+        model = cls(sample_size=input_size, num_embeds_ada_norm=num_classes, mhla=mhla, **sizes)
+        model.initialize_weights()
+        return model
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """DiT's start (arXiv 2212.09748, section 3.2): Xavier for linear layers, every block the identity, output zero."""
+        for name, module in self.named_modules():
+            if ".mhla." in name:
+                continue
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+            elif isinstance(module, nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, LocalConv):
+                module.reset_parameters()
+        for block in self.transformer_blocks:
+            for embedder in (block.norm1.emb.timestep_embedder.linear_1, block.norm1.emb.timestep_embedder.linear_2):
+                nn.init.normal_(embedder.weight, std=0.02)
+            nn.init.zeros_(block.norm1.linear.weight)
+        for last in (self.proj_out_1, self.proj_out_2):
+            nn.init.zeros_(last.weight)
+
+    def token_grid(self, hidden_states: torch.Tensor) -> tuple:
+        """As every model; the base puts its patches back as a square, so nothing else is let in."""
+        grid = super().token_grid(hidden_states)
+        if grid[0] != grid[1]:
+            raise ValueError(
+                f"hidden_states: got latents of {hidden_states.shape[-2]} by {hidden_states.shape[-1]}, expected a square: "
+                "diffusers' DiT puts its patches back as one."
+            )
+        return grid

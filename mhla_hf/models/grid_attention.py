@@ -1,0 +1,133 @@
+"""How a grid core takes the place of softmax inside a vision tower of transformers, unchanged around it.
+
+As in language models the base keeps its projections and its positions and calls "the attention function", which is ours in
+the converted modules alone. No attention of these towers is told the grid of its tokens: the body is asked for it before it
+runs (`hand_on_grid`, from the size of the pixels), and it travels to the layers as a keyword argument.
+"""
+
+import copy
+import types
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ..nn.grid import GridMHLA
+from ..nn.settings import MHLASettings
+from ..ops.namespace import NAMESPACE
+
+GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
+CLASS_TOKENS = {
+    "deit": 2,
+    "siglip_vision_model": 0,
+}  # tokens before the grid, one everywhere else; registers come after
+
+
+class GridCall(NamedTuple):
+    """What an MHLA layer must know of one call. It goes where the mask would: the one argument that every base hands on."""
+
+    grid: tuple[int, int]
+    hidden_states: torch.Tensor
+
+
+def mhla_grid_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """The attention function of converted vision layers: q, k, v `[B, H, T, K]`; o is `[B, T, H, V]`.
+
+    attention_mask: a `GridCall`.
+    """
+    output = module.mhla(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        grid=attention_mask.grid,
+        hidden_states=attention_mask.hidden_states,
+    )
+    return output, None
+
+
+AttentionInterface.register(GRID_ATTENTION_NAME, mhla_grid_attention)
+AttentionMaskInterface.register(GRID_ATTENTION_NAME, flash_attention_mask)
+
+
+class MHLAGridMixer:
+    """Mixed into a vision attention class of transformers; the module has a child `mhla` (`GridMHLA`)."""
+
+    def forward(self, hidden_states, attention_mask=None, mhla_grid=None, **kwargs):
+        """As the base, without a mask; `mhla_grid` is what `hand_on_grid` gives."""
+        if attention_mask is not None:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected None for MHLA layers of image models."
+            )
+        if mhla_grid is None:
+            raise ValueError("mhla_grid: got None, expected rows and columns of tokens; call the whole model.")
+        return super().forward(hidden_states, attention_mask=GridCall(mhla_grid, hidden_states), **kwargs)
+
+
+_GRID_MIXER_CLASSES = {}
+
+
+def grid_mixer_class(base: type) -> type:
+    """The MHLA version of a vision attention class, made once: `MHLAViTAttention` for `ViTAttention`."""
+    if base not in _GRID_MIXER_CLASSES:
+        module = __name__.replace("models.grid_attention", "models.converted")
+        _GRID_MIXER_CLASSES[base] = type(f"MHLA{base.__name__}", (MHLAGridMixer, base), {"__module__": module})
+    return _GRID_MIXER_CLASSES[base]
+
+
+def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention modules of a vision tower that can become MHLA, by their place in it."""
+    needed = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
+    found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
+    return dict(enumerate(found))
+
+
+def prefix_tokens(config) -> int:
+    """How many class, distillation and register tokens come before the grid."""
+    base = getattr(config, "base_model_type", config.model_type)
+    return CLASS_TOKENS.get(base, 1) + (getattr(config, "num_register_tokens", 0) or 0)
+
+
+def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` holds one vision tower."""
+    config = model.config
+    attentions = grid_attentions(model)
+    chosen = settings.resolve_layers(config.num_hidden_layers)
+    for index in chosen:
+        attention = attentions[index]
+        core = GridMHLA(
+            settings,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_attention_heads,
+            key_dim=attention.head_dim,
+            value_dim=attention.head_dim,
+            hidden_size=config.hidden_size,
+            prefix=prefix_tokens(config),
+        )
+        core.train(attention.training)
+        attention.__class__ = grid_mixer_class(type(attention))
+        if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
+            attention._old_forward = types.MethodType(type(attention).forward, attention)
+        attention.config = copy.copy(config)
+        attention.config._attn_implementation_internal = GRID_ATTENTION_NAME
+        attention.add_module("mhla", core)
+    body = next(module for module in model.modules() if hasattr(module, "embeddings"))
+    body.register_forward_pre_hook(hand_on_grid, with_kwargs=True)
+
+
+def hand_on_grid(body: nn.Module, args: tuple, kwargs: dict):
+    """Before a vision tower runs: `mhla_grid`, rows and columns of whole patches, to the layers below."""
+    pixels = kwargs.get("pixel_values", args[0] if args else None)
+    if pixels is None:
+        raise ValueError("pixel_values: got None, expected [batch, channels, height, width].")
+    if pixels.ndim != 4:
+        raise ValueError(f"pixel_values: got {pixels.ndim} axes, expected [batch, channels, height, width].")
+    patch = body.config.patch_size
+    patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
+    if min(grid) < 1:
+        raise ValueError(
+            f"pixel_values: got {tuple(pixels.shape[2:])} pixels, expected at least a patch of {tuple(patch)}."
+        )
+    return args, {**kwargs, "mhla_grid": grid}

@@ -1,0 +1,174 @@
+"""Image classifiers from scratch (section 5.1): the paper's DeiT with average pooling, and its hierarchical MHLA-VLT.
+
+Unusual: any image size works. Images are padded to whole blocks where the configuration says so, learned positions are
+resized, and the grid of tokens goes from the pixels to every layer.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.initialization import trunc_normal_, zeros_
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .pretrained import MHLAPreTrainedMixin
+from .vision_configuration import MHLAVisionConfig
+from .vision_layers import (
+    ConvStem,
+    GridPositions,
+    MHLAVisionBlock,
+    MHLAVisionStage,
+    PatchStem,
+    as_map,
+    as_tokens,
+)
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+
+
+class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
+    """Loading, saving and starting weights of image classifiers from scratch."""
+
+    config: MHLAVisionConfig
+    source_entry = "models.vision"
+    auto_name = "AutoModel"
+    base_model_prefix = "model"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MHLAVisionBlock"]
+    _can_record_outputs = {"hidden_states": MHLAVisionBlock}
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            trunc_normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                zeros_(module.bias)
+        elif isinstance(module, GridPositions):
+            trunc_normal_(module.weight, std=self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As transformers, with the source beside the weights and, where there is none yet, the image processor's file."""
+        target = Path(save_directory) / PREPROCESSOR_FILE
+        if kwargs.get("is_main_process", True) and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(self.config.preprocessing(), indent=2) + "\n", encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class MHLAVisionModel(MHLAVisionPreTrainedModel):
+    """The body: images `[B, channels, height, width]` to tokens `[B, T, width]` and their average `[B, width]`."""
+
+    def __init__(self, config: MHLAVisionConfig):
+        super().__init__(config)
+        stages = config.stage_list()
+        first, last = stages[0]["hidden_size"], stages[-1]["hidden_size"]
+        self.stem = (PatchStem if config.stem == "patch" else ConvStem)(config, first)
+        self.positions = None
+        if config.positions == "learned":
+            sides = config.padded_sides(*config.image_sides())
+            self.positions = GridPositions(first, [-(-side // config.patch_size) for side in sides])
+        self.stages = nn.ModuleList(MHLAVisionStage(config, number) for number in range(len(stages)))
+        if config.feature_size:
+            self.features = nn.Sequential(nn.Conv2d(last, config.feature_size, 1), nn.BatchNorm2d(config.feature_size))
+        else:
+            self.norm = nn.LayerNorm(last, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The stem."""
+        return self.stem
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, interpolate_pos_encoding: bool = True, **kwargs
+    ) -> BaseModelOutputWithPooling:
+        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches).
+
+        interpolate_pos_encoding: False refuses sizes that the learned positions would have to be resized for.
+        """
+        x = self.stem(self.padded(pixel_values))
+        grid = tuple(x.shape[2:])
+        x = as_tokens(x)
+        if self.positions is not None:
+            known = tuple(self.positions.weight.shape[2:])
+            if not interpolate_pos_encoding and grid != known:
+                raise ValueError(
+                    f"pixel_values: got a grid of {grid} tokens, expected {known}, or interpolate_pos_encoding=True."
+                )
+            x = x + self.positions(grid)
+        for stage in self.stages:
+            x, grid = stage(x, grid, **kwargs)
+        if self.config.feature_size:
+            x = as_tokens(F.silu(self.features(as_map(x, grid))))
+            pooled = x.mean(1)
+        elif self.config.pool_first:
+            pooled = self.norm(x.mean(1))
+        else:
+            x = self.norm(x)
+            pooled = x.mean(1)
+        return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
+
+    def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The images in the stem's dtype, padded with zeros on all sides as the configuration says; checked."""
+        config = self.config
+        shape = None if pixel_values is None else tuple(pixel_values.shape)
+        if shape is None or len(shape) != 4 or shape[1] != config.num_channels:
+            raise ValueError(
+                f"pixel_values: got {'None' if shape is None else f'shape {shape}'}, "
+                f"expected [batch, {config.num_channels}, height, width]."
+            )
+        height, width = shape[2:]
+        if min(height, width) < 1 or (
+            config.stem == "patch"
+            and not config.pad_to_blocks
+            and (height % config.patch_size or width % config.patch_size)
+        ):
+            raise ValueError(
+                f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {config.patch_size}."
+            )
+        above, before = (
+            new - old for new, old in zip(config.padded_sides(height, width), (height, width), strict=True)
+        )
+        x = pixel_values.to(self.dtype)
+        return F.pad(x, (before // 2, before - before // 2, above // 2, above - above // 2))
+
+
+class MHLAForImageClassification(MHLAVisionPreTrainedModel):
+    """The classifier: images `[B, channels, height, width]` to logits `[B, num_labels]` and loss."""
+
+    auto_name = "AutoModelForImageClassification"
+
+    def __init__(self, config: MHLAVisionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MHLAVisionModel(config)
+        width = config.feature_size or config.hidden_size
+        self.classifier = nn.Linear(width, config.num_labels) if config.num_labels else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = True,
+        **kwargs,
+    ) -> ImageClassifierOutput:
+        """As any image classifier of transformers: `labels` `[B]` are class indices."""
+        outputs = self.model(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -1,0 +1,272 @@
+"""The configuration of image classifiers from scratch: plain (the paper's DeiT) and in stages (its MHLA-VLT).
+
+Unusual: one class for both. Without `stages` the model is one stage of `num_hidden_layers` equal layers; with `stages` each
+is spelt out, and `hidden_size`, `num_attention_heads` and `num_hidden_layers` speak of the last stage and of all together.
+`attention` puts plain linear or softmax attention where MHLA would be, everything else equal: the yardsticks.
+"""
+
+import math
+from copy import deepcopy
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..nn.settings import MHLASettings
+
+VISION_ATTENTIONS = ("mhla", "linear", "softmax")
+STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
+
+
+def staged(widths, depths, heads, layouts) -> list[dict]:
+    """The `stages` of a hierarchical configuration from one list per fact."""
+    return [dict(zip(STAGE_KEYS, facts, strict=True)) for facts in zip(widths, depths, heads, layouts, strict=True)]
+
+
+# What "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635) publishes; its first two stages are linear.
+# The last projection is 1024 wide there (15 M and 26 M parameters); 2048, the same authors' next release, gives table 2's
+# 16 M and 27 M.
+VLT_ARCHITECTURE = {
+    "num_labels": 1000,
+    "stem": "conv",
+    "patch_size": 4,
+    "positions": "rope",
+    "position_conv": 3,
+    "mlp_conv": 3,
+    "mlp_ratio": 3.5,
+    "qk_norm": False,
+    "output_product": True,
+    "layer_scale": 1.0,
+    "feature_size": 2048,
+    "pad_to_blocks": False,
+}
+VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
+VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
+MHLA_VISION_PRESETS = {
+    "deit-t": {"num_labels": 1000},
+    "deit-s": {"num_labels": 1000, "hidden_size": 384, "num_attention_heads": 6},
+    "deit-b": {"num_labels": 1000, "hidden_size": 768, "num_attention_heads": 12},
+    "vlt-t": {
+        **VLT_ARCHITECTURE,
+        "stages": staged([64, 128, 256, 512], [2, 2, 6, 2], [1, 2, 4, 8], VLT_LAYOUTS),
+        "mhla": {**VLT_MHLA, "layers": list(range(4))},
+    },
+    "vlt-s": {
+        **VLT_ARCHITECTURE,
+        "drop_path_rate": 0.15,
+        "stages": staged([64, 128, 320, 512], [3, 5, 9, 3], [1, 2, 5, 8], VLT_LAYOUTS),
+        "mhla": {**VLT_MHLA, "layers": list(range(8))},
+    },
+    "digits": {
+        "image_size": 32,
+        "patch_size": 2,
+        "num_channels": 1,
+        "hidden_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "drop_path_rate": 0.0,
+        "num_labels": 10,
+        "image_mean": [0.5],
+        "image_std": [0.5],
+    },
+}
+
+
+@strict
+class MHLAVisionConfig(PreTrainedConfig):
+    """An image classifier from scratch (section 5.1, appendix E); the defaults are DeiT-T with MHLA.
+
+    Args:
+        image_size: pixels, one number or [height, width]: the size that learned positions are for. Others work.
+        patch_size: pixels of a token's side after the stem. num_channels: of the image.
+        hidden_size, num_hidden_layers, num_attention_heads: of the plain model; follow from `stages` where those are given.
+        stages: list of {"hidden_size", "depth", "num_heads", "layout"}; a strided 3x3 convolution halves the grid between
+            two of them.
+        attention: what the layers in `mhla["layers"]` do: "mhla", "linear" (uniform, frozen mixing) or "softmax"; the
+            others are softmax.
+        mlp_ratio: width of the MLP over that of the layer. mlp_conv: kernel of a depthwise convolution in it; 0: none.
+        stem: "patch" (one convolution) or "conv" (four 3x3 ones with BatchNorm, to a quarter of the side).
+        positions: "learned" (added, resized to other grids) or "rope" (2-D, on q and k).
+        position_conv: kernel of a depthwise convolution that is added to a layer's input; 0: none.
+        qk_norm: RMSNorm of all of q and of all of k before the heads are cut. qkv_bias: biases of their projections.
+        input_norm: a second LayerNorm inside the attention (the authors' release).
+        output_product: multiply the attention's output by a projection of its input (VLT).
+        layer_scale: start of a learned factor per channel on both branches; None: none.
+        feature_size: width of a last 1x1 projection with BatchNorm and SiLU before pooling; 0: a LayerNorm instead.
+        pool_first: average the tokens before the last LayerNorm (the authors' release), not after it.
+        pad_to_blocks: pad images with zeros, centred, until every block of the first stage has whole patches (the paper
+            pads 224 to 256).
+        drop_path_rate: of the last layer; rising linearly from 0.
+        image_mean, image_std: per channel, for the image processor.
+        mhla: settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalised, locality start, depthwise
+            position convolution of kernel 3. A stage's own layout wins.
+
+    `MHLAVisionConfig.preset("deit-t", image_size=384)` gives a ready configuration.
+    """
+
+    model_type = "mhla_vision"
+
+    image_size: int | list[int] | tuple[int, int] = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    hidden_size: int = 192
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 3
+    stages: list[dict] | None = None
+    attention: str = "mhla"
+    mlp_ratio: float = 4.0
+    mlp_conv: int = 0
+    hidden_act: str = "gelu"
+    stem: str = "patch"
+    positions: str = "learned"
+    position_conv: int = 0
+    qk_norm: bool = True
+    qkv_bias: bool = True
+    input_norm: bool = False
+    output_product: bool = False
+    layer_scale: float | None = None
+    feature_size: int = 0
+    pool_first: bool = False
+    pad_to_blocks: bool = True
+    drop_path_rate: float = 0.1
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    image_mean: list[float] | tuple[float, ...] | None = None
+    image_std: list[float] | tuple[float, ...] | None = None
+    mhla: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.stages is not None:
+            self.stages = [checked_stage(stage, number) for number, stage in enumerate(checked_stages(self.stages))]
+            self.hidden_size = self.stages[-1]["hidden_size"]
+            self.num_attention_heads = self.stages[-1]["num_heads"]
+            self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
+        if self.image_mean is None:
+            self.image_mean = [0.485, 0.456, 0.406] if self.num_channels == 3 else [0.5] * self.num_channels
+        if self.image_std is None:
+            self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else [0.5] * self.num_channels
+        settings = MHLASettings.from_dict({**paper_vision_settings(), **(self.mhla or {})})
+        if settings.layout is None or len(settings.layout) != 2:
+            raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
+        settings.layers = settings.resolve_layers(self.num_hidden_layers)
+        self.mhla = settings.to_dict()
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Part of the strict validation: each choice known, each size possible."""
+        for name, allowed in (
+            ("attention", VISION_ATTENTIONS),
+            ("stem", ("patch", "conv")),
+            ("positions", ("learned", "rope")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {list(allowed)}.")
+        for name in ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("mlp_conv", "position_conv"):
+            kernel = getattr(self, name)
+            if kernel < 0 or (kernel and kernel % 2 == 0):
+                raise ValueError(f"{name}: got {kernel}, expected 0 or an odd kernel size.")
+        check_at_least("feature_size", self.feature_size, 0)
+        if self.stem == "conv" and self.patch_size != 4:
+            raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
+        if not 0 <= self.drop_path_rate < 1:
+            raise ValueError(f"drop_path_rate: got {self.drop_path_rate}, expected a number from 0 to below 1.")
+        if not self.mlp_ratio > 0:
+            raise ValueError(f"mlp_ratio: got {self.mlp_ratio}, expected a number above 0.")
+        for name in ("image_mean", "image_std"):
+            if len(getattr(self, name)) != self.num_channels:
+                raise ValueError(f"{name}: got {list(getattr(self, name))}, expected {self.num_channels} numbers.")
+        for stage in self.stage_list():
+            width, heads = stage["hidden_size"], stage["num_heads"]
+            if width % heads:
+                raise ValueError(f"num_attention_heads: got {heads}, expected a divisor of the hidden size {width}.")
+            if self.positions == "rope" and width // heads % 4:
+                raise ValueError(
+                    f"num_attention_heads: got heads of width {width // heads}, expected a multiple of 4 for RoPE."
+                )
+        self.image_sides()
+
+    def image_sides(self) -> tuple[int, int]:
+        """Height and width of `image_size`, checked."""
+        sides = self.image_size if isinstance(self.image_size, (list, tuple)) else (self.image_size, self.image_size)
+        if len(sides) != 2:
+            raise ValueError(f"image_size: got {self.image_size!r}, expected pixels or [height, width].")
+        for side in sides:
+            check_at_least("image_size", side, self.patch_size)
+            if not self.pad_to_blocks and self.stem == "patch" and side % self.patch_size:
+                raise ValueError(f"image_size: got {side}, expected a multiple of the patch size {self.patch_size}.")
+        return tuple(sides)
+
+    def padded_sides(self, height: int, width: int) -> tuple[int, int]:
+        """The size that an image of `height` x `width` pixels is padded to."""
+        if not self.pad_to_blocks:
+            return height, width
+        units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
+        return tuple(math.ceil(side / unit) * unit for side, unit in zip((height, width), units, strict=True))
+
+    def stage_list(self) -> list[dict]:
+        """The stages, also of a plain model, each with its own layout."""
+        plain = {
+            "hidden_size": self.hidden_size,
+            "depth": self.num_hidden_layers,
+            "num_heads": self.num_attention_heads,
+        }
+        stages = deepcopy(self.stages) if self.stages is not None else [plain]
+        return [{**stage, "layout": list(stage.get("layout") or self.mhla["layout"])} for stage in stages]
+
+    def preprocessing(self) -> dict:
+        """What `preprocessor_config.json` says, so that `AutoImageProcessor` needs no code of ours."""
+        height, width = self.image_sides()
+        return {
+            "image_processor_type": "ViTImageProcessor",
+            "do_convert_rgb": True if self.num_channels == 3 else None,
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+            "size": {"height": height, "width": width},
+        }
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> "MHLAVisionConfig":
+        """A named configuration with any argument replaced; `mhla` is merged into the preset's.
+
+        Names: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2) and "digits" (32 px, one channel).
+        """
+        if name not in MHLA_VISION_PRESETS:
+            raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_VISION_PRESETS)}.")
+        values = {**deepcopy(MHLA_VISION_PRESETS[name]), **overrides}
+        settings = {**MHLA_VISION_PRESETS[name].get("mhla", {}), **(overrides.get("mhla") or {})}
+        return cls(**values | ({"mhla": settings} if settings else {}))
+
+
+def paper_vision_settings() -> dict:
+    """The attention of the paper's DeiT, as `config.json` holds it."""
+    return MHLASettings(feature_map="relu", layout=[4, 4], cpe=3).to_dict()
+
+
+def checked_stages(stages) -> list:
+    """`stages`, a list with something in it."""
+    if not isinstance(stages, (list, tuple)) or not stages:
+        raise ValueError(f"stages: got {stages!r}, expected a list with at least one stage.")
+    return list(stages)
+
+
+def checked_stage(stage, number: int) -> dict:
+    """One stage, with every number and nothing unknown."""
+    if not isinstance(stage, dict) or not {"hidden_size", "depth", "num_heads"} <= set(stage) <= set(STAGE_KEYS):
+        raise ValueError(f"stages: got {stage!r} as number {number}, expected the keys {list(STAGE_KEYS)}.")
+    for name in ("hidden_size", "depth", "num_heads"):
+        check_at_least(f"stages[{number}].{name}", stage[name], 1)
+    if stage.get("layout") is not None and len(MHLASettings(layout=stage["layout"]).layout) != 2:
+        raise ValueError(f"layout: got {stage['layout']!r} in stage {number}, expected blocks per row and column.")
+    return dict(stage)
+
+
+def check_at_least(name: str, value, least: int) -> None:
+    """One sentence unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}.")

@@ -1,0 +1,282 @@
+"""The layers of image classifiers from scratch: stems, positions, attention of three kinds, MLP, block, stage.
+
+Unusual: tokens travel as `[B, T, C]` with their grid beside them, in every stage, so that any grid works and MHLA, plain
+linear and softmax attention are the same module but for the core. Layers own their core as `attn.mhla` (`GridMHLA`), or as
+`attn.softmax` where they are softmax. Every parameter sits in a module that is called.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..nn.core import OutputGate, OutputNorm
+from ..nn.grid import GridMHLA, PositionConv
+from ..nn.settings import MHLASettings
+from .vision_configuration import MHLAVisionConfig
+
+QK_NORM_EPS = 2.0**-23  # of fp32, as `nn.RMSNorm` takes when it is given none
+
+
+def as_map(tokens: torch.Tensor, grid) -> torch.Tensor:
+    """Tokens `[B, T, C]` of a grid as a map `[B, C, rows, columns]`."""
+    return tokens.mT.unflatten(2, tuple(grid))
+
+
+def as_tokens(image: torch.Tensor) -> torch.Tensor:
+    """A map `[B, C, rows, columns]` as row-major tokens `[B, T, C]`."""
+    return image.flatten(2).mT
+
+
+class PatchStem(nn.Module):
+    """Non-overlapping patches by one convolution: `[B, C, H, W]` to `[B, width, H / patch, W / patch]`."""
+
+    def __init__(self, config: MHLAVisionConfig, width: int):
+        super().__init__()
+        self.proj = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.proj(pixels)
+
+
+class ConvStem(nn.Sequential):
+    """Four 3x3 convolutions with BatchNorm, the first and the last of stride 2: to a quarter of the side."""
+
+    def __init__(self, config: MHLAVisionConfig, width: int):
+        channels = [config.num_channels, width // 2, width // 2, width // 2, width]
+        layers = []
+        for i, stride in enumerate((2, 1, 1, 2)):
+            layers += [
+                nn.Conv2d(channels[i], channels[i + 1], 3, stride, 1),
+                nn.BatchNorm2d(channels[i + 1]),
+                nn.GELU(),
+            ]
+        super().__init__(*layers[:-1])
+
+
+class GridPositions(nn.Module):
+    """Learned positions `[1, width, rows, columns]`, resized bicubically to other grids."""
+
+    def __init__(self, width: int, grid):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, *grid))
+
+    def forward(self, grid) -> torch.Tensor:
+        weight = self.weight
+        if tuple(weight.shape[2:]) != tuple(grid):
+            resized = F.interpolate(weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
+            weight = resized.to(weight.dtype)
+        return as_tokens(weight)
+
+
+def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of 2-D RoPE, fp32 `[T, 1, head_dim]`: half of each head turns with the row, half with the column."""
+    steps = torch.linspace(0, 1, head_dim // 4, device=device)
+    angles = (1.0 / 10000**steps).repeat_interleave(2)
+    rows = torch.arange(grid[0], device=device)[:, None, None] * angles
+    columns = torch.arange(grid[1], device=device)[None, :, None] * angles
+    angles = torch.cat([rows.expand(*grid, -1), columns.expand(*grid, -1)], dim=-1).flatten(0, 1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn neighbouring pairs of `[B, T, H, K]` by the angles of their tokens."""
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+class GridSoftmax(nn.Module):
+    """Softmax attention with what MHLA's core has around it (norm, gate, position convolution): the yardstick.
+
+    Takes and gives what `GridMHLA` does; the feature map and the mixing of `settings` have no meaning here.
+    """
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, hidden_size: int):
+        super().__init__()
+        self.settings = settings
+        if settings.output_norm:
+            self.norm = OutputNorm(value_dim, 1e-6)
+        if settings.gate:
+            self.gate = OutputGate(hidden_size, num_heads * value_dim)
+        if settings.cpe:
+            self.cpe = PositionConv(num_heads * value_dim, settings.cpe, 2)
+
+    def forward(self, q, k, v, *, grid, hidden_states=None, rotate=None) -> torch.Tensor:
+        """q, k, v `[B, T, H, K]` to `[B, T, H, K]`."""
+        if rotate is not None:
+            q, k = rotate(q, k)
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        if self.settings.output_norm:
+            o = self.norm(o).to(v.dtype)
+        if self.settings.gate:
+            o = o * F.silu(self.gate(hidden_states)).view_as(o)
+        return o + self.cpe(v, grid) if self.settings.cpe else o
+
+
+class MHLAVisionMixer(nn.Module):
+    """Projections around one core: `[B, T, width]` to `[B, T, width]`.
+
+    Args:
+        config: of the model.
+        stage: {"hidden_size", "num_heads", "layout"} of the layer's stage.
+        kind: "mhla", "linear" or "softmax".
+    """
+
+    def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str):
+        super().__init__()
+        width, heads = stage["hidden_size"], stage["num_heads"]
+        self.num_heads, self.head_dim, self.kind = heads, width // heads, kind
+        settings = replace(MHLASettings.from_dict(config.mhla), layout=stage["layout"])
+        self.rotate_features = settings.rope == "after"
+        self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
+        self.q_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
+        self.product = nn.Linear(width, width, bias=config.qkv_bias) if config.output_product else None
+        self.o_proj = nn.Linear(width, width)
+        sizes = {"num_heads": heads, "value_dim": self.head_dim, "hidden_size": width}
+        if kind == "softmax":
+            self.softmax = GridSoftmax(settings, **sizes)
+            return
+        if kind == "linear":
+            settings = replace(settings, layout=[1, 1], mixing_start="uniform", learn_mixing=False)
+        self.mhla = GridMHLA(settings, num_kv_heads=heads, key_dim=self.head_dim, **sizes)
+
+    def forward(self, hidden_states: torch.Tensor, grid, rotation=None) -> torch.Tensor:
+        """grid: (rows, columns). rotation: cosines and sines of `grid_rotation`, or None."""
+        x = self.norm(hidden_states)
+        shape = (*x.shape[:-1], self.num_heads, self.head_dim)
+        q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
+        v = self.v_proj(x).view(shape)
+
+        def rotate(a, b):
+            return turn_pairs(a, *rotation), turn_pairs(b, *rotation)
+
+        after = self.rotate_features or self.kind == "softmax"
+        if rotation is not None and not after:
+            q, k = rotate(q, k)
+        core = self.softmax if self.kind == "softmax" else self.mhla
+        o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate if rotation is not None and after else None)
+        o = o.flatten(2)
+        if self.product is not None:
+            o = o * self.product(x)
+        return self.o_proj(o)
+
+
+class VisionConv(nn.Module):
+    """A depthwise convolution of tokens over their grid, added to them."""
+
+    def __init__(self, width: int, kernel: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=width)
+
+    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+        return x + as_tokens(self.conv(as_map(x, grid)))
+
+
+class VisionMLP(nn.Module):
+    """Two linear layers with an activation between, and a depthwise convolution after it where there is one."""
+
+    def __init__(self, config: MHLAVisionConfig, width: int):
+        super().__init__()
+        hidden = int(width * config.mlp_ratio)
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = ACT2FN[config.hidden_act]
+        self.conv = VisionConv(hidden, config.mlp_conv) if config.mlp_conv else None
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+        x = self.act(self.fc1(x))
+        return self.fc2(x if self.conv is None else self.conv(x, grid))
+
+
+class BranchScale(nn.Module):
+    """A learned factor per channel."""
+
+    def __init__(self, width: int, start: float):
+        super().__init__()
+        self.start = start
+        self.weight = nn.Parameter(torch.full((width,), float(start)))
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each parameter, for models that are built empty and filled later."""
+        return {"weight": torch.full(self.weight.shape, float(self.start))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class DropBranch(nn.Module):
+    """Stochastic depth: in training, a row of the batch loses the branch with probability `rate`."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        kept = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) < keep
+        return x * kept.to(x.dtype) / keep
+
+
+class MHLAVisionBlock(GradientCheckpointingLayer):
+    """Norm, attention, norm, MLP, each with its residual."""
+
+    def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str, drop: float):
+        super().__init__()
+        width, scale = stage["hidden_size"], config.layer_scale
+        self.positions = VisionConv(width, config.position_conv) if config.position_conv else None
+        self.norm1 = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.attn = MHLAVisionMixer(config, stage, kind)
+        self.scale1 = nn.Identity() if scale is None else BranchScale(width, scale)
+        self.norm2 = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mlp = VisionMLP(config, width)
+        self.scale2 = nn.Identity() if scale is None else BranchScale(width, scale)
+        self.drop = DropBranch(drop)
+
+    def forward(self, hidden_states: torch.Tensor, grid, rotation=None, **kwargs) -> torch.Tensor:
+        x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
+        x = x + self.drop(self.scale1(self.attn(self.norm1(x), grid, rotation)))
+        return x + self.drop(self.scale2(self.mlp(self.norm2(x), grid)))
+
+
+class MHLAVisionStage(nn.Module):
+    """Blocks of one width, and before them, in all stages but the first, a strided convolution."""
+
+    def __init__(self, config: MHLAVisionConfig, number: int):
+        super().__init__()
+        stages = config.stage_list()
+        stage, first = stages[number], sum(before["depth"] for before in stages[:number])
+        width, total = stage["hidden_size"], max(config.num_hidden_layers - 1, 1)
+        self.head_dim = width // stage["num_heads"]
+        self.rotates = config.positions == "rope"
+        self.reduce = None
+        if number:
+            before = stages[number - 1]["hidden_size"]
+            self.reduce = nn.Sequential(nn.Conv2d(before, width, 3, 2, 1), nn.BatchNorm2d(width))
+        self.blocks = nn.ModuleList(
+            MHLAVisionBlock(
+                config,
+                stage,
+                config.attention if first + i in config.mhla["layers"] else "softmax",
+                config.drop_path_rate * (first + i) / total,
+            )
+            for i in range(stage["depth"])
+        )
+
+    def forward(self, x: torch.Tensor, grid, **kwargs) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Tokens and grid to tokens and grid."""
+        if self.reduce is not None:
+            image = self.reduce(as_map(x, grid))
+            x, grid = as_tokens(image), tuple(image.shape[2:])
+        rotation = grid_rotation(grid, self.head_dim, x.device) if self.rotates else None
+        for block in self.blocks:
+            x = block(x, grid=grid, rotation=rotation, **kwargs)
+        return x, grid

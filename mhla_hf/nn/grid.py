@@ -1,0 +1,211 @@
+"""MHLA on grids: the core of image and video layers, and its mixing matrix.
+
+Unusual: the counts of blocks are the model's, the size of the grid is the input's. A larger or odd-sized grid gets larger
+blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..ops.blocks import Blocks
+from ..ops.operator import mhla
+from ..ops.shards import sharded_mhla
+from .core import MHLACore
+from .mixing import check_mixing_values, locality_start
+from .settings import MHLASettings
+
+
+def block_overlap(new: int, old: int) -> torch.Tensor:
+    """How much of each of `new` equal parts of an axis lies in each of `old`: fp32 `[new, old]`, rows sum to 1."""
+    starts, size = torch.arange(new, dtype=torch.float32) / new, 1.0 / new
+    edges = torch.arange(old + 1, dtype=torch.float32) / old
+    low = torch.maximum(starts[:, None], edges[None, :-1])
+    high = torch.minimum(starts[:, None] + size, edges[None, 1:])
+    overlap = (high - low).clamp_min(0.0)
+    return overlap / overlap.sum(1, keepdim=True)
+
+
+class GridMixing(nn.Module):
+    """A learned mixing matrix over the blocks of a grid, used in fp32 whatever the model's dtype (section 4.2).
+
+    `weight` is `[M, M]`, or `[H, M, M]` with one matrix per head; M is the product of `layout`, plus one for the block of
+    prefix tokens if there are any.
+
+    Args:
+        layout: blocks per axis.
+        num_heads: None for one matrix shared by all heads (the paper's), else H.
+        start: "locality" (1 - distance / largest distance) or "uniform" (plain linear attention); rows sum to one.
+        form: "softmax" (logits), "direct" (nonnegative weights) or "free" (weights of any sign).
+        learn: False freezes the matrix.
+        prefix: True if class or register tokens, in a block of their own, come before the grid. They and all others see
+            each other as an average block is seen.
+    """
+
+    def __init__(
+        self,
+        layout,
+        num_heads: int | None = None,
+        *,
+        start: str = "locality",
+        form: str = "softmax",
+        learn: bool = True,
+        prefix: bool = False,
+    ):
+        super().__init__()
+        self.layout = tuple(layout)
+        self.start, self.form, self.learn, self.prefix = start, form, learn, prefix
+        size = Blocks.grid(self.layout, self.layout).num_blocks + prefix
+        shape = (size, size) if num_heads is None else (num_heads, size, size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
+        self.weight.data.copy_(self.initial_values()["weight"])
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of `weight`, for models that are built empty and filled later."""
+        blocks = Blocks.grid(self.layout, self.layout)
+        start = torch.ones(blocks.num_blocks, blocks.num_blocks)
+        if self.start == "locality" and blocks.num_blocks > 1:
+            distances = blocks.distances(device="cpu")
+            start = locality_start(distances, distances.max())
+        start = start / start.sum(-1, keepdim=True)
+        if self.prefix:
+            start = F.pad(start, (1, 0, 1, 0), value=1.0 / blocks.num_blocks)
+            start = start / start.sum(-1, keepdim=True)
+        if self.form == "softmax":
+            start = start.log()
+        return {"weight": start.expand(self.weight.shape)}
+
+    def check_values(self, name: str) -> None:
+        """One sentence if the loaded weights cannot be a mixing matrix."""
+        check_mixing_values(self.weight, self.form, name)
+
+    def forward(self, counts) -> torch.Tensor:
+        """The weights between the blocks of a grid cut into `counts` blocks per axis: `[M', M']` or `[H, M', M']`, fp32.
+
+        Fewer blocks than `layout` on an axis: both sides are averaged over the old blocks that a new one covers, so that
+        uniform mixing stays uniform.
+        """
+        weight = self.weight.float()
+        weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
+        if self.form == "direct":
+            weight = weight.clamp_min(0.0)
+        counts = tuple(counts)
+        if counts == self.layout:
+            return weight
+        overlap = torch.ones(1, 1)
+        for new, old in zip(counts, self.layout, strict=True):
+            overlap = torch.kron(overlap, block_overlap(new, old))
+        if self.prefix:
+            overlap = torch.block_diag(torch.ones(1, 1), overlap)
+        overlap = overlap.to(weight.device)
+        return overlap @ weight @ overlap.mT
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout}, {tuple(self.weight.shape)}, start={self.start}, form={self.form}"
+
+
+class PositionConv(nn.Module):
+    """A depthwise convolution of v over the grid, zero at the start (the paper's CPE, appendix F.2).
+
+    Args:
+        channels: heads times width of v.
+        kernel: odd kernel size, the same on every axis.
+        axes: 1, 2 or 3.
+    """
+
+    def __init__(self, channels: int, kernel: int, axes: int):
+        super().__init__()
+        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
+        self.conv = kind(channels, channels, kernel, padding=kernel // 2, groups=channels)
+        for value in self.conv.parameters():
+            value.data.zero_()
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each parameter, for models that are built empty and filled later."""
+        return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
+
+    def forward(self, v: torch.Tensor, grid) -> torch.Tensor:
+        """`[B, T, H, V]` with T the row-major tokens of `grid` -> the same shape."""
+        x = v.flatten(2).mT.unflatten(2, tuple(grid))
+        return self.conv(x).flatten(2).mT.reshape(v.shape)
+
+
+class GridMHLA(MHLACore):
+    """Bidirectional multi-head linear attention over the tokens of a grid (sections 4.1 and 4.2).
+
+    Args: as `MHLACore`; `settings.layout` is required. prefix: how many class or register tokens come before the grid.
+    """
+
+    def __init__(
+        self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, value_dim: int, prefix: int = 0, **widths
+    ):
+        if settings.layout is None:
+            raise ValueError("layout: got None, expected blocks per axis of the grid, such as [4, 4].")
+        if settings.cpe and num_heads != num_kv_heads:
+            raise ValueError(
+                f"cpe: got {settings.cpe} with {num_kv_heads} value heads for {num_heads}, expected as many."
+            )
+        mixing = GridMixing(
+            settings.layout,
+            num_heads if settings.per_head else None,
+            start=settings.mixing_start,
+            form=settings.mixing_form,
+            learn=settings.learn_mixing,
+            prefix=prefix > 0,
+        )
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "value_dim": value_dim}
+        super().__init__(settings, mixing, **heads, **widths)
+        self.prefix = prefix
+        if settings.cpe:
+            self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        grid,
+        hidden_states: torch.Tensor | None = None,
+        rotate=None,
+        key_mask: torch.Tensor | None = None,
+        shard: tuple | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`; T is `prefix` tokens, then the grid's, row-major.
+            grid: tokens per axis, as many axes as `settings.layout`.
+            hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
+            rotate: with `rope="after"`, what rotates q's and k's features: a function of both.
+            key_mask: bool `[B, T]`, False where a token is padding.
+            shard: where tokens are spread over processes, the number of the first one here and the `add_up` of
+                `sharded_mhla`; then neither prefix, key_mask nor cpe.
+
+        Returns:
+            `[B, T, H, V]` in v's dtype.
+        """
+        blocks = Blocks.grid(grid, self.settings.layout, prefix=self.prefix)
+        if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
+            raise ValueError(
+                "shard: got tokens of one process, expected all of them for cpe, prefix tokens or a key_mask."
+            )
+        if shard is None and blocks.length != q.shape[1]:
+            raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
+        dtype, values = v.dtype, v
+        if v.dtype == torch.float16 and not self.settings.normalize:
+            values = v.float()  # sums over all tokens pass fp16's largest number
+        q, k, q_den, k_den = self.map_features(q, k, key_mask, rotate)
+        mixing, options = (
+            self.mixing(blocks.counts),
+            {"normalize": self.settings.normalize, "q_den": q_den, "k_den": k_den},
+        )
+        if shard is None:
+            o = mhla(q, k, values, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
+        else:
+            o = sharded_mhla(q, k, values, mixing, blocks=blocks, start=shard[0], add_up=shard[1], **options)
+        o = self.finish_output(o, hidden_states, dtype)
+        if self.settings.cpe:
+            local = self.cpe(v[:, self.prefix :], grid)
+            o = o + F.pad(local, (0, 0, 0, 0, self.prefix, 0))
+        return o

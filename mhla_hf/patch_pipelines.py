@@ -1,0 +1,89 @@
+"""convert() for diffusers: the transformers of a pipeline become MHLA models, in place, as the same objects."""
+
+import importlib
+import types
+
+import torch
+
+from .models.diffusion import check_diffusion_settings, self_attentions
+from .nn.settings import MHLASettings
+from .patch import chosen_settings, match_device_and_dtype
+
+# transformer of diffusers -> the module of its MHLA class, which is called "MHLA" and the base's name
+CONVERTIBLE_TRANSFORMERS = {
+    "WanTransformer3DModel": "models.wan_transformer",
+    "WanVACETransformer3DModel": "models.wan_transformer",
+    "SkyReelsV2Transformer3DModel": "models.wan_transformer",
+    "SanaTransformer2DModel": "models.sana_transformer",
+    "SanaVideoTransformer3DModel": "models.sana_video_transformer",
+    "DiTTransformer2DModel": "models.dit_transformer",
+    "PixArtTransformer2DModel": "models.pixart_transformer",
+}
+
+
+def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: dict):
+    """The work of `convert` for a pipeline, whose transformers are all checked before the first is touched, or one model."""
+    if not hasattr(model, "components"):
+        convert_transformers([model], settings, layers, overrides)
+        return model
+    named = {name: getattr(model, name, None) for name in ("transformer", "transformer_2")}
+    named = {name: found for name, found in named.items() if found is not None}
+    if not named:
+        raise ValueError(
+            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of "
+            f"{list(CONVERTIBLE_TRANSFORMERS)}."
+        )
+    convert_transformers(list(named.values()), settings, layers, overrides)
+    for name, transformer in named.items():
+        setattr(model, name, transformer)  # the pipeline notes the new class, for model_index.json
+    return model
+
+
+def convert_transformers(transformers: list, settings: MHLASettings | None, layers, overrides: dict) -> None:
+    """Check all, then convert each in place."""
+    checked = []
+    for transformer in transformers:
+        model_class = mhla_transformer_class(transformer)
+        defaults = MHLASettings(**model_class.mhla_defaults)
+        chosen = chosen_settings(settings, defaults, layers, overrides)
+        chosen = check_diffusion_settings(model_class, transformer, chosen)
+        check_at_rest(transformer)
+        checked.append((transformer, model_class, chosen))
+    for transformer, model_class, chosen in checked:
+        transformer.__class__ = model_class
+        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
+            transformer._old_forward = types.MethodType(model_class.forward, transformer)
+        transformer.install_mhla(chosen)
+        for attn in (self_attentions(transformer)[index] for index in chosen.layers):
+            match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
+        if transformer.is_gradient_checkpointing:
+            transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+
+
+def check_at_rest(transformer) -> None:
+    """One sentence if hooks or offloading would not know of the new modules."""
+    if any(hasattr(module, "_diffusers_hook") for module in transformer.modules()):
+        raise ValueError(
+            "model: has hooks of diffusers (a cache, casting or offloading), expected none yet; convert first."
+        )
+    away = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
+    if away is not None:
+        raise ValueError(f"model: {away} is offloaded, expected its weights on a device; convert first.")
+
+
+def mhla_transformer_class(transformer) -> type:
+    """The MHLA class of a transformer of diffusers, or one sentence why there is none."""
+    name = type(transformer).__name__
+    known = list(CONVERTIBLE_TRANSFORMERS)
+    if hasattr(transformer, "mhla_state"):
+        raise ValueError(f"model: got {name}, which is an MHLA model already; expected one of {known}.")
+    if name not in CONVERTIBLE_TRANSFORMERS:
+        modules = transformer.modules() if isinstance(transformer, torch.nn.Module) else ()
+        joint = any(getattr(module, "add_q_proj", None) is not None for module in modules)
+        why = ", whose attention joins text and image tokens into one sequence without a grid" if joint else ""
+        raise ValueError(f"model: got {name}{why}; expected one of {known}.")
+    module = importlib.import_module(f".{CONVERTIBLE_TRANSFORMERS[name]}", __package__)
+    model_class = getattr(module, f"MHLA{name}")
+    if type(transformer) is not model_class.__bases__[-1]:
+        raise ValueError(f"model: got a {name} of {type(transformer).__module__}, expected that of diffusers.")
+    return model_class

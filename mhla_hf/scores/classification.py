@@ -1,0 +1,148 @@
+"""Judging image classifiers: top-1 accuracy on labelled images, as in table 2 of the paper.
+
+The model's own image processor prepares the images. Unusual: folders of classes are matched to the model's labels by name,
+and only where no name matches by their order, which is how ImageNet's folders are numbered.
+"""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import torch
+from PIL import Image
+from tqdm import tqdm
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from .features import PICTURES
+from .image import VERSION, PipelineJudge, read_protocol
+from .image_metrics import share_error
+from .loading import DTYPES, LOADING_ERRORS, choose_device, first_line
+from .processes import Processes
+from .results import Results
+from .samples import hash_of
+from .subjects import find_subjects
+
+logger = logging.getLogger("mhla_hf")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationProtocol:
+    """The settings of a recipe of kind "classification".
+
+    name: of the task in tables. data: a folder with one folder of images per class, or the id of a data set with the
+    columns "image" and "label". split: of a data set. processor: folder or id of an image processor; None: the model's own.
+    """
+
+    name: str = "images"
+    data: str | None = None
+    split: str = "validation"
+    processor: object = None
+
+
+def judge_classifiers(models, asked):
+    """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
+    protocol = read_protocol(ClassificationProtocol, asked.recipe.settings)
+    if list(asked.recipe.tasks) != ["acc"]:
+        raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
+    if not protocol.data:
+        raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
+    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    examples = read_examples(protocol, asked.limit)
+    return {subject.name: _Judge(subject, asked, protocol, Processes()).run(examples) for subject in subjects}
+
+
+def read_examples(protocol, limit=None):
+    """(images, labels, class names): images are paths or PIL images, labels indices into the names."""
+    folder = Path(protocol.data)
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        found = [
+            (path, label)
+            for label, name in enumerate(names)
+            for path in sorted((folder / name).iterdir())
+            if path.suffix in PICTURES
+        ]
+        if not found:
+            raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one per class")
+        if limit:  # spread over the classes
+            found = [found[index * len(found) // limit] for index in range(min(limit, len(found)))]
+        return [path for path, _ in found], [label for _, label in found], names
+    import datasets
+
+    try:
+        data = datasets.load_dataset(str(protocol.data), split=protocol.split)
+        images, labels, names = data["image"], data["label"], data.features["label"].names
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"data: {protocol.data!r} cannot be read: {first_line(error)}") from error
+    end = limit or len(labels)
+    return images[:end], list(labels[:end]), list(names)
+
+
+class _Judge(PipelineJudge):
+    """One classifier."""
+
+    def run(self, examples):
+        """The accuracy, from the records or computed."""
+        images, labels, names = examples
+        told = [[image.name if isinstance(image, Path) else n, labels[n]] for n, image in enumerate(images)]
+        task, task_hash = self.protocol.name, hash_of([VERSION, told, names, self.protocol.split])
+        if not self.known(task, "acc", task_hash):
+            started = time.perf_counter()
+            right = self._right(images, labels, names)
+            share = right / len(labels)
+            scores = {"acc": (share, share_error(share, len(labels)), True, len(labels))}
+            self.keep(task, scores, task_hash, started)
+        return Results(
+            r for r in self.kept.of(self.subject.fingerprint) if r.task == task and r.limit == self.asked.limit
+        )
+
+    def _right(self, images, labels, names):
+        """How many images the model names right."""
+        model, processor = self._load()
+        order = label_order(model.config, names)
+        right, size = 0, self.asked.batch_size
+        with tqdm(total=len(labels), desc=self.subject.name, disable=not self.asked.progress) as bar:
+            for start in range(0, len(labels), size):
+                batch = [_opened(image) for image in images[start : start + size]]
+                pixels = processor(images=batch, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
+                with torch.inference_mode():
+                    found = model(pixel_values=pixels).logits.argmax(-1).tolist()
+                right += sum(
+                    order[label] == said for label, said in zip(labels[start : start + size], found, strict=True)
+                )
+                bar.update(len(batch))
+        return right
+
+    def _load(self):
+        source, where = self.subject.source, {"revision": self.asked.revision}
+        where["trust_remote_code"] = self.asked.trust_remote_code
+        named = self.protocol.processor or (None if self.subject.loaded else str(source))
+        if named is None:
+            raise ValueError(f"settings: processor is None; a loaded model such as {self.subject.name!r} needs one")
+        try:
+            processor = AutoImageProcessor.from_pretrained(named, **where) if isinstance(named, (str, Path)) else named
+            if self.subject.loaded:
+                return source.eval(), processor
+            dtype = DTYPES.get(self.subject.dtype, "auto")
+            model = AutoModelForImageClassification.from_pretrained(str(source), dtype=dtype, **where)
+            return model.to(choose_device(self.asked.device)).eval(), processor
+        except LOADING_ERRORS as error:
+            raise ValueError(f"model {self.subject.name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def label_order(config, names):
+    """The model's index of each class in `names`: by name where the model knows them, else by place."""
+    known = {str(label): int(index) for index, label in config.id2label.items()}
+    if all(name in known for name in names):
+        return [known[name] for name in names]
+    if any(name in known for name in names):
+        odd = next(name for name in names if name not in known)
+        raise ValueError(f"data: the model has no label {odd!r}, though it has others of these classes")
+    if len(names) != len(known):
+        raise ValueError(f"data: {len(names)} classes for a model with {len(known)} labels; expected equally many")
+    return list(range(len(names)))
+
+
+def _opened(image):
+    return Image.open(image).convert("RGB") if isinstance(image, (str, Path)) else image.convert("RGB")

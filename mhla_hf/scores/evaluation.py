@@ -1,0 +1,216 @@
+"""evaluate(): one call that judges language models, classifiers, image and video pipelines, one or several side by side.
+
+The recipe's kind decides who judges: `language.py` (lm-eval), `classification.py`, `image.py` or `video.py` (VBench).
+All of them give `Result` records, run only what is missing, and write after each task. Unusual: the judges and what they
+need are imported when they are asked for.
+"""
+
+import dataclasses
+import importlib
+import logging
+import math
+
+from .loading import DTYPES, choose_device
+from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
+from .results import paper_rows, render_rows, render_table
+
+logger = logging.getLogger("mhla_hf")
+JUDGES = {
+    "language": (".language", "judge_language_models"),
+    "classification": (".classification", "judge_classifiers"),
+    "image": (".image", "judge_image_pipelines"),
+    "video": (".video", "judge_video_pipelines"),
+    "speed": (".timing", "judge_speed"),
+}
+LANGUAGE_ONLY = ("tokenizer", "include_path", "num_fewshot", "max_length")
+
+
+class Comparison(dict):
+    """name -> `Results` of what was asked for, in the order of the models; `table()` shows them side by side."""
+
+    recipe = None
+
+    def table(self, style="text"):
+        """The scores with their standard errors. style: "text" for a terminal or "markdown"."""
+        return render_table(self, style=style)
+
+    def paper_table(self, style="text"):
+        """The recipe's columns in the paper's layout, one row per model; "" where there is none to fill."""
+        header, rows = paper_rows(self, self.recipe.columns if self.recipe else {})
+        return render_rows(header, rows, style=style, left=1) if any(any(row[1:]) for row in rows) else ""
+
+    def plot(self, path):
+        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any."""
+        from .figures import plot_scores
+
+        plot_scores(path, self, self.recipe and self.recipe.columns)
+
+    def __str__(self):
+        return self.table()
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """How the user wants it done; the fields are the arguments of `evaluate`."""
+
+    recipe: ScoreRecipe
+    tokenizer: object
+    output: object
+    include_path: object
+    num_fewshot: int | None
+    limit: int | float | None
+    batch_size: object
+    seed: int | None
+    dtype: str
+    device: str | None
+    max_length: int | None
+    revision: str | None
+    trust_remote_code: bool
+    force: bool
+    progress: bool
+    command: str | None
+
+    def words(self):
+        """The words of the command line that are the same for all kinds of models."""
+        options = {
+            "--num-fewshot": self.num_fewshot,
+            "--limit": self.limit,
+            "--batch-size": self.batch_size,
+            "--seed": self.seed,
+            "--dtype": None if self.dtype == "auto" else self.dtype,
+            "--max-length": self.max_length,
+            "--revision": self.revision,
+        }
+        words = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+        return words + (["--trust-remote-code"] if self.trust_remote_code else [])
+
+
+def evaluate(
+    models,
+    tasks=None,
+    *,
+    recipe=None,
+    settings=None,
+    tokenizer=None,
+    output=None,
+    include_path=None,
+    num_fewshot=None,
+    limit=None,
+    batch_size=8,
+    seed=None,
+    dtype="auto",
+    device=None,
+    max_length=None,
+    revision=None,
+    trust_remote_code=False,
+    force=False,
+    progress=True,
+    command=None,
+):
+    """Judge models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
+
+    Args:
+        models: a folder, a Hub id or a loaded model or pipeline; or a list of folders and ids; or a dict name -> any.
+        tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list or one text with commas. With a recipe:
+            only these of its tasks. Needed where there is no recipe.
+        recipe: name of a score recipe (`table_6_language`, `table_8_longbench`, `recall`, `ruler`, `speed`,
+            `table_2_imagenet`, `table_4_text_to_image`, `table_9_class_to_image`, `table_5_vbench`) or a YAML file. It
+            says of which kind the models are; without one they are language models.
+        settings: replaces some of the recipe's settings, such as {"lengths": [256]} or {"reference": "imagenet.npz"}.
+        tokenizer: for loaded language models; else it comes with the model.
+        output: where the scores are kept: a .json file (one model) or a folder (one file per model). Default:
+            results.json in a local model's folder; nothing is written for Hub ids and loaded models.
+        include_path: folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
+        num_fewshot: examples in the prompt; None: the recipe's or the task's own, and never more where a task says 0.
+        limit: documents, images or prompts, or a share of an lm-eval task below 1; for trying out.
+        batch_size: int, or "auto" for language models. seed: None gives lm-eval's own seeds, and 0 for sampling.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16". device: as torch names it; None: CUDA if any.
+        max_length: tokens a language model sees at once; None: the configuration's.
+        revision, trust_remote_code: as in transformers. MHLA language models need no remote code here, saved pipelines do.
+        force: run again what is known. progress: bars on stderr.
+        command: the shell line to keep with the scores; None: the `mhla-hf evaluate` line that gives them again.
+
+    Returns:
+        `Comparison`: dict name -> `Results` with the scores asked for.
+
+    Raises:
+        ValueError, TypeError: one sentence; whatever can be checked is checked before a model runs. ImportError: a
+        library is missing; the text has the line that installs it.
+    """
+    names = None if tasks is None else split_names(tasks)
+    asked = Asked(
+        recipe=_find_recipe(recipe, names, settings),
+        tokenizer=tokenizer,
+        output=output,
+        include_path=include_path,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        max_length=max_length,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        force=force,
+        progress=progress,
+        command=command,
+    )
+    _check(asked)
+    module, judge = JUDGES[asked.recipe.kind]
+    compared = Comparison(getattr(importlib.import_module(module, __package__), judge)(models, asked))
+    compared.recipe = asked.recipe
+    return compared
+
+
+def split_names(tasks):
+    """Task names from a list or from one text with commas. ValueError when none is left."""
+    if isinstance(tasks, str):
+        tasks = tasks.split(",")
+    if not isinstance(tasks, (list, tuple)) or not all(isinstance(name, str) for name in tasks):
+        raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+    names = [name.strip() for name in tasks if name.strip()]
+    if not names:
+        raise ValueError("tasks is empty; expected at least one task name")
+    return list(dict.fromkeys(names))
+
+
+def _find_recipe(recipe, names, settings):
+    """The recipe with the settings and the choice of tasks applied; language models on `names` where there is none."""
+    if recipe is None:
+        if names is None:
+            raise ValueError(
+                f"tasks is None and so is recipe; expected task names, or one of {', '.join(recipe_names())}"
+            )
+        if settings:
+            raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
+        return ScoreRecipe("", "language", "", dict.fromkeys(names), {}, {})
+    recipe = with_settings(read_score_recipe(recipe), settings)
+    if names is None:
+        return recipe
+    if unknown := [name for name in names if name not in recipe.tasks]:
+        raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
+    return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})
+
+
+def _check(asked):
+    whole = {"num_fewshot": (asked.num_fewshot, 0), "seed": (asked.seed, 0), "max_length": (asked.max_length, 2)}
+    for name, (value, least) in whole.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
+    language = asked.recipe.kind == "language"
+    limit, size = asked.limit, asked.batch_size
+    number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and math.isfinite(limit)
+    shares = language and number and limit < 1
+    if limit is not None and not (number and limit > 0 and (shares or limit == int(limit))):
+        share = " of documents, or a share below 1" if language else ""
+        raise ValueError(f"limit is {limit!r}; expected a whole number{share}")
+    auto = language and size == "auto"
+    if not auto and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ValueError(f"batch_size is {size!r}; expected an integer of at least 1" + ' or "auto"' * language)
+    if asked.dtype != "auto" and asked.dtype not in DTYPES:
+        raise ValueError(f"dtype is {asked.dtype!r}; expected auto, {', '.join(DTYPES)}")
+    for name in () if language else LANGUAGE_ONLY:
+        if getattr(asked, name) is not None:
+            raise ValueError(f"{name} is given, which the recipe {asked.recipe.name!r} does not take; expected None")
+    choose_device(asked.device)

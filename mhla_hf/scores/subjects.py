@@ -1,0 +1,121 @@
+"""What is judged: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
+
+Unusual: a name is turned into a fingerprint of what decides the numbers, so that a score can be told from that of other
+weights, and into the file its scores go to; both are known before the first model is read.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+
+from .loading import check_model_name, stored_dtype
+from .results import PIPELINE, Results, fingerprint_folder, fingerprint_model, fingerprint_pipeline, results_path
+
+
+@dataclasses.dataclass
+class Subject:
+    """One model to judge. source: folder, Hub id or loaded object. target: its results file, or None to write none."""
+
+    name: str
+    source: object
+    fingerprint: str
+    dtype: str
+    target: Path | None
+
+    @property
+    def loaded(self):
+        """Whether `source` is an object in memory."""
+        return not isinstance(self.source, (str, Path))
+
+    @property
+    def shown(self):
+        """What records call the model: the path or id, else the name."""
+        return self.name if self.loaded else shown_path(self.source)
+
+
+def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):
+    """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
+    if not isinstance(models, dict):
+        listed = models if isinstance(models, (list, tuple)) else [models]
+        models = {}
+        for model in listed:
+            name = _default_name(model)
+            models[name if name not in models else str(model)] = model
+    if not models:
+        raise ValueError("models is empty; expected at least one folder, Hub id or model")
+    single_file = output is not None and str(output).endswith(".json")
+    if single_file and len(models) > 1:
+        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+    found = []
+    for name, model in models.items():
+        target = None
+        if output is not None:
+            target = Path(output) if single_file else Path(output) / f"{str(name).replace('/', '--')}.json"
+        found.append(_subject(str(name), model, target, dtype, revision, pipeline))
+    return found
+
+
+def _default_name(model):
+    if isinstance(model, (str, Path)):
+        path = Path(model)
+        return path.resolve().name if path.exists() else str(model)
+    return type(model).__name__
+
+
+def _subject(name, model, target, dtype, revision, pipeline):
+    if isinstance(model, (str, Path)):
+        if not pipeline and (Path(model) / PIPELINE).is_file():
+            raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
+        source = check_model_name(model, pipeline=pipeline)
+        if isinstance(source, Path):
+            fingerprint, target = fingerprint_folder(source), target or results_path(source)
+            if dtype == "auto":
+                dtype = "float32" if pipeline else stored_dtype(source)
+        else:
+            fingerprint = _hub_fingerprint(source, revision)
+    elif pipeline and callable(model) and isinstance(getattr(model, "components", None), dict):
+        fingerprint, dtype = fingerprint_pipeline(model), _name(model.dtype)
+    elif not pipeline and isinstance(model, torch.nn.Module):
+        fingerprint, dtype = fingerprint_model(model), _name(model.dtype)
+    else:
+        what = "diffusers pipeline" if pipeline else "model of transformers"
+        raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+    if target is not None:
+        _check_writable(target)
+        Results.read(target)
+    return Subject(name, model, fingerprint, dtype, target)
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _hub_fingerprint(name, revision):
+    """ "hub:" + the commit that `revision` of a Hub model is now. ValueError when the Hub does not give it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return f"hub:{HfApi().model_info(name, revision=revision).sha}"
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {name!r} is no folder here, and the Hub does not give it: {reason}") from error
+
+
+def _check_writable(target):
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
+        raise ValueError(f"results cannot be written to {str(target)!r}; give another place as output")
+
+
+def shown_path(path):
+    """A path fit for records and cards: relative to the working folder, or the last part where it lies elsewhere."""
+    path = Path(path)
+    if not path.exists():
+        return str(path)
+    resolved, here = path.resolve(), Path.cwd().resolve()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name

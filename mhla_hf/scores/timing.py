@@ -1,0 +1,95 @@
+"""Speed and memory of language models by length, as records beside their other scores.
+
+Unusual: a time is worth something only next to another, so the models of one call are timed by turns, and the records of all
+of them carry one hash of who took part; where it differs, the card does not put them side by side.
+"""
+
+import logging
+import time
+
+import torch
+
+from ..speed import DECODE, measure_speed
+from .image import keep_scores, known_score
+from .loading import load_language_model
+from .results import Results
+from .samples import hash_of
+from .subjects import find_subjects
+
+logger = logging.getLogger("mhla_hf")
+TASK = "speed"
+SETTINGS = ("lengths", "decode_tokens", "rounds")
+METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
+
+
+def judge_speed(models, asked):
+    """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
+    settings = asked.recipe.settings
+    if unknown := sorted(set(settings) - set(SETTINGS)):
+        raise ValueError(f"settings: unknown {unknown[0]!r}; the speed recipe has {', '.join(SETTINGS)}")
+    lengths = settings["lengths"] if isinstance(settings["lengths"], list) else [settings["lengths"]]
+    if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
+        raise ValueError(f"settings: lengths is {settings['lengths']!r}; expected whole numbers of tokens")
+    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    together = sorted(subject.fingerprint for subject in subjects)
+    task_hash = hash_of([together, lengths, settings["decode_tokens"], settings["rounds"], asked.device])
+    kept = {s.name: Results() if s.target is None else Results.read(s.target) for s in subjects}
+    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
+    if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
+        started = time.perf_counter()
+        loaded = {subject.name: _load(subject, asked) for subject in subjects}
+        rows = measure_speed(
+            loaded,
+            lengths,
+            decode_tokens=settings["decode_tokens"],
+            rounds=settings["rounds"],
+            progress=asked.progress,
+        )
+        for subject in subjects:
+            scores = {
+                f"{metric}_{row['length']}": (row[f"{subject.name}_{unit}"], None, False, settings["rounds"])
+                for (what, unit), metric in METRICS.items()
+                for row in rows
+                if row["what"] == what
+            }
+            device = loaded[subject.name].device
+            kept[subject.name] = keep_scores(
+                kept[subject.name], subject, asked, TASK, scores, task_hash, started, device
+            )
+    return {
+        subject.name: Results(r for r in kept[subject.name].of(subject.fingerprint) if r.task_hash == task_hash)
+        for subject in subjects
+    }
+
+
+def _load(subject, asked):
+    if isinstance(subject.source, torch.nn.Module):
+        return subject.source
+    where = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
+    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **where)[0]
+
+
+def speed_of_records(columns):
+    """speed.json's content from the records of "softmax", "linear" and "mhla" timed together; None where they were not.
+
+    columns: these three names -> list of `Result`.
+    """
+    found = {}
+    for kind, records in columns.items():
+        for record in records:
+            if record.task == TASK:
+                found.setdefault(record.task_hash, {}).setdefault(kind, {})[record.metric] = record
+    for timed in found.values():
+        if set(timed) != {"softmax", "linear", "mhla"}:
+            continue
+        rows = {}
+        for kind, records in timed.items():
+            for (what, unit), metric in METRICS.items():
+                for name, record in records.items():
+                    if name.startswith(f"{metric}_"):
+                        length = int(name.rpartition("_")[2])
+                        row = rows.setdefault((what, length), {"what": what, "length": length})
+                        row[f"{kind}_{unit}"] = record.value
+        one = next(iter(timed["mhla"].values()))
+        return {"rows": [rows[key] for key in sorted(rows)], "hardware": one.hardware, "versions": one.versions}
+    return None

@@ -1,0 +1,220 @@
+"""What a diffusion transformer does: its call, the noise process of its scheduler, the teacher's own trajectories, losses.
+
+Families differ in how the transformer is called and what conditions it, nothing else; `CONDITIONS` and `predict` hold that.
+Unusual: the noise process is read from the pipeline's scheduler (flow with its shift, or DDPM with its betas and prediction
+type), so that what is trained is what is sampled; and the transfer loss runs no more of the student than its attentions.
+"""
+
+import copy
+import inspect
+import math
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from .trainable import mhla_attentions
+
+TEXT = ("encoder_hidden_states", "encoder_attention_mask")
+# base class -> what conditions it, in the order in which tensors of a batch hold it
+CONDITIONS = {
+    "DiTTransformer2DModel": ("class_labels",),
+    "PixArtTransformer2DModel": TEXT,
+    "SanaTransformer2DModel": TEXT,
+    "SanaVideoTransformer3DModel": TEXT,
+    "WanTransformer3DModel": TEXT[:1],
+}
+PIXELS_PER_LATENT = 8  # of PixArt's VAE, for its size conditions
+
+
+def family_of(transformer):
+    """The key of CONDITIONS that `transformer` is a kind of, or None."""
+    return next((cls.__name__ for cls in type(transformer).__mro__ if cls.__name__ in CONDITIONS), None)
+
+
+def predict(transformer, noisy, times, condition):
+    """What the transformer says of `noisy`: its velocity, noise or clean sample, as it was trained to.
+
+    Args:
+        noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, see CONDITIONS.
+
+    Returns:
+        float32, the shape of `noisy`; a learned variance (DiT, PixArt) is left out.
+    """
+    dtype = transformer.dtype
+    arguments = {key: value.to(dtype) if value.is_floating_point() else value for key, value in condition.items()}
+    if scale := transformer.config.get("timestep_scale"):
+        times = times * scale
+    if family_of(transformer) == "PixArtTransformer2DModel":
+        sizes = {"resolution": None, "aspect_ratio": None}
+        if transformer.use_additional_conditions:
+            height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
+            rows = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
+            sizes = {"resolution": rows * rows.new_tensor([height, width]), "aspect_ratio": rows * height / width}
+        arguments["added_cond_kwargs"] = sizes
+    output = transformer(noisy.to(dtype), timestep=times, return_dict=False, **arguments)[0]
+    return output[:, : noisy.shape[1]].float()
+
+
+class NoiseProcess:
+    """How clean latents become noisy ones, and what the transformer is asked for: read from a scheduler of diffusers.
+
+    Flow: x_t = (1 - s) x_0 + s noise, velocity = noise - x_0, time = 1,000 s. DDPM: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t)
+    noise, asked for noise, sample or velocity as the scheduler's `prediction_type` says.
+    """
+
+    def __init__(self, scheduler):
+        config = scheduler.config
+        self.length = config.num_train_timesteps
+        self.prediction = config.get("prediction_type", "epsilon")
+        flow = "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas")
+        if flow or self.prediction == "flow_prediction":
+            self.prediction = "flow_prediction"
+            self.shift = config.get("flow_shift") or config.get("shift") or 1.0
+        elif not hasattr(scheduler, "alphas_cumprod"):
+            raise ValueError(
+                f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one of them"
+            )
+        else:
+            self.shift, self.kept = 1.0, scheduler.alphas_cumprod.double().cpu()
+
+    @property
+    def flow(self):
+        """Whether this is a flow; otherwise it is DDPM."""
+        return self.prediction == "flow_prediction"
+
+    def draw_time(self, generator, distribution, shift):
+        """One time on the scheduler's scale, by `distribution` ("logit-normal" or "uniform"), then shifted (flow only)."""
+        if distribution == "logit-normal":
+            share = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64)).item()
+        else:
+            share = torch.rand((), generator=generator, dtype=torch.float64).item()
+        if not self.flow:
+            return float(min(int(share * self.length), self.length - 1))
+        shift = self.shift if shift is None else shift
+        return self.length * shift * share / (1 + (shift - 1) * share)
+
+    def mix(self, clean, noise, time):
+        """(noisy, what the transformer should say) for `clean` and `noise` of one shape and one `time`."""
+        if self.flow:
+            share = time / self.length
+            return (1 - share) * clean + share * noise, noise - clean
+        kept = self.kept[int(time)].item()
+        signal, rest = math.sqrt(kept), math.sqrt(1 - kept)
+        targets = {
+            "epsilon": lambda: noise,
+            "sample": lambda: clean,
+            "v_prediction": lambda: signal * noise - rest * clean,
+        }
+        return signal * clean + rest * noise, targets[self.prediction]()
+
+
+@torch.no_grad()
+def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guidance, generators=None, each=None):
+    """Sample as the pipeline does: from `noise` to latents, in `steps` steps of `scheduler`, which is left as it is.
+
+    Args:
+        noise: float32 `[B, C, (F,) h, w]`. condition, nothing: with and without what is wished for, dicts of `[B, ...]`.
+        guidance: scale of classifier-free guidance; 1: none. generators: one per row, for schedulers that add noise.
+        each: called with (model input, time) before every step.
+
+    Returns:
+        The latents at the end, float32.
+    """
+    scheduler = copy.deepcopy(scheduler)
+    scheduler.set_timesteps(steps, device=noise.device)
+    extra = {}
+    if "generator" in inspect.signature(scheduler.step).parameters:
+        extra["generator"] = generators
+    latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+    for time in scheduler.timesteps:
+        seen = scheduler.scale_model_input(latents, time) if hasattr(scheduler, "scale_model_input") else latents
+        if each is not None:
+            each(seen, float(time))
+        times = torch.full((len(noise),), float(time), device=noise.device)
+        said = predict(transformer, seen, times, condition)
+        if guidance != 1:
+            without = predict(transformer, seen, times, nothing)
+            said = without + guidance * (said - without)
+        latents = scheduler.step(said, time, latents, return_dict=False, **extra)[0]
+    return latents
+
+
+class DiffusionStep(nn.Module):
+    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned.
+
+    names: gives what the tensors of a batch are, in order: "noisy", "times", the conditions, perhaps "target".
+    """
+
+    def __init__(self, student, teacher, stage, names):
+        super().__init__()
+        self.student, self.stage, self.names = student, stage, names
+        self.__dict__["teacher"] = teacher
+        self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
+
+    def forward(self, *values):
+        """One part of a batch: the tensors that `names` names, then 1 / number of samples in the whole batch.
+
+        Returns:
+            loss (scalar with gradient) and a dict of detached scalars; both add up over the parts of a batch.
+        """
+        *tensors, row_share = values
+        batch = dict(zip(self.names(), tensors, strict=True))
+        noisy, times, target = batch.pop("noisy"), batch.pop("times"), batch.pop("target", None)
+        if self.stage.loss == "transfer":
+            loss = self._transfer(noisy, times, batch) * row_share
+            return loss, {"loss": loss.detach()}
+        logs, said = {}, predict(self.student, noisy, times, batch)
+        loss = 0.0
+        if self.stage.loss == "prediction":
+            with torch.no_grad():
+                wanted = predict(self.teacher, noisy, times, batch)
+            loss = (said - wanted).square().flatten(1).mean(1).sum() * row_share
+            logs["match"] = loss.detach()
+        if target is not None:
+            own = (said - target).square().flatten(1).mean(1).sum() * row_share
+            loss = loss + (self.stage.data_weight if self.stage.loss == "prediction" else 1.0) * own
+            logs["denoise"] = own.detach()
+        return loss, {"loss": loss.detach(), **logs}
+
+    def _transfer(self, noisy, times, condition):
+        """Sum over samples and layers of |student - teacher| / |teacher| (L1), on the teacher's own inputs.
+
+        The student's attention runs inside the teacher's forward pass, where its inputs are, so that nothing is kept.
+        """
+        grid, state = self.student.token_grid(noisy), self.student.mhla_state
+        losses = []
+
+        def of_student(value):
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(self.student.dtype) if floats else value
+
+        def compare(name):
+            attention = self.student.get_submodule(name)
+
+            def run(*args, **kwargs):
+                args, kwargs = tree_map(of_student, (args, kwargs))
+                return state.run(grid, attention, *args, **kwargs)
+
+            def hook(_module, args, kwargs, wanted):
+                with torch.enable_grad():
+                    if self.student.is_gradient_checkpointing:
+                        got = checkpoint(run, *args, use_reentrant=False, **kwargs)
+                    else:
+                        got = run(*args, **kwargs)
+                    wanted = wanted.float()
+                    size = wanted.abs().flatten(1).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+                    losses.append(((got.float() - wanted).abs().flatten(1).sum(1) / size).sum())
+
+            return hook
+
+        modules = {name: self.teacher.get_submodule(name) for name in self.attentions}
+        handles = [module.register_forward_hook(compare(name), with_kwargs=True) for name, module in modules.items()]
+        try:
+            with torch.no_grad():
+                predict(self.teacher, noisy, times, condition)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.stack(losses).sum()

@@ -1,0 +1,194 @@
+"""The task of image models: classifiers (ours or converted) and vision towers, with the losses of both.
+
+Unusual: a classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no
+answers, so it learns its teacher's features.
+"""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .pictures import PictureReader, Preparation, open_pictures, share_right
+from .tasks import Task
+from .trainable import mhla_attentions
+
+
+class ImageTask(Task):
+    """An image classifier or a vision tower of transformers.
+
+    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
+    test: labelled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
+    """
+
+    name = "images"
+    unit = "images"
+    wanted = "an image classifier or a vision tower of transformers"
+
+    def __init__(self, student, teacher, processor=None, test=None):
+        super().__init__(student, teacher)
+        self.processor, self.test = processor, test
+
+    def check(self, stages):
+        """As every task; and classes and widths that do not fit."""
+        super().check(stages)
+        losses = {stage.loss for stage in stages}
+        for name, model, needed in (
+            ("student", self.student, {"logits", "labels"}),
+            ("teacher", self.teacher, {"logits"}),
+        ):
+            if model is not None and losses & needed and not is_classifier(model):
+                raise ValueError(f"{name}: {type(model).__name__} gives no classes, expected an image classifier")
+        if self.teacher is not None:
+            for loss, key in (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size")):
+                own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
+                if loss in losses and own != its:
+                    raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
+        self.preparation = self._prepare()
+
+    def _prepare(self):
+        config = self.student.config
+        if self.processor is not None:
+            values = self.processor.to_dict()
+        elif hasattr(config, "preprocessing"):
+            values = config.preprocessing()
+        else:
+            raise ValueError(
+                f"processor: None was given for {type(self.student).__name__}, expected its image processor"
+            )
+        return Preparation(values, getattr(config, "num_channels", 3))
+
+    def open(self, data, stages):
+        """Labelled images, see `open_pictures`."""
+        pictures = open_pictures(data)
+        self.pictures_of_test = None if self.test is None else open_pictures(self.test, split="test")
+        for name, own in (("data", pictures), ("test", self.pictures_of_test)):
+            if own is not None and is_classifier(self.student):
+                low, high = int(own.labels.min()), int(own.labels.max())
+                if low < 0 or high >= self.student.config.num_labels:
+                    raise ValueError(
+                        f"{name}: {own.name!r} has labels {low} to {high}, and the model {self.student.config.num_labels} "
+                        "classes; expected labels that it knows"
+                    )
+        return pictures
+
+    def reader(self, source, stage, number, seed, state):
+        """The batches of one stage."""
+        classes = self.student.config.num_labels if is_classifier(self.student) else int(source.labels.max()) + 1
+        return PictureReader(source, stage, (seed, number), self.preparation, classes, state)
+
+    def take(self, reader, stage, rows):
+        """Pixels and the shares of the classes; 1 / batch size."""
+        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
+
+    def objective(self, stage):
+        """The losses "transfer", "features", "logits" and "labels"."""
+        return ImageStep(self.student, self.teacher, stage)
+
+    def judge(self):
+        """The accuracy on `test`, if there is any."""
+        if self.pictures_of_test is None:
+            return {}
+        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.preparation)}
+
+    def save(self, folder):
+        """The model and its image processor."""
+        super().save(folder)
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
+
+
+def is_classifier(model) -> bool:
+    """Whether the model gives logits over classes of images."""
+    return "ForImageClassification" in type(model).__name__
+
+
+def tower_of(model):
+    """A classifier without its head; a tower as it is (what some call their base model lacks the embeddings)."""
+    return model.base_model if is_classifier(model) else model
+
+
+class ImageStep(nn.Module):
+    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned."""
+
+    def __init__(self, student, teacher, stage):
+        super().__init__()
+        self.student, self.stage = student, stage
+        self.__dict__["teacher"] = teacher
+        self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
+
+    def forward(self, pixels, targets, row_share):
+        """One part of a batch.
+
+        Args:
+            pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
+            row_share: 1 / number of images in the whole batch, times the number of processes.
+
+        Returns:
+            loss (scalar with gradient) and a dict of detached scalars; both add up over the parts of a batch.
+        """
+        if self.stage.loss == "transfer":
+            loss = self._transfer(pixels) * row_share
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "features":
+            with torch.no_grad():
+                wanted = tower_of(self.teacher)(pixel_values=pixels).last_hidden_state
+            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
+            loss = relative_error(got, wanted) * row_share
+            return loss, {"loss": loss.detach()}
+        logits = self.student(pixel_values=pixels).logits.float()
+        ce = F.cross_entropy(logits, targets, reduction="sum") * row_share
+        right = (logits.argmax(-1) == targets.argmax(-1)).sum() * row_share
+        logs = {"ce": ce.detach(), "accuracy": right.detach()}
+        if self.stage.loss == "labels":
+            return ce, {"loss": ce.detach(), **logs}
+        with torch.no_grad():
+            answers = self.teacher(pixel_values=pixels).logits.float()
+        heat = self.stage.temperature
+        kl = F.kl_div(
+            (logits / heat).log_softmax(-1), (answers / heat).log_softmax(-1), reduction="sum", log_target=True
+        )
+        kl = kl * heat**2 * row_share
+        loss = kl + self.stage.ce_weight * ce
+        return loss, {"loss": loss.detach(), "kl": kl.detach(), **logs}
+
+    def _transfer(self, pixels):
+        """Sum over images and layers of |student - teacher|^2 / |teacher|^2, on the teacher's own inputs.
+
+        The student's attention runs inside the teacher's forward pass, where its inputs are, so that nothing is kept.
+        """
+        losses = []
+        patch = self.student.config.patch_size
+        patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+        grid = tuple(side // part for side, part in zip(pixels.shape[2:], patch, strict=True))
+
+        def compare(name):
+            attention = self.student.get_submodule(name)
+            own = (
+                "mhla_grid" in inspect.signature(attention.forward).parameters
+            )  # models from scratch hand it on themselves
+
+            def hook(_module, args, kwargs, wanted):
+                with torch.enable_grad():
+                    got = attention(*args, **(kwargs | {"mhla_grid": grid} if own else kwargs))
+                    losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted))))
+
+            return hook
+
+        modules = {name: self.teacher.get_submodule(name) for name in self.attentions}
+        handles = [module.register_forward_hook(compare(name), with_kwargs=True) for name, module in modules.items()]
+        try:
+            with torch.no_grad():
+                tower_of(self.teacher)(pixel_values=pixels)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.stack(losses).sum()
+
+
+def relative_error(got, wanted):
+    """Sum over samples of |got - wanted|^2 / |wanted|^2, fp32."""
+    got, wanted = got.float().flatten(1), wanted.float().flatten(1)
+    size = wanted.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((got - wanted).square().sum(1) / size).sum()

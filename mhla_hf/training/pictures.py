@@ -1,0 +1,282 @@
+"""Labelled images to train and to judge on: tensors at hand, a folder with one folder per class, or a data set.
+
+Unusual: which images a step gets and how each is cropped, moved, erased and mixed follows from (seed, stage, number of the
+sample) alone, so a run that was stopped goes on with the same pixels on any number of processes. Files are opened by a few
+threads, one batch ahead. Neither torchvision nor timm is needed.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from .data import hub_id, load_split
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+THREADS = 4
+ASPECT = 4 / 3
+
+
+class Preparation:
+    """How pixels become a model's input: side lengths, channels, mean and deviation per channel.
+
+    values: of an image processor, as a dict ("size", "image_mean", "image_std"). channels: of the model.
+    """
+
+    def __init__(self, values: dict, channels: int):
+        size = values.get("size") or {}
+        side = size.get("shortest_edge")
+        self.size = (size.get("height", side), size.get("width", side))
+        self.channels = channels
+        if not all(self.size):
+            raise ValueError(f"processor: its size is {size!r}, expected height and width or shortest_edge")
+        shape = (-1, 1, 1)
+        self.mean = torch.tensor(values.get("image_mean") or [0.5] * channels).view(shape)
+        self.std = torch.tensor(values.get("image_std") or [0.5] * channels).view(shape)
+        if len(self.mean) != channels or len(self.std) != channels:
+            raise ValueError(f"processor: has {len(self.mean)} channels, and the model {channels}; expected one number")
+
+    def finish(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Values in 0 to 1 `[..., C, H, W]` as the model wants them."""
+        return (pixels - self.mean) / self.std
+
+
+class Pictures:
+    """Images with labels.
+
+    items: uint8 `[N, C, H, W]`, or a sequence of paths or PIL images. labels: int64 `[N]`. names: of the classes, or None.
+    """
+
+    def __init__(self, items, labels, name, names=None, identity=None):
+        self.items, self.labels, self.name, self.names = items, torch.as_tensor(labels).long(), name, names
+        self.identity = identity
+        if not len(self.labels) or len(self.labels) != len(items):
+            raise ValueError(
+                f"data: {name!r} holds {len(items)} images and {len(self.labels)} labels, expected as many"
+            )
+
+    def __len__(self):
+        return len(self.labels)
+
+    def describe(self):
+        """What identifies the data: kind, number of images, hash of all of them."""
+        if self.identity is None:
+            digest = hashlib.sha256(self.items.numpy().tobytes())
+            digest.update(self.labels.numpy().tobytes())
+            self.identity = digest.hexdigest()[:32]
+        return {"kind": "images", "images": len(self), "sha256": self.identity}
+
+    def pixels(self, index: int, size, channels: int, box=None) -> torch.Tensor:
+        """One image as fp32 `[channels, *size]` in 0 to 1. box: (left, top, right, bottom) in shares of it, or all."""
+        item = self.items[index]
+        if isinstance(item, torch.Tensor):
+            image = item.float() / 255
+            if box is not None:
+                height, width = image.shape[1:]
+                left, top, right, bottom = (round(a * b) for a, b in zip(box, (width, height) * 2, strict=True))
+                image = image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
+            if image.shape[1:] != tuple(size):
+                image = F.interpolate(image[None], size, mode="bicubic", antialias=True, align_corners=False)[0]
+            return image.clamp(0, 1).expand(channels, -1, -1)
+        with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
+            picture = picture.convert("L" if channels == 1 else "RGB")
+            if box is not None:
+                box = tuple(a * b for a, b in zip(box, picture.size * 2, strict=True))
+            array = numpy.asarray(picture.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=box))
+        image = torch.from_numpy(array.copy()).float() / 255
+        return image[None] if image.ndim == 2 else image.permute(2, 0, 1)
+
+
+def open_pictures(data, split="train") -> Pictures:
+    """Open what a user calls labelled images.
+
+    Args:
+        data: a pair of tensors (images uint8 `[N, C, H, W]`, labels `[N]`); a folder with one folder of images per class,
+            perhaps below a folder named after the split ("train"; "test", "val" or "validation"); the id of a data set on
+            the Hub ("id" or "id:configuration"), or a map-style `datasets.Dataset`, with columns of images and class labels.
+        split: "train" or "test".
+
+    Raises:
+        ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
+    """
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, torch.Tensor) for x in data):
+        images, labels = data
+        if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
+            raise ValueError(
+                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}, "
+                "expected images uint8 [N, C, H, W] and labels [N]"
+            )
+        return Pictures(images, labels, "images at hand")
+    if isinstance(data, Pictures):
+        return data
+    if isinstance(data, (str, Path)):
+        if Path(data).expanduser().is_dir():
+            return _open_folder(Path(data).expanduser(), split)
+        return _open_table(load_split(str(data), *hub_id(str(data)), split=split), str(data))
+    if hasattr(data, "features") and hasattr(data, "__len__"):
+        return _open_table(data, "a dataset")
+    raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset or a pair of tensors")
+
+
+def _open_folder(folder, split):
+    aliases = ("train", "training") if split == "train" else ("test", "val", "validation")
+    place = next((folder / name for name in aliases if (folder / name).is_dir()), folder)
+    classes = sorted(path for path in place.iterdir() if path.is_dir())
+    found = [
+        (path, label)
+        for label, kind in enumerate(classes)
+        for path in sorted(kind.rglob("*"))
+        if path.suffix.lower() in ENDINGS
+    ]
+    if not found:
+        raise ValueError(f"data: {str(folder)!r} holds no folders of images, expected one folder per class")
+    told = [f"{path.relative_to(place)} {path.stat().st_size}" for path, _ in found]
+    identity = hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+    names = [path.name for path in classes]
+    return Pictures([path for path, _ in found], [label for _, label in found], folder.name, names, identity)
+
+
+def _open_table(table, name):
+    kinds = {column: type(kind).__name__ for column, kind in table.features.items()}
+    images = next((column for column, kind in kinds.items() if kind == "Image"), None)
+    labels = next((column for column, kind in kinds.items() if kind == "ClassLabel"), None)
+    labels = labels or next((column for column in ("label", "labels") if column in kinds), None)
+    if images is None or labels is None:
+        raise ValueError(f"data: {name!r} has the columns {list(kinds)}, expected one of images and one of labels")
+    names = getattr(table.features[labels], "names", None)
+    return Pictures(table[images], list(table[labels]), name, names, table._fingerprint)
+
+
+class PictureReader:
+    """The batches of one stage: each epoch every image once, in a new order, augmented as the stage says.
+
+    stage: an `ImageStage`. key: (seed, number of the stage). classes: how many the model knows.
+    """
+
+    def __init__(self, pictures: Pictures, stage, key, preparation: Preparation, classes: int, state=None):
+        self.pictures, self.stage, self.key = pictures, stage, key
+        self.preparation, self.classes = preparation, classes
+        self.size = preparation.size if stage.size is None else (stage.size, stage.size)
+        self.next = state["next"] if state else 0
+        self.orders = {}
+        files = not isinstance(pictures.items, torch.Tensor)
+        self.pool, self.ahead = ThreadPoolExecutor(THREADS) if files else None, {}
+
+    def take(self, count: int, rows: slice):
+        """Rows of the next batch of `count`: pixels fp32 `[rows, C, H, W]` and what is right, fp32 `[rows, classes]`."""
+        mixed = bool(self.stage.mixup or self.stage.cutmix)
+        own = list(range(count))[rows]
+        partners = [number ^ 1 if (number ^ 1) < count else number for number in own]
+        needed = sorted({*own, *(partners if mixed else ())})
+        found = dict(zip(needed, self._samples([self.next + number for number in needed], count), strict=True))
+        pixels = torch.stack([found[number][0] for number in own])
+        targets = torch.stack([found[number][1] for number in own])
+        if mixed:
+            other = [found[number] for number in partners]
+            pixels, targets = self._mix(
+                pixels,
+                targets,
+                torch.stack([image for image, _ in other]),
+                torch.stack([target for _, target in other]),
+            )
+        self.next += count
+        return pixels, targets
+
+    def _samples(self, numbers, count):
+        if self.pool is None:
+            return [self._sample(number) for number in numbers]
+        due = {number: self.ahead.pop(number, None) or self.pool.submit(self._sample, number) for number in numbers}
+        for number in numbers:
+            self.ahead[number + count] = self.pool.submit(self._sample, number + count)
+        return [due[number].result() for number in numbers]
+
+    def _index(self, number):
+        epoch, place = divmod(number, len(self.pictures))
+        if epoch not in self.orders:
+            self.orders = {e: order for e, order in self.orders.items() if e >= epoch - 1}
+            self.orders[epoch] = numpy.random.default_rng((*self.key, epoch)).permutation(len(self.pictures))
+        return int(self.orders[epoch][place])
+
+    def _sample(self, number):
+        """The sample of this number: pixels and shares of the classes."""
+        stage, index = self.stage, self._index(number)
+        random = numpy.random.default_rng((*self.key, number, 1))
+        box = random_box(random, stage.crop) if stage.crop < 1 else None
+        image = self.pictures.pixels(index, self.size, self.preparation.channels, box)
+        if stage.flip and random.random() < stage.flip:
+            image = image.flip(-1)
+        if stage.shift:
+            image = image.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
+        image = self.preparation.finish(image)
+        if stage.erase and random.random() < stage.erase:
+            height, width = self.size
+            left, top, right, bottom = (
+                round(a * b) for a, b in zip(random_box(random, 0.02, 1 / 3), (width, height) * 2, strict=True)
+            )
+            rows, columns = slice(top, bottom), slice(left, right)
+            noise = random.standard_normal(image[:, rows, columns].shape)
+            image[:, rows, columns] = torch.from_numpy(noise).float()
+        target = torch.full((self.classes,), stage.smoothing / self.classes)
+        target[self.pictures.labels[index]] += 1 - stage.smoothing
+        return image, target
+
+    def _mix(self, pixels, targets, other, other_targets):
+        """Mixup or cutmix of each image with its neighbour in the batch, in one proportion for all."""
+        random = numpy.random.default_rng((*self.key, self.next, 2))
+        cut = random.random() < 0.5 if self.stage.mixup and self.stage.cutmix else bool(self.stage.cutmix)
+        alpha = self.stage.cutmix if cut else self.stage.mixup
+        share = random.beta(alpha, alpha)
+        if cut:
+            height, width = self.size
+            side = (1 - share) ** 0.5
+            middle, across = random.random() * height, random.random() * width
+            rows = slice(max(0, round(middle - side * height / 2)), min(height, round(middle + side * height / 2)))
+            columns = slice(max(0, round(across - side * width / 2)), min(width, round(across + side * width / 2)))
+            pixels = pixels.clone()
+            pixels[:, :, rows, columns] = other[:, :, rows, columns]
+            share = 1 - max(0, rows.stop - rows.start) * max(0, columns.stop - columns.start) / (height * width)
+        else:
+            pixels = share * pixels + (1 - share) * other
+        return pixels, share * targets + (1 - share) * other_targets
+
+    def state(self):
+        """What `state=` needs to go on here."""
+        return {"next": self.next}
+
+    def handover(self):
+        """What the next stage's reader starts from: nothing, its order is its own."""
+
+    def close(self):
+        """Let the threads go."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def random_box(random, least: float, most: float = 1.0):
+    """(left, top, right, bottom) in shares of an image: an area of `least` to `most` of it, of aspect 3/4 to 4/3."""
+    area = random.uniform(least, most)
+    aspect = numpy.exp(random.uniform(-numpy.log(ASPECT), numpy.log(ASPECT)))
+    width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
+    left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
+    return left, top, left + width, top + height
+
+
+@torch.no_grad()
+def share_right(model, pictures: Pictures, preparation: Preparation, *, size=None, batch_size=128) -> float:
+    """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode."""
+    mode = model.training
+    model.eval()
+    right, size = 0, preparation.size if size is None else size
+    try:
+        for first in range(0, len(pictures), batch_size):
+            numbers = range(first, min(first + batch_size, len(pictures)))
+            batch = torch.stack([pictures.pixels(number, size, preparation.channels) for number in numbers])
+            said = model(pixel_values=preparation.finish(batch).to(model.device)).logits.argmax(-1).cpu()
+            right += int((said == pictures.labels[numbers.start : numbers.stop]).sum())
+    finally:
+        model.train(mode)
+    return right / len(pictures)

@@ -1,0 +1,119 @@
+"""Operators and whole models side by side: what is compared, what is refused, and the shapes of the paper."""
+
+import json
+
+import pytest
+import torch
+
+from mhla_hf.bench import Comparison, compare, render_bench, run_bench
+from mhla_hf.bench.cases import DIT, PAPER, WholeModel
+from mhla_hf.bench.compare import FORWARD, TRAINING, Operator
+from mhla_hf.ops.blocks import Blocks
+
+GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
+TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="bfloat16")
+
+
+def quick(*cases):
+    return Comparison(cases, rounds=1, seconds=0.0)
+
+
+def test_operators_side_by_side(tmp_path, capsys):
+    record = run_bench(quick(GRID, TEXT), out=tmp_path, progress=False)
+    assert json.loads((tmp_path / "bench.json").read_text()) == json.loads(json.dumps(record))
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    rows = {(row["case"], row["what"]): row["ms"] for row in record["rows"]}
+    assert set(rows) == {(name, what) for name in ("grid", "text") for what in (FORWARD, TRAINING)}
+    for ms in rows.values():
+        assert {"mhla torch", "linear ours", "copy", "sdpa math"} <= set(ms) and all(time > 0 for time in ms.values())
+    assert "mhla triton" not in rows["grid", FORWARD]  # the interpreter is nothing to time
+    assert len(record["checks"]) == 2 * 7 and max(record["checks"].values()) < 1.5e-2
+    table = capsys.readouterr().out
+    assert table.strip() == render_bench(record).strip() and "grid: forward + backward" in table
+
+
+def test_the_floor_moves_what_must_move():
+    work = GRID.work("cpu", 0)
+    tensor = 2 * 24 * 2 * 8 * 4
+    assert 2 * work[FORWARD]["copy"]().nbytes == 4 * tensor  # read and written
+    assert 2 * work[TRAINING]["copy"]().nbytes == 11 * tensor
+
+
+@pytest.mark.parametrize("what", ["output", "gradient", "far"])
+def test_no_speed_for_a_wrong_result(what, monkeypatch, tmp_path, capsys):
+    attend = Operator.attend
+
+    def wrong(self, q, k, v, mixing, impl, blocks=None):
+        if what == "gradient":
+            k = k.detach() + 0.5 * (k - k.detach())
+        o = attend(self, q, k, v, mixing, impl, blocks)
+        return o * (1.001 if what == "output" or (what == "far" and q.shape[1] == 24) else 1)
+
+    monkeypatch.setattr(Operator, "attend", wrong)
+    with pytest.raises(RuntimeError, match=r"grid, torch, .*so no speed is reported\.$"):
+        run_bench(quick(GRID), out=tmp_path, progress=False)
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_is_said(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(compare, "training_step", full)
+    record = run_bench(quick(GRID), progress=False, show=False)
+    assert [row["what"] for row in record["rows"]] == [FORWARD]
+    assert record["skipped"] == {"grid: forward + backward": "did not fit the memory of the device"}
+    assert "grid: forward + backward: not timed, it did not fit" in render_bench(record)
+
+
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 16,
+    "num_layers": 3,
+    "text_dim": 8,
+    "freq_dim": 16,
+}
+TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+TINY_LM = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 1000,
+}
+VIDEO = Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "model, names",
+    [
+        (WholeModel("dit", {**DIT, **TINY}, (4, 6), 1, GRID), {"softmax", "linear", "mhla"}),
+        (WholeModel("wan", WAN, (2, 4, 4), 1, VIDEO, (3, 8)), {"softmax", "linear", "mhla", "mhla hybrid 2/3"}),
+        (WholeModel("lm", TINY_LM, (40,), 1, TEXT), {"softmax", "linear", "mhla"}),
+    ],
+)
+def test_whole_models(model, names):
+    if model.name == "dit":
+        model = WholeModel(
+            "dit", model.config, (4, 4), 1, Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
+        )
+    record = run_bench(quick(model), progress=False, show=False)
+    assert [set(row["ms"]) for row in record["rows"]] == [names, names]
+    models = model.models("cpu")
+    weights = {name: sum(weight.numel() for weight in made.parameters()) for name, made in models.items()}
+    assert weights["linear"] < weights["mhla"] < 1.5 * weights["linear"]  # the mixing's
+
+
+def test_the_papers_shapes():
+    operators = {case.name: case for case in PAPER.cases if isinstance(case, Operator)}
+    assert len({case.name for case in PAPER.cases}) == len(PAPER.cases)
+    tokens = {case.blocks.length for case in operators.values()}
+    assert {256, 1024, 4096, 16384, 65536, 31500, 2048, 8192, 32768} <= tokens
+    wan = [case for case in operators.values() if case.blocks.length == 31500]
+    assert {(case.blocks.num_blocks, case.blocks.equal) for case in wan} == {(150, True), (105, True)}
+    table = {
+        (case.blocks.num_blocks, case.blocks.length) for name, case in operators.items() if name.startswith("table 14")
+    }
+    assert len(table) == 12 and (1024, 4096) in table and (1024, 1024) not in table
+    assert {case.widths for case in operators.values()} == {(64, 64), (72, 72), (128, 128), (128, 256)}

@@ -1,0 +1,358 @@
+"""The authors' Wan and DiT checkpoints in diffusers, against their formulas written out here and diffusers' own renaming."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors.torch import save_file
+from tiny_pipelines import PIPELINES, generate, inputs
+
+from mhla_hf import MHLADiTTransformer2DModel, MHLAWanTransformer3DModel
+from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
+
+SCRIPT = Path(__file__).parents[2] / "conversion" / "official_checkpoints.py"
+SPEC = importlib.util.spec_from_file_location("official_checkpoints", SCRIPT)
+WIDTH, HEADS, LAYERS, FFN = 24, 2, 3, 32
+
+
+def noise(*shape, scale=None):
+    return torch.randn(*shape) * (scale or 1.0 / math.sqrt(max(math.prod(shape[1:]), 1)))
+
+
+def linear(state, name, out, into, bias=True):
+    state[f"{name}.weight"] = noise(out, into)
+    if bias:
+        state[f"{name}.bias"] = 0.1 * torch.randn(out)
+
+
+def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
+    """A checkpoint of the authors' Wan with random numbers; `layers` are MHLA, the others softmax."""
+    torch.manual_seed(0)
+    state = {
+        "patch_embedding.weight": noise(WIDTH, 36 if image else 16, 1, 2, 2),
+        "patch_embedding.bias": torch.zeros(WIDTH),
+    }
+    linear(state, "text_embedding.0", WIDTH, 32)
+    linear(state, "text_embedding.2", WIDTH, WIDTH)
+    linear(state, "time_embedding.0", WIDTH, 64)
+    linear(state, "time_embedding.2", WIDTH, WIDTH)
+    linear(state, "time_projection.1", 6 * WIDTH, WIDTH)
+    for i in range(LAYERS):
+        block = f"blocks.{i}"
+        for attn in ("self_attn", "cross_attn"):
+            for name in "qkvo":
+                linear(state, f"{block}.{attn}.{name}", WIDTH, WIDTH)
+            for name in ("norm_q", "norm_k"):
+                state[f"{block}.{attn}.{name}.weight"] = 1 + 0.1 * torch.randn(WIDTH)
+        if i in layers:
+            state[f"{block}.self_attn.g_norm.weight"] = 1 + 0.1 * torch.randn(WIDTH // HEADS)
+            state[f"{block}.self_attn.block_attn.conv.weight"] = noise(blocks, blocks, 1, 1, scale=0.3)
+            if gate:
+                linear(state, f"{block}.self_attn.g", WIDTH, WIDTH)
+            if lepe:
+                state[f"{block}.self_attn.lepe.weight"] = noise(WIDTH, 1, 3, 3, 3)
+                state[f"{block}.self_attn.lepe.bias"] = 0.1 * torch.randn(WIDTH)
+        if image:
+            linear(state, f"{block}.cross_attn.k_img", WIDTH, WIDTH)
+            linear(state, f"{block}.cross_attn.v_img", WIDTH, WIDTH)
+            state[f"{block}.cross_attn.norm_k_img.weight"] = torch.ones(WIDTH)
+        linear(state, f"{block}.ffn.0", FFN, WIDTH)
+        linear(state, f"{block}.ffn.2", WIDTH, FFN)
+        state[f"{block}.norm3.weight"], state[f"{block}.norm3.bias"] = torch.ones(WIDTH), 0.1 * torch.randn(WIDTH)
+        state[f"{block}.modulation"] = noise(1, 6, WIDTH)
+    if image:
+        for name, size in (("0", 16), ("4", WIDTH)):
+            state[f"img_emb.proj.{name}.weight"], state[f"img_emb.proj.{name}.bias"] = (
+                torch.ones(size),
+                torch.zeros(size),
+            )
+        linear(state, "img_emb.proj.1", 16, 16)
+        linear(state, "img_emb.proj.3", WIDTH, 16)
+    linear(state, "head.head", 64, WIDTH)
+    state["head.modulation"] = noise(1, 2, WIDTH)
+    return state
+
+
+def official_wan_attention(state, x, grid, layout):
+    """The released layer on one grid, token by token, fp64: no scale, no denominator, eps 1e-6."""
+    weight = {
+        key.split("self_attn.")[1]: value.double()
+        for key, value in state.items()
+        if key.startswith("blocks.1.self_attn")
+    }
+
+    def project(name, x):
+        return x @ weight[f"{name}.weight"].T + weight[f"{name}.bias"]
+
+    def rms(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    x = x.double()
+    v = project("v", x)
+    q, k = (rms(project(n, x), weight[f"norm_{n}.weight"]).relu() + 1e-6 for n in "qk")
+    heads = [t.unflatten(2, (HEADS, -1)) for t in (q, k, v)]
+    width = WIDTH // HEADS
+    sides = 2 * (width // 6)
+    places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in grid))
+    angles = [
+        places[:, axis, None] / 10000.0 ** (torch.arange(0, part, 2, dtype=torch.float64) / part)
+        for axis, part in enumerate((width - 2 * sides, sides, sides))
+    ]
+    turn = torch.exp(1j * torch.cat(angles, 1))[:, None]
+    turned = [
+        torch.view_as_real(torch.view_as_complex(t.unflatten(3, (-1, 2)).contiguous()) * turn).flatten(3)
+        for t in heads[:2]
+    ]
+    sizes = [side // count for side, count in zip(grid, layout, strict=True)]
+    block = [
+        (f // sizes[0] * layout[1] + h // sizes[1]) * layout[2] + w // sizes[2] for f, h, w in places.long().tolist()
+    ]
+    mixing = weight["block_attn.conv.weight"].flatten(1)[block][:, block]
+    o = torch.einsum("bthk,bshk,ts,bshv->bthv", *turned, mixing, heads[2])
+    o = rms(o, weight["g_norm.weight"]).flatten(2)
+    if "g.weight" in weight:
+        o = o * F.silu(project("g", x))
+    if "lepe.weight" in weight:
+        image = v.mT.unflatten(2, grid)
+        o = o + F.conv3d(image, weight["lepe.weight"], weight["lepe.bias"], padding=1, groups=WIDTH).flatten(2).mT
+    return project("o", o)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gate", "lepe"),
+    [((0, 1, 2), False, False), ((1, 2), False, False), ((1, 2), True, False), ((1, 2), True, True)],
+    ids=["full", "hybrid", "gated", "lepe"],
+)
+def test_wan_is_the_released_layer(layers, gate, lepe):
+    state = wan_state(layers, gate=gate, lepe=lepe)
+    assert is_official_wan(state) and not is_official_dit(state)
+    model = load_official_wan(state, layout=(3, 2, 5))
+    assert isinstance(model, MHLAWanTransformer3DModel) and model.config.mhla["layers"] == list(layers)
+    seen = {}
+    model.blocks[1].attn1.register_forward_hook(lambda module, args, output: seen.update(x=args[0], o=output))
+    with torch.no_grad():
+        model(**inputs("wan", (3, 8, 20)))
+    expected = official_wan_attention(state, seen["x"], (3, 4, 10), (3, 2, 5))
+    assert (seen["o"] - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("image", [False, True], ids=["t2v", "i2v"])
+def test_every_other_wan_weight_lies_where_diffusers_puts_it(image):
+    state = wan_state((1, 2), image=image)
+    model = load_official_wan(state, layout=[3, 2, 5])
+    known = {key: value for key, value in state.items() if "block_attn" not in key and "g_norm" not in key}
+    theirs = convert_wan_transformer_to_diffusers(dict(known))
+    own = model.state_dict()
+    assert {key for key in own if ".mhla." not in key} == set(theirs)
+    assert all(torch.equal(own[key], value) for key, value in theirs.items())
+    stock = WanTransformer3DModel(**{k: v for k, v in model.config.items() if k != "mhla" and not k.startswith("_")})
+    stock.load_state_dict(theirs)
+
+
+def test_wan_layout_is_inferred_for_150_and_105_blocks():
+    for blocks, layout in ((150, [3, 5, 10]), (105, [7, 3, 5])):
+        assert load_official_wan(wan_state(blocks=blocks)).config.mhla["layout"] == layout
+
+
+def dit_state(blocks=4, side=8, softmax=(), patch=2, width=WIDTH):
+    """A checkpoint of the authors' DiT with random numbers: side x side tokens, layers in `softmax` are softmax."""
+    torch.manual_seed(0)
+    sizes = {"sample_size": side * patch, "patch_size": patch, "num_attention_heads": 1, "attention_head_dim": width}
+    model = MHLADiTTransformer2DModel(num_layers=1, mhla={"layout": [1, 1]}, **sizes)
+    state = {"pos_embed": model.pos_embed.pos_embed, "x_embedder.proj.weight": noise(width, 4, patch, patch)}
+    state["x_embedder.proj.bias"] = 0.1 * torch.randn(width)
+    linear(state, "t_embedder.mlp.0", width, 256)
+    linear(state, "t_embedder.mlp.2", width, width)
+    state["y_embedder.embedding_table.weight"] = torch.randn(11, width)
+    for i in range(LAYERS):
+        block = f"blocks.{i}"
+        if i in softmax:
+            linear(state, f"{block}.attn.qkv", 3 * width, width)
+            linear(state, f"{block}.attn.proj", width, width)
+        else:
+            state[f"{block}.attn.norm.weight"] = 1 + 0.1 * torch.randn(width)
+            state[f"{block}.attn.norm.bias"] = 0.1 * torch.randn(width)
+            linear(state, f"{block}.attn.to_qkv", 3 * width, width)
+            linear(state, f"{block}.attn.to_out.0", width, width)
+            state[f"{block}.attn.lepe.weight"], state[f"{block}.attn.lepe.bias"] = (
+                noise(width, 1, 3, 3),
+                torch.randn(width),
+            )
+            state[f"{block}.attn.piece_attn.conv.weight"] = torch.rand(blocks, blocks, 1, 1)
+        linear(state, f"{block}.mlp.fc1", 4 * width, width)
+        linear(state, f"{block}.mlp.fc2", width, 4 * width)
+        linear(state, f"{block}.adaLN_modulation.1", 6 * width, width)
+    linear(state, "final_layer.linear", patch * patch * 8, width)
+    linear(state, "final_layer.adaLN_modulation.1", 2 * width, width)
+    return state
+
+
+def official_dit(state, latents, timestep, labels, side, blocks):
+    """The released model in fp64, written from its description: tokens block by block, a query's denominator mixed from the
+    products of the queries at its place in every block."""
+    s = {key: value.double() for key, value in state.items()}
+
+    def project(name, x):
+        return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
+
+    def normed(x, eps=1e-6):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+
+    tokens = F.conv2d(latents.double(), s["x_embedder.proj.weight"], s["x_embedder.proj.bias"], stride=2).flatten(2).mT
+    x = tokens + s["pos_embed"]
+    per, length = math.isqrt(blocks), side // math.isqrt(blocks)
+    order = torch.arange(side * side).view(per, length, per, length).transpose(1, 2).reshape(-1)
+    x = x[:, order]
+    frequency = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float64) / 128)
+    angle = timestep.double()[:, None] * frequency
+    c = project("t_embedder.mlp.2", F.silu(project("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))))
+    c = F.silu(c + s["y_embedder.embedding_table.weight"][labels])[:, None]
+
+    def mhla(name, x):
+        x = normed(x, 1e-5) * s[f"{name}.norm.weight"] + s[f"{name}.norm.bias"]
+        q, k, v = project(f"{name}.to_qkv", x).chunk(3, -1)
+        image = v[:, order.argsort()].mT.unflatten(2, (side, side))
+        lepe = (
+            F.conv2d(image, s[f"{name}.lepe.weight"], s[f"{name}.lepe.bias"], padding=1, groups=WIDTH)
+            .flatten(2)
+            .mT[:, order]
+        )
+        q, k, v = (
+            t.unflatten(1, (blocks, -1)).unflatten(3, (HEADS, -1)) for t in (q.relu() + 1e-6, k.relu() + 1e-6, v)
+        )
+        m = s[f"{name}.piece_attn.conv.weight"].flatten(1)
+        kv = torch.einsum("ij,bjnhk,bjnhv->bihkv", m, k, v)
+        z = torch.einsum("ij,bjnhk,bjmhk->binh", m, q, k)
+        o = torch.einsum("binhk,bihkv->binhv", q, kv) / (z + 1e-6)[..., None]
+        return project(f"{name}.to_out.0", o.flatten(3).flatten(1, 2) + lepe)
+
+    def softmax(name, x):
+        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in project(f"{name}.qkv", x).chunk(3, -1))
+        weight = (q @ k.mT * (WIDTH // HEADS) ** -0.5).softmax(-1)
+        return project(f"{name}.proj", (weight @ v).transpose(1, 2).flatten(2))
+
+    for i in range(LAYERS):
+        block = f"blocks.{i}"
+        shift1, scale1, gate1, shift2, scale2, gate2 = project(f"{block}.adaLN_modulation.1", c).chunk(6, -1)
+        attend = mhla if f"{block}.attn.norm.weight" in s else softmax
+        x = x + gate1 * attend(f"{block}.attn", normed(x) * (1 + scale1) + shift1)
+        hidden = F.gelu(project(f"{block}.mlp.fc1", normed(x) * (1 + scale2) + shift2), approximate="tanh")
+        x = x + gate2 * project(f"{block}.mlp.fc2", hidden)
+    shift, scale = project("final_layer.adaLN_modulation.1", c).chunk(2, -1)
+    x = project("final_layer.linear", normed(x) * (1 + scale) + shift)[:, order.argsort()]
+    return x.view(-1, side, side, 2, 2, 8).permute(0, 5, 1, 3, 2, 4).reshape(-1, 8, 2 * side, 2 * side)
+
+
+@pytest.mark.parametrize(("blocks", "softmax"), [(4, ()), (16, ()), (16, (0,))])
+def test_dit_is_the_released_model(blocks, softmax):
+    state = dit_state(blocks, softmax=softmax)
+    assert is_official_dit(state) and not is_official_wan(state)
+    model = load_official_dit(state, num_heads=HEADS)
+    latents, timestep, labels = torch.randn(2, 4, 16, 16), torch.tensor([3, 777]), torch.tensor([1, 10])
+    with torch.no_grad():
+        got = model(latents, timestep=timestep, class_labels=labels).sample
+    expected = official_dit(state, latents, timestep, labels, 8, blocks)
+    assert expected.std() > 0.1
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_converted_dit_saves_and_loads(tmp_path):
+    model = load_official_dit(dit_state(), num_heads=HEADS)
+    model.save_pretrained(tmp_path)
+    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        a, b = (one(**inputs("dit")).sample for one in (model, again))
+    assert (a - b).norm() <= 1e-6 * a.norm() and again.config.timestep_freq_shift == 0
+
+
+def test_negative_weights_stay_as_they_are():
+    state = dit_state()
+    state["blocks.1.attn.piece_attn.conv.weight"][0, 1] = -0.5
+    model = load_official_dit(state, num_heads=HEADS)
+    assert model.config.mhla["mixing_form"] == "free"
+    assert model.transformer_blocks[1].attn1.processor.mhla.mixing.weight[0, 1] == -0.5
+    assert load_official_dit(dit_state(), num_heads=HEADS).config.mhla["mixing_form"] == "direct"
+
+
+def wan(layout=(3, 2, 5), drop=(), put=None, **options):
+    """Load a Wan checkpoint without the keys `drop` and with those of `put`."""
+    state = {**wan_state(**options), **(put or {})}
+    return load_official_wan({key: value for key, value in state.items() if key not in drop}, layout=layout)
+
+
+def dit(num_heads=HEADS, drop=(), put=None, **options):
+    """The same for a DiT checkpoint."""
+    state = {**dit_state(**options), **(put or {})}
+    return load_official_dit({key: value for key, value in state.items() if key not in drop}, num_heads=num_heads)
+
+
+ONE = torch.ones(1)
+PIECES = "blocks.1.self_attn.block_attn.conv.weight"
+BAD = [
+    (
+        wan,
+        {"put": {"blocks.1.self_attn.tau": ONE, "x.weight": ONE}},
+        "2 unknown keys, 'blocks.1.self_attn.tau', 'x.weight'",
+    ),
+    (wan, {"drop": ["blocks.2.ffn.2.bias"]}, "misses the weights of 'blocks.2.ffn.net.2.bias'"),
+    (wan, {"drop": ["blocks.0.self_attn.g_norm.weight"]}, "misses the key 'blocks.0.self_attn.g_norm.weight'"),
+    (wan, {"drop": ["head.head.weight"]}, "misses the key 'head.head.weight'"),
+    (wan, {"gate": True, "drop": ["blocks.1.self_attn.g.weight"]}, "'blocks.1.attn1.processor.mhla.gate.weight'"),
+    (wan, {"layout": None}, "layout: got none for 30 blocks"),
+    (wan, {"layout": (3, 5, 10)}, "layout: got (3, 5, 10), expected three counts whose product is the checkpoint's 30"),
+    (wan, {"layout": (5, 6)}, "layout: got (5, 6)"),
+    (wan, {"put": {PIECES: torch.ones(4, 4, 1, 1)}}, "expected one shape [M, M, 1, 1] in all layers"),
+    (wan, {"put": {"blocks.1.ffn.0.weight": torch.ones(5, 5)}}, "'blocks.1.ffn.0.weight' is [5, 5]"),
+    (dit, {"num_heads": None}, "num_heads: got none for width 24"),
+    (dit, {"put": {"blocks.0.dw_conv.weight": ONE}}, "1 unknown keys, 'blocks.0.dw_conv.weight'"),
+    (dit, {"drop": ["blocks.0.attn.to_qkv.bias"]}, "misses the weights of 'transformer_blocks.0.attn1.to_k.bias', "),
+    (dit, {"drop": ["pos_embed"]}, "misses the key 'pos_embed'"),
+    (dit, {"put": {"pos_embed": torch.zeros(1, 64, 24)}}, "pos_embed: got other numbers"),
+    (dit, {"blocks": 9}, "pos_embed: got 64 positions and 9 blocks"),
+]
+
+
+@pytest.mark.parametrize(("load", "options", "words"), BAD, ids=[words[:40] for _, _, words in BAD])
+def test_bad_checkpoints_are_one_sentence(load, options, words):
+    with pytest.raises(ValueError) as error:
+        load(**options)
+    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
+
+
+@pytest.fixture
+def script():
+    module = importlib.util.module_from_spec(SPEC)
+    SPEC.loader.exec_module(module)
+    return module
+
+
+def test_the_script_puts_a_checkpoint_into_a_pipeline(script, tmp_path, capsys):
+    torch.save(
+        {"state_dict": {f"module.{key}": value for key, value in wan_state((1, 2)).items()}}, tmp_path / "wan.pth"
+    )
+    PIPELINES["wan"]().save_pretrained(tmp_path / "base")
+    arguments = [str(tmp_path / "wan.pth"), "--layout", "3", "2", "5", "--base", str(tmp_path / "base")]
+    pipe = script.main([*arguments, "--out", str(tmp_path / "out")])
+    assert "MHLAWanTransformer3DModel" in capsys.readouterr().out
+    again = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert (generate(pipe) - generate(again)).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match="which exists"):
+        script.main([*arguments, "--out", str(tmp_path / "out")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "wan.pth"]
+
+
+def test_the_script_refuses_what_does_not_fit(script, tmp_path):
+    save_file({key: value.contiguous() for key, value in dit_state().items()}, tmp_path / "dit.safetensors")
+    checkpoint, out = str(tmp_path / "dit.safetensors"), str(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"layout: got .*, expected none for the authors' DiT"):
+        script.main([checkpoint, "--layout", "1", "2", "2", "--out", out])
+    with pytest.raises(ValueError, match="num_heads: got none for width 24"):
+        script.main([checkpoint, "--out", out])
+    assert not Path(out).exists()
+    script.main([checkpoint, "--num-heads", "2", "--out", out])
+    assert MHLADiTTransformer2DModel.from_pretrained(out).config.input_norm

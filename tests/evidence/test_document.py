@@ -1,0 +1,74 @@
+"""docs/evidence.md: every table is what its JSON renders to, every verdict in words is the JSON's, every file exists.
+
+Run: pytest tests/evidence/test_document.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mhla_hf.evidence.random_rank import LENGTHS, WIDTHS, render_random_rank
+from mhla_hf.evidence.scaling import render_scaling
+from mhla_hf.evidence.study import read_study
+from mhla_hf.evidence.study_report import judge_claim, over_seeds, render_study
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+
+
+def read(name):
+    return json.loads((ROOT / "docs" / "evidence" / name).read_text(encoding="utf-8"))
+
+
+TABLES = {
+    "rank/rank.json": render_random_rank,
+    "images/results.json": render_study,
+    "start/results.json": render_study,
+    "cpe/results.json": render_study,
+    "blocks/results.json": render_study,
+    "scaling/scaling.json": render_scaling,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_measured(name):
+    record = read(name)
+    assert TABLES[name](record) in TEXT
+    for key in ("hardware", "versions", "commit", "command", "date"):
+        assert record[key], key
+    assert record["command"] in TEXT and record["hardware"] in TEXT
+
+
+@pytest.mark.parametrize("name", ["images", "start", "cpe", "blocks"])
+def test_what_was_concluded_follows_from_the_seeds(name):
+    results = read(f"{name}/results.json")
+    for claim in results["claims"]:
+        again = judge_claim(results["rows"], claim["higher"], claim["lower"], claim["measure"])
+        assert again == claim
+    for row in results["rows"].values():
+        assert over_seeds(row["accuracy"]["values"]) == row["accuracy"]
+        assert row["by_epoch"][-1] == row["accuracy"]
+    study = read_study(name)
+    recipe = results["study"]
+    for key in ("model", "mhla", "positions", "stage", "epochs", "rows"):
+        assert json.loads(json.dumps(getattr(study, key))) == recipe[key], key
+
+
+def test_the_ranks_are_those_of_table_1():
+    rows = read("rank/rank.json")["rows"]
+    assert {(row["tokens"], row["width"]) for row in rows} == {(n, d) for n in LENGTHS for d in WIDTHS}
+    for row in rows:
+        assert row["rank"] == row["bound"] and row["rank"]["linear"] <= row["width"]
+
+
+def test_a_wrong_number_is_found():
+    results = read("start/results.json")
+    results["rows"]["MHLA"]["accuracy"]["mean"] += 0.002
+    assert render_study(results) not in TEXT
+
+
+def test_named_files_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target

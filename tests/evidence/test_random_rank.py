@@ -1,0 +1,67 @@
+"""The rank of random-feature attention: plain linear stops at d, MHLA reaches its bound, softmax reaches N (table 1).
+
+Run: pytest tests/evidence/test_random_rank.py
+"""
+
+import json
+
+import pytest
+
+from mhla_hf.evidence import random_rank
+from mhla_hf.evidence.random_rank import measure_random_rank, render_random_rank, study_random_rank
+
+
+def check(row):
+    tokens, width = row["tokens"], row["width"]
+    size = tokens // row["blocks"]
+    assert row["rank"]["linear"] == row["bound"]["linear"] == min(tokens, width)
+    assert row["rank"]["mhla"] == row["bound"]["mhla"] == min(tokens, row["blocks"] * min(size, width))
+    assert row["rank"]["start"] == row["bound"]["start"]
+    assert row["rank"]["softmax"] == tokens
+    assert all(share > 10 * row["tolerance"] for share in row["smallest"].values())
+
+
+@pytest.mark.parametrize("width", [16, 72])
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+def test_every_kind_reaches_its_bound_and_none_passes_it(tokens, width):
+    check(measure_random_rank(tokens, width))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [16, 72])
+def test_at_4096_tokens_too(width):
+    check(measure_random_rank(4096, width))
+
+
+def test_blocks_of_different_sizes():
+    row = measure_random_rank(200, 12, blocks=16, seed=1)  # eight blocks of 13 tokens, eight of 12
+    assert row["rank"]["mhla"] == row["bound"]["mhla"] == 16 * 12
+    row = measure_random_rank(70, 12, blocks=16, seed=1)  # six blocks of 5 tokens, ten of 4
+    assert row["rank"]["mhla"] == row["bound"]["mhla"] == 70
+
+
+def test_the_study_goes_on_where_it_was(tmp_path, monkeypatch):
+    sizes = {"lengths": (64, 128), "widths": (16,), "progress": False}
+    whole = study_random_rank(tmp_path / "whole", **sizes)
+    measure, calls = measure_random_rank, []
+
+    def stopped(*arguments, **options):
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(random_rank, "measure_random_rank", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        study_random_rank(tmp_path / "part", **sizes)
+    monkeypatch.setattr(random_rank, "measure_random_rank", measure)
+    again = study_random_rank(tmp_path / "part", **sizes)
+    strip = [{key: value for key, value in row.items() if key != "seconds"} for row in whole["rows"]]
+    assert strip == [{key: value for key, value in row.items() if key != "seconds"} for row in again["rows"]]
+    assert json.loads((tmp_path / "part" / "rank.json").read_text()) == again
+    assert (tmp_path / "part" / "rank.png").stat().st_size > 10_000
+    assert "| 128 | 16 | 16 | 16 of 16 | 128 of 128 | 128 of 128 | 128 of 128 |" in render_random_rank(again)
+    with pytest.raises(ValueError, match="another folder"):
+        study_random_rank(tmp_path / "part", lengths=(64,), widths=(16,), progress=False)
+    with pytest.raises(ValueError, match="lengths"):
+        study_random_rank(tmp_path / "new", lengths=(0,), progress=False)

@@ -1,0 +1,186 @@
+"""Studies: the same table after a stop, the rule that judges a claim, recipes that hold, bad input as one sentence.
+
+Run: pytest tests/evidence/test_study.py
+"""
+
+import json
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mhla_hf.cli import main
+from mhla_hf.evidence import study as study_module
+from mhla_hf.evidence.scaling import render_scaling, study_scaling, time_scaling
+from mhla_hf.evidence.study import folder_of, open_data, read_study, study_names
+from mhla_hf.evidence.study_report import judge_claim, over_seeds, render_study, run_study
+from mhla_hf.models.vision import MHLAForImageClassification
+
+TINY = {
+    "model": {"image_size": 16, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    "mhla": {"layout": [2, 2], "cpe": 0},
+    "stage": {"batch_size": 8, "lr": "5e-3", "shift": 1},
+    "epochs": 2,
+    "seeds": 2,
+    "rows": {"softmax": {"attention": "softmax"}, "MHLA, learned": {"attention": "mhla"}},
+    "claims": [["MHLA, learned", "softmax"], ["softmax", "MHLA, learned", "rank"]],
+}
+
+
+def write(folder, **changes):
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Sixteen pictures of two classes to train on, eight to test on."""
+    root = tmp_path_factory.mktemp("photos")
+    for split, count in (("train", 8), ("test", 4)):
+        for kind in ("dark", "light"):
+            (root / split / kind).mkdir(parents=True)
+            for number in range(count):
+                level = (200 if kind == "light" else 20) + number
+                Image.new("RGB", (16, 16), (level, level, 40)).save(root / split / kind / f"{number}.png")
+    return root
+
+
+def stable(results):
+    """What does not depend on the clock."""
+    rows = {row: {k: v for k, v in found.items() if k != "seconds"} for row, found in results["rows"].items()}
+    return json.dumps([rows, results["claims"], results["data"], results["seeds"]], sort_keys=True)
+
+
+def test_a_stopped_study_ends_as_the_one_that_was_not(photos, tmp_path, monkeypatch):
+    recipe = write(tmp_path)
+    options = {"data": photos, "seeds": 1, "progress": False, "say": lambda _: None}
+    whole = run_study(recipe, tmp_path / "whole", **options)
+    train, calls = study_module.distill, []
+
+    def stopping(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return train(*arguments, **options)
+
+    monkeypatch.setattr(study_module, "distill", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(recipe, tmp_path / "part", **options)
+    assert not (tmp_path / "part" / "results.json").exists()
+    again = run_study(recipe, tmp_path / "part", **options)
+    assert len(calls) == 2 + 1 and stable(whole) == stable(again)
+    for name in ("accuracy.png", "layers.png", "mixing.png", "table.md"):
+        assert (tmp_path / "part" / name).stat().st_size > 100
+    row = again["rows"]["MHLA, learned"]
+    assert len(row["by_epoch"]) == 2 and row["by_epoch"][-1] == row["accuracy"] and row["mixing_moved"][0]["mean"] > 0
+    assert again["data"] == {"name": photos.name, "train": 16, "test": 8}
+    model = MHLAForImageClassification.from_pretrained(folder_of(tmp_path / "part", "MHLA, learned", 0))
+    assert model.config.num_labels == 2 and model.config.num_channels == 3
+    assert render_study(again) + "\n" == (tmp_path / "part" / "table.md").read_text()
+    more = run_study(recipe, tmp_path / "part", **options | {"seeds": 2})
+    assert more["claims"][0]["interval"] is not None and again["claims"][0]["interval"] is None
+    assert more["rows"]["softmax"]["accuracy"]["values"][:1] == again["rows"]["softmax"]["accuracy"]["values"]
+    with pytest.raises(ValueError, match="holds another study"):
+        run_study(recipe, tmp_path / "part", data=photos, epochs=3, progress=False)
+
+
+def test_a_claim_is_judged_on_the_same_seeds():
+    def rows(a, b):
+        return {"a": {"accuracy": over_seeds(a)}, "b": {"accuracy": over_seeds(b)}}
+
+    clear = judge_claim(rows([0.9, 0.8, 0.7], [0.8, 0.7, 0.59]), "a", "b")
+    assert clear["verdict"] == "holds" and clear["difference"] == pytest.approx(0.31 / 3)
+    assert judge_claim(rows([0.9, 0.8, 0.7], [0.8, 0.7, 0.59]), "b", "a")["verdict"] == "does not hold"
+    open_claim = judge_claim(rows([0.9, 0.5, 0.7], [0.6, 0.7, 0.7]), "a", "b")
+    assert open_claim["verdict"] == "undecided" and open_claim["interval"][0] < 0 < open_claim["interval"][1]
+    assert judge_claim(rows([0.9], [0.1]), "a", "b") | {"stderr": 0} == {
+        "higher": "a", "lower": "b", "measure": "accuracy", "difference": pytest.approx(0.8), "stderr": 0,
+        "interval": None, "verdict": "undecided",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_of_the_package_builds_its_models(name):
+    study = read_study(name)
+    parameters = {}
+    for row in study.rows:
+        config = study.config(row)
+        model = MHLAForImageClassification(config)
+        parameters[row] = sum(value.numel() for key, value in model.named_parameters() if ".mixing." not in key)
+        kinds = {block.attn.kind for block in model.model.stages[0].blocks}
+        assert kinds == {config.attention}
+        with torch.no_grad():
+            assert model.eval()(torch.zeros(1, 1, *config.image_sides())).logits.shape == (1, 10)
+    assert set(study_names()) == {"images", "start", "blocks", "cpe", "resolution"}
+    assert name in ("cpe", "resolution") or len(set(parameters.values())) == 1
+
+
+def test_start_differs_in_start_and_learning_alone():
+    study = read_study("start")
+    settings = {row: study.config(row).mhla for row in study.rows if row.startswith("MHLA")}
+    changed = {row: {k for k in own if own[k] != settings["MHLA"][k]} for row, own in settings.items()}
+    assert changed == {
+        "MHLA": set(), "MHLA, uniform start": {"mixing_start"}, "MHLA, frozen mixing": {"learn_mixing"},
+    }  # fmt: skip
+
+
+def test_scaling_times_everything_and_goes_on(tmp_path):
+    row = time_scaling(4, counts=(1, 2, 4, 8), heads=1, width=8, rounds=1, seconds=0)
+    assert [cell["blocks"] for cell in row["mhla"]] == [1, 4, 16] and row["softmax"] > 0
+    first = study_scaling(tmp_path, sides=(2, 4), seconds=0, progress=False)
+    again = study_scaling(tmp_path, sides=(2, 4), seconds=0, progress=False)
+    assert first["rows"] == again["rows"] and (tmp_path / "scaling.png").stat().st_size > 10_000
+    table = render_scaling(first)
+    assert "| plain linear (M = 1) | M = 4 | M = 16 |" in table and "(" in table.splitlines()[-1]
+    with pytest.raises(ValueError, match="another folder"):
+        study_scaling(tmp_path, sides=(2,), progress=False)
+
+
+BAD = {
+    "no such study": ("ablate begin", "study: got 'begin', expected one of blocks, cpe, images, resolution, start"),
+    "not YAML": ("ablate {here}/broken.yaml", "is not YAML"),
+    "a list": ("ablate {here}/list.yaml", "is no mapping"),
+    "unknown key": ("ablate {here}/key.yaml", "unknown key 'row'"),
+    "no rows": ("ablate {here}/rows.yaml", "rows is None"),
+    "a claim about nothing": ("ablate {here}/claim.yaml", "claims name 'GLA'"),
+    "a claim about no measure": ("ablate {here}/measure.yaml", "claims name 'speed'"),
+    "a bad stage": ("ablate {here}/stage.yaml", "batch_size is 0"),
+    "seeds": ("ablate start --seeds 0", "seeds: got 0"),
+    "epochs": ("ablate start --epochs -1", "epochs: got -1"),
+    "threads": ("ablate start --threads 0", "threads: got 0"),
+    "scaling with data": ("ablate scaling --data photos", "no --data"),
+    "data": ("ablate {here}/tiny.yaml --data ./nowhere", "there is no file or folder './nowhere'"),
+    "data without a test": ("ablate {here}/tiny.yaml --data {photos}/train", "has no split to test on"),
+    "out": ("ablate {here}/tiny.yaml --out {here}", "is not a study's"),
+    "demo with a model": ("demo --images --model gpt2", "expected no --model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(photos, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    write(here)
+    (here / "broken.yaml").write_text("rows: [")
+    (here / "list.yaml").write_text("- 1")
+    for file, changes in (
+        ("key", {"row": 1}),
+        ("rows", {"rows": None}),
+        ("claim", {"claims": [["GLA", "softmax"]]}),
+        ("measure", {"claims": [["softmax", "softmax", "speed"]]}),
+        ("stage", {"stage": {"batch_size": 0}}),
+    ):
+        (here / f"{file}.yaml").write_text(yaml.safe_dump({**TINY, **changes}))
+    arguments, said = BAD[name]
+    assert main([*arguments.format(here=here, photos=photos).split(), "--quiet"]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_the_digits_are_opened_by_default():
+    train, test, name = open_data(None, 16)
+    assert len(train) == 1300 and len(test) == 497 and name == "scikit-learn digits"

@@ -1,0 +1,365 @@
+"""What is refused before the first byte goes out: one thing is wrong with a good folder, and one sentence says which.
+
+Run: pytest tests/hub/test_folder_checks.py
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_repos import CARD, save_carded, save_model
+from small_scores import make_result, small_llama
+
+import mhla_hf
+from mhla_hf.checksums import check_sums, read_sums
+from mhla_hf.hub import folder_checks
+from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.hub.folder_checks import check_folder, check_front_matter
+from mhla_hf.hub.leaks import check_leaks
+from mhla_hf.hub.plain_card import plain_card
+from mhla_hf.scores.results import Results, fingerprint_folder
+
+TOKEN = "hf_" + "aB3" * 12
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A converted model with everything, and a pipeline's skeleton around its weights."""
+    place = tmp_path_factory.mktemp("shelf")
+    save_carded(place / "model", mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4))
+    pipe = place / "pipe"
+    (pipe / "transformer").mkdir(parents=True)
+    shutil.copy(place / "model" / "modeling_mhla.py", pipe / "transformer" / "modeling_mhla_dit.py")
+    save_file({"weight": torch.zeros(3)}, pipe / "transformer" / "diffusion_pytorch_model.safetensors")
+    index = {"_class_name": "DiTPipeline", "transformer": ["modeling_mhla_dit", "MHLADiT"], "vae": [None, None]}
+    (pipe / "model_index.json").write_text(json.dumps({**index, "scheduler": ["diffusers", "DDIMScheduler"]}))
+    (pipe / "README.md").write_text(CARD)
+    return place
+
+
+@pytest.fixture
+def folder(shelf, tmp_path, monkeypatch):
+    """A copy of the model that may be broken; loading it elsewhere is left out here."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    return shutil.copytree(shelf / "model", tmp_path / "mhla")
+
+
+def edit(folder, file, **changes):
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | changes))
+
+
+def put(file, text):
+    return lambda folder: (folder / file).write_text(text)
+
+
+def append(file, text):
+    return lambda folder: (folder / file).write_text((folder / file).read_text() + text)
+
+
+def drop(*files):
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+def weights(change):
+    def carry_out(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return carry_out
+
+
+def spoil(name, value):
+    def change(tensors):
+        tensors[name].view(-1)[5] = value
+
+    return weights(change)
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-40])
+
+
+def shard(named):
+    def carry_out(folder):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        names = load_file(folder / "model-00001-of-00001.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, named)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return carry_out
+
+
+def link_out(folder):
+    (folder / "notes.txt").symlink_to("/etc/hostname")
+
+
+def link_folder(folder):
+    (folder / "more").symlink_to(folder.parent)
+
+
+def disguised(folder):
+    (folder / "notes.txt").write_bytes(pickle.dumps({"a": 1}))
+
+
+def zipped(folder):
+    torch.save({"a": torch.zeros(2)}, folder / "vocab.txt")
+
+
+BROKEN = {
+    # code
+    "source changed": (append("modeling_mhla.py", "\nimport os\n"), r"modeling_mhla\.py: the bundle was changed after"),
+    "source by another": (put("modeling_mhla.py", "import os\n"), r"modeling_mhla\.py: text must be a bundle made by"),
+    "other code": (put("helper.py", "x = 1\n"), r"helper\.py is not made by mhla_hf"),
+    "no source": (drop("modeling_mhla.py"), r"no modeling_mhla\*\.py beside config\.json|AutoConfig"),
+    # weights
+    "pickled": (put("pytorch_model.bin", "x"), r"pytorch_model\.bin: weights are shared as safetensors only"),
+    "pickled optimiser": (put("optimizer.pt", "x"), r"optimizer\.pt: weights are shared as safetensors only"),
+    "pickle in disguise": (disguised, r"notes\.txt is no text although it is called so"),
+    "archive in disguise": (zipped, r"vocab\.txt is no text although it is called so"),
+    "no weights": (drop("model.safetensors"), r"holds no \.safetensors file"),
+    "not a number": (spoil("model.norm.weight", float("nan")), r"'model\.norm\.weight' holds NaN or infinity"),
+    "infinite": (spoil("model.embed_tokens.weight", float("inf")), r"'model\.embed_tokens\.weight' holds NaN or"),
+    "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
+    "empty": (put("model.safetensors", ""), r"model\.safetensors is no whole safetensors file"),
+    "other weights than were judged": (spoil("model.norm.weight", 3.0), "was scored with other weights"),
+    "shard outside": (shard("../../secret.safetensors"), r"names the file '\.\./\.\./secret\.safetensors', which is not"),
+    "shard missing": (shard("model-00002-of-00002.safetensors"), "names the file 'model-00002-of-00002.safetensors'"),
+    "index and whole": (
+        put("model.safetensors.index.json", '{"weight_map": {"a": "model.safetensors"}}'), "are both there"),
+    # configuration
+    "no config": (drop("config.json"), r"holds neither config\.json nor model_index\.json"),
+    "config no JSON": (put("config.json", "{"), r"config\.json is not JSON"),
+    "other JSON no JSON": (put("generation_config.json", "{]"), r"generation_config\.json is not JSON"),
+    "a softmax model": (put("config.json", '{"model_type": "llama"}'), "names no MHLA class in auto_map"),
+    "code of another repository": (
+        lambda f: edit(f, "config.json", auto_map={"AutoModelForCausalLM": "evil/code--modeling.Model"}),
+        "auto_map.AutoModelForCausalLM is 'evil/code--modeling.Model', expected a class of a modeling_mhla"),
+    "code outside": (
+        lambda f: edit(f, "config.json", auto_map={"AutoModelForCausalLM": "../modeling_mhla.Model"}),
+        r"auto_map.AutoModelForCausalLM is '\.\./modeling_mhla\.Model'"),
+    "code that is not there": (
+        lambda f: edit(f, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.Tokenizer", None]}),
+        "tokenizer_config.json: auto_map.AutoTokenizer is 'tokenization_x.Tokenizer'"),
+    "a value that leads up": (lambda f: edit(f, "config.json", vocab_file="../../etc/passwd"), "leads out of the folder"),
+    "an absolute value": (lambda f: edit(f, "config.json", data="/etc/passwd"), "data is '/etc/passwd', which leads out"),
+    # text
+    "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md.*holds what looks like a Hugging Face token|shows"),
+    "a token in a record": (lambda f: edit(f, "generation_config.json", hint=TOKEN), r"Face token \(hf_aB3\.\.\.\): take"),
+    "a private key": (put("notes.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"notes\.txt:1 .*a private key"),
+    "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json:1 holds what looks like"),
+    "a home folder": (put("notes.txt", "a\nsee /home/anna/data.txt\n"), r"notes\.txt:2 names the local path '/home/anna"),
+    "a Windows folder": (put("notes.txt", r"C:\Users\anna\x"), r"names the local path 'C:\\\\Users"),
+    "a home folder, short": (put("notes.txt", "cp ~/secret.txt ."), "names the local path '~/secret.txt'"),
+    "metadata of weights": (
+        lambda f: save_file(load_file(f / "model.safetensors"), f / "model.safetensors", metadata={"by": "/home/anna/x"}),
+        r"model\.safetensors:1 names the local path"),
+    # files
+    "an unknown kind": (put("model.gguf", "x"), r"model\.gguf is not a kind of file that a model needs \(\.gguf\)"),
+    "a link out": (link_out, r"notes\.txt is a link out of the folder"),
+    "a linked folder": (link_folder, "is a link"),
+    # card
+    "no card": (drop("README.md", "card.json"), r"README\.md does not exist"),
+    "no licence": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected an identifier of the Hub"),
+    "no front matter": (put("README.md", "# Model\n"), "license is None, expected an identifier of the Hub"),
+    "a wrong number": (
+        lambda f: (f / "README.md").write_text((f / "README.md").read_text().replace("0.5000", "0.6000")),
+        "shows 0.6000 where the files say 0.5000"),
+    "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: evaluate it and"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_one_sentence_says_what_is_wrong(folder, case):
+    damage, said = BROKEN[case]
+    damage(folder)
+    with pytest.raises(ValueError, match=said) as caught:
+        check_folder(folder)
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+
+
+def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder):
+    for place in (".git", ".cache", "__pycache__", "runs"):
+        (folder / place).mkdir()
+        (folder / place / "thing.bin").write_bytes(b"\x80")
+    (folder / ".env").write_text(TOKEN)
+    (folder / "SHA256SUMS").write_text("old")
+    (folder / "LICENSE").write_text("text")
+    (folder / "plot.png").write_bytes(b"\x89PNG\0")
+    (folder / "link.md").symlink_to(folder / "README.md")
+    checked = check_folder(folder, repo_id="tester/mhla")
+    assert checked.kind == "language" and checked.card == (folder / "README.md").read_text()
+    assert set(checked.files) == {
+        "README.md", "card.json", "config.json", "generation_config.json", "model.safetensors", "modeling_mhla.py",
+        "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "plot.png", "link.md",
+    }  # fmt: skip
+
+
+def test_records_are_shared_without_the_folders_of_this_computer(tmp_path, monkeypatch):
+    """A distillation called with absolute paths notes them; what is sent is still a card that can be proven."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    folder = save_model(tmp_path / "mhla", mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4))
+    record = make_result(
+        fingerprint=fingerprint_folder(folder), model=str(folder), command=f"evaluate {folder} --x=/home/a/b"
+    )
+    Results([dataclasses.replace(record, task=task) for task in ("a_recall", "a_generation")]).write(folder)
+    write_card(folder, name="tester/mhla", license="mit")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    checked = check_folder(folder)
+    assert set(checked.rewritten) == {"README.md", "results.json"}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    for path in checked.files:
+        (sent / path).write_bytes(checked.rewritten.get(path) or checked.files[path].read_bytes())
+    assert "`evaluate mhla --x=b`" in checked.card and str(tmp_path) not in checked.card
+    check_card(sent)
+
+
+def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path, shelf):
+    for tasks, absent in (
+        (["heldout_recall"], "generation"),
+        (["heldout_generation"], "recall"),
+        (["heldout_cloze"], "recall and generation"),
+    ):
+        one = tmp_path / "-".join(tasks)
+        save_carded(one, mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4), tasks=tasks)
+        with pytest.raises(
+            ValueError, match=f"no result for {absent}: evaluate it and write the card again, or push it"
+        ):
+            check_folder(one)
+        assert check_folder(one, draft=True).kind == "language"
+    scratch = mhla_hf.MHLAForCausalLM(
+        mhla_hf.MHLAConfig.preset(
+            "tiny", vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    save_model(tmp_path / "scratch", scratch)
+    assert check_folder(tmp_path / "scratch", card=CARD).card == CARD
+
+
+PIPELINES = {
+    "as it is": ({}, None),
+    "no source for the component": ({"transformer": ["modeling_mhla_wan", "MHLAWan"]}, "comes from 'modeling_mhla_wan'"),
+    "saved again after loading": (
+        {"transformer": ["diffusers_modules.local.modeling_mhla_dit", "MHLADiT"]}, "comes from 'diffusers_modules.local"),
+    "an unknown library": ({"vae": ["os", "system"]}, "vae comes from 'os'"),
+    "a pipeline of one's own": ({"_class_name": ["pipeline", "Mine"]}, "_class_name is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_components_of_a_pipeline(shelf, tmp_path, monkeypatch, case):
+    changes, said = PIPELINES[case]
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    pipe = shutil.copytree(shelf / "pipe", tmp_path / "pipe")
+    edit(pipe, "model_index.json", **changes)
+    if said is None:
+        assert check_folder(pipe).kind == "pipeline"
+    else:
+        with pytest.raises(ValueError, match=said):
+            check_folder(pipe)
+
+
+def test_what_would_not_load_elsewhere_is_refused(shelf, tmp_path):
+    """The real clean process: a weight of the model is not in the file."""
+    folder = shutil.copytree(shelf / "model", tmp_path / "mhla")
+    weights(lambda tensors: tensors.pop("model.layers.1.self_attn.mhla.mixing.weight"))(folder)
+    drop("card.json", "results.json")(folder)
+    with pytest.raises(ValueError, match=r"in a process without mhla_hf the model lacks the weight .*mixing"):
+        check_folder(folder, draft=True)
+
+
+FRONT = {
+    "license: apache-2.0": None,
+    "license: other\nlicense_name: mine\nlicense_link: https://a.b/c": None,
+    "license: mit\nbase_model: user/model\ntags: [mhla]\nlanguage: en": None,
+    "license: mit\nbase_model: [user/model, user/other]\ndatasets: [user/data]": None,
+    "license: apache2.0": "license is 'apache2.0', expected an identifier",
+    "license: unknown": "license is 'unknown'",
+    "license: [mit, apache-2.0]": r"license is \['mit'",
+    "license: other": "'other' needs license_name",
+    "license: other\nlicense_name: mine": "'other' needs license_link",
+    "license: mit\ntags: mhla": "tags is 'mhla', expected a list",
+    "license: mit\nbase_model: ./llama": "base_model is './llama', expected a Hub id",
+    "license: mit\ndatasets: [3]": r"datasets is \[3\]",
+    "license: mit\npipeline_tag: [a]": r"pipeline_tag is \['a'\]",
+    "license: mit\n  tags: [": "front matter that cannot be read",
+    "license: mit\nmodel-index:\n- name: a\n  results: 3": "front matter that cannot be read",
+}
+
+
+@pytest.mark.parametrize("front", FRONT)
+def test_front_matter(front):
+    text, said = f"---\n{front}\n---\n\n# A model\n", FRONT[front]
+    if said is None:
+        check_front_matter(text, "README.md")
+    else:
+        with pytest.raises(ValueError, match=said):
+            check_front_matter(text, "README.md")
+
+
+HARMLESS = (
+    "see https://example.org/home/anna/data and http://a.b/tmp/x",
+    "/usr/bin/python, a/tmp/b, out/home/x, 1/2, and/or, ~5 %, /",
+    "the token hf_transfer and the module sk-learn, task-based-learning-with-a-very-long-name-indeed-yes",
+    "a regular expression such as C:\\d+ and a time 12:30",
+)
+
+
+def test_harmless_text_passes(monkeypatch):
+    for text in HARMLESS:
+        check_leaks("README.md", text.encode(), ("/root", "/srv/somewhere"))
+    check_leaks("tokenizer.json", b'{"/home/x": 3, "~/a": 4}')
+    monkeypatch.setenv("HF_TOKEN", "my-very-own-token")
+    with pytest.raises(ValueError, match=r"notes\.txt:2 holds your own Hugging Face token") as caught:
+        check_leaks("notes.txt", b"a\nmy-very-own-token")
+    assert "my-very" not in str(caught.value)
+    with pytest.raises(ValueError, match="names the local path '/elsewhere/me/too'"):
+        check_leaks("notes.txt", b"in /elsewhere/me/too", ("/elsewhere/me",))
+
+
+SECRETS = (
+    "AKIAIOSFODNN7EXAMPLE", "aws_secret_access_key = " + "a1/+" * 10, "ghp_" + "a1B2" * 9, "github_pat_" + "a1_B" * 11,
+    "glpat-" + "a1B2c" * 4, "sk-" + "a1B2" * 12, "sk-ant-api-" + "a1B2" * 12, "AIza" + "a1B2c" * 7, "xoxb-" + "1234a" * 5,
+    "WANDB_API_KEY=" + "0a" * 20, "https://anna:geheim@example.org/x", "-----BEGIN RSA PRIVATE KEY-----",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_secrets_are_found_and_not_repeated(secret):
+    with pytest.raises(ValueError, match=r"config\.json:3 holds what looks like") as caught:
+        check_leaks("config.json", f'{{\n"a": 1,\n"b": "{secret}"}}'.encode())
+    assert secret not in str(caught.value)
+
+
+def test_checksums_are_read_as_they_were_written(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a b.txt").write_text("words\n")
+    os.system(f"cd {tmp_path} && sha256sum 'sub/a b.txt' > SHA256SUMS")
+    check_sums(tmp_path)
+    (tmp_path / "SHA256SUMS").write_text((tmp_path / "SHA256SUMS").read_text() + f"{'0' * 64}  not-here.txt\n")
+    check_sums(tmp_path)
+    (tmp_path / "sub" / "a b.txt").write_text("wordz\n")
+    with pytest.raises(ValueError, match=r"a b\.txt was changed after the model was pushed"):
+        check_sums(tmp_path)
+    for bad in ("nonsense", f"{'0' * 64}  ../up", f"{'0' * 64}  /etc/passwd", f"{'0' * 63}  a"):
+        with pytest.raises(ValueError, match="expected lines of a sha256 and a path"):
+            read_sums(bad, "SHA256SUMS")
+
+
+def test_a_card_without_a_number():
+    text = plain_card("tester/wan", "pipeline", "WanPipeline", license="apache-2.0", base_model=None)
+    check_front_matter(text, "README.md")
+    assert "pipeline_tag: text-to-video" in text and "library_name: diffusers" in text
+    assert "DiffusionPipeline.from_pretrained('tester/wan', trust_remote_code=True)" in text
+    assert "a transformer class of diffusers itself would find its weights here" in text
+    with pytest.raises(ValueError, match="license is missing"):
+        plain_card("tester/wan", "pipeline", "WanPipeline", license=None)

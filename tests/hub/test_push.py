@@ -1,0 +1,376 @@
+"""A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged.
+
+Run: pytest tests/hub/test_push.py (-s shows how the 200 pushes ended)
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, ModelCard, snapshot_download
+from small_repos import CARD, save_carded, save_model
+from small_scores import small_llama, small_tokenizer
+
+import mhla_hf
+from mhla_hf.checksums import check_sums
+from mhla_hf.cli import main
+from mhla_hf.hub import folder_checks
+from mhla_hf.hub import push as room
+from mhla_hf.hub.push import push, send
+
+NAME = "tester/mhla"
+NOT_OURS = {".gitattributes", "SHA256SUMS"}
+
+
+def converted(seed=0):
+    return mhla_hf.convert(small_llama(seed), layers="2/3", block_size=32, num_blocks=4)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Two versions of a converted model with scores and card, and a pipeline's worth of trouble in neither."""
+    place = tmp_path_factory.mktemp("shelf")
+    save_carded(place / "old", converted(1))
+    save_carded(place / "new", converted(2))
+    return place
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Pushes without the seconds that loading in a clean process takes; `test_share.py` has them."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+
+
+@pytest.fixture(scope="module")
+def checked(shelf):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_checks, "check_visit", lambda *given: None)
+        return {name: folder_checks.check_folder(shelf / name) for name in ("old", "new")}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(room, "WAITS", (0, 0))
+
+
+def content(checked):
+    """path -> bytes of a folder that was checked."""
+    return {path: file.read_bytes() for path, file in checked.files.items()}
+
+
+def held(repo, revision="main"):
+    """path -> bytes that a repository holds, without the Hub's file and the checksums."""
+    return {path: data for path, data in repo.files(revision).items() if path not in NOT_OURS}
+
+
+def test_everything_arrives_in_one_commit(hub, shelf, capsys, tmp_path):
+    assert main(["push", str(shelf / "new"), NAME, "--private", "--tag", "v1", "--tag", "best", "--quiet"]) == 0
+    repo = hub.repos[NAME]
+    oid = repo.refs["refs/heads/main"]
+    assert capsys.readouterr().out == f"{hub.endpoint}/{NAME}/commit/{oid}\nrevision {oid}\n"
+    assert len(repo.commits) == 2 and repo.private
+    assert repo.refs["refs/tags/v1"] == repo.refs["refs/tags/best"] == oid
+    assert held(repo) == {p.name: p.read_bytes() for p in (shelf / "new").iterdir() if p.is_file()}
+    for path, data in repo.files().items():
+        (tmp_path / path).write_bytes(data)
+    check_sums(tmp_path)
+    proven = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True)
+    assert proven.returncode == 0, proven.stderr
+    assert set((tmp_path / "SHA256SUMS").read_text().split()[1::2]) == set(held(repo))
+
+
+def test_a_second_push_changes_only_what_changed(hub, checked):
+    first = send(checked["old"], NAME, tags=["v1"])
+    assert first.new and hub.sent("PUT", "/storage/") == 2
+    again = send(checked["old"], NAME, tags=["v1"])
+    assert (again.revision, again.new) == (first.revision, False) and len(hub.repos[NAME].commits) == 2
+    second = send(checked["new"], NAME)
+    assert hub.sent("PUT", "/storage/") == 3  # the source file was there
+    repo = hub.repos[NAME]
+    assert held(repo) == content(checked["new"]) and held(repo, "v1") == content(checked["old"])
+    assert repo.commits[second.revision].parent == first.revision
+
+
+def test_what_would_still_be_loaded_goes(hub, checked):
+    old = {"pytorch_model.bin": b"\x80\x02pickle", "tokenizer.model": b"old", "sample.png": b"png", "notes.md": b"mine"}
+    old |= {"model-00001-of-00002.safetensors": b"\0" * 10, "evil.py": b"import os"}
+    hub.put(NAME, old)
+    send(checked["new"], NAME)
+    assert held(hub.repos[NAME]) == {**content(checked["new"]), "sample.png": b"png", "notes.md": b"mine"}
+
+
+def test_the_repositorys_own_gitignore_leaves_nothing_out(hub, checked):
+    hub.put(NAME, {".gitignore": b"model.safetensors\nconfig.json\n"})
+    send(checked["new"], NAME)
+    assert content(checked["new"]).items() <= held(hub.repos[NAME]).items()
+
+
+def test_a_pull_request_and_a_branch(hub, checked):
+    hub.put("other/mhla", {"README.md": CARD.encode()})
+    made = send(checked["new"], "other/mhla", create_pr=True)
+    repo = hub.repos["other/mhla"]
+    assert made.url == f"{hub.endpoint}/other/mhla/discussions/1"
+    assert held(repo, "refs/pr/1") == content(checked["new"]) and held(repo) == {"README.md": CARD.encode()}
+    with pytest.raises(ValueError, match="create_pr: other/none is not there"):
+        send(checked["new"], "other/none", create_pr=True)
+    send(checked["old"], NAME)
+    send(checked["new"], NAME, revision="dev")
+    assert held(hub.repos[NAME]) == content(checked["old"])
+    assert held(hub.repos[NAME], "dev") == content(checked["new"])
+
+
+def test_what_had_arrived_is_not_sent_again(hub, checked):
+    hub.fault("503", path="/storage/", method="PUT", skip=1, times=6)
+    with pytest.raises(OSError, match="nothing was committed; push again: what has arrived is not sent again"):
+        send(checked["new"], NAME)
+    assert held(hub.repos[NAME]) == {} and len(hub.repos[NAME].lfs) == 1
+    whole = sum(size for method, path, size in hub.log if method == "PUT")
+    hub.log.clear()
+    send(checked["new"], NAME)
+    assert held(hub.repos[NAME]) == content(checked["new"]) and hub.sent("PUT", "/storage/") == 1 and whole
+
+
+def test_a_lost_answer_makes_no_second_commit(hub, checked):
+    hub.put("other/mhla", {"README.md": b""})
+    for name, options in ((NAME, {}), ("other/mhla", {"create_pr": True})):
+        hub.fault("cut after", path="/commit/")
+        made = send(checked["new"], name, **options)
+        repo = hub.repos[name]
+        assert len(repo.commits) == 2 and repo.commits[made.revision].title == "Push with mhla_hf"
+    hub.fault("cut after", path="/commit/")
+    hub.fault("503", path=f"/api/models/{NAME}/revision", times=3)
+    with pytest.raises(OSError, match="whether the commit was made is not known; push again"):
+        send(checked["old"], NAME)
+    assert held(hub.repos[NAME]) == content(checked["old"])
+    assert not send(checked["old"], NAME).new
+
+
+def test_by_way_of_xet(hub, checked, monkeypatch, tmp_path):
+    """The client's usual way today: large files go to hf_xet's storage and come back from it, none through the Hub."""
+    hf_xet = pytest.importorskip("hf_xet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.xet = tmp_path / "cas"
+    hub.xet.mkdir()
+    for file in checked["new"].files.values():
+        known = hf_xet.hash_files([str(file)])[0].hash
+        hub.xet_files[hashlib.sha256(file.read_bytes()).hexdigest()] = (file.read_bytes(), known)
+    made = send(checked["new"], NAME)
+    assert held(hub.repos[NAME]) == content(checked["new"]) and hub.sent("GET", "/xet-write-token/") == 1
+    here = Path(snapshot_download(NAME, revision=made.revision, cache_dir=tmp_path / "cache"))
+    assert {path: (here / path).read_bytes() for path in content(checked["new"])} == content(checked["new"])
+    assert hub.sent("GET", "/xet-read-token/") and not hub.sent("PUT", "") and not hub.sent("GET", "/cdn/")
+
+
+REFUSALS = {
+    "token expired": (("401", "/commit/"), "log in with a token that may write"),
+    "token unknown": (("401", f"{NAME}$"), "log in with a token that may write"),
+    "arrived damaged": (("damage", "/storage/"), "BadDigest: the content does not match its sha256; nothing was"),
+    "no answer": (("cut", "/preupload/", None, 0, 99), "sending the files failed: Server disconnected"),
+    "busy for long": (("503", "/api/repos/create", None, 0, 99), r"making the repository failed \(503\)"),
+    "tag": (("503", "/tag/", None, 0, 99), r"the model is there, whole, as commit \w{40}; push again"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_the_message_says_what_is_there_and_what_to_do(hub, checked, case):
+    fault, said = REFUSALS[case]
+    hub.fault(*fault)
+    with pytest.raises(OSError, match=said) as caught:
+        send(checked["new"], NAME, tags=["v1"])
+    assert str(caught.value).startswith(f"push to {NAME}: ") and "\n" not in str(caught.value)
+    there = held(hub.repos[NAME]) if NAME in hub.repos else {}
+    assert there == (content(checked["new"]) if case == "tag" else {})
+    hub.faults.clear()
+    send(checked["new"], NAME, tags=["v1"])
+    assert held(hub.repos[NAME]) == held(hub.repos[NAME], "v1") == content(checked["new"])
+
+
+def test_who_may_not_write(hub, checked, monkeypatch):
+    hub.put("other/mhla", {"README.md": b""})
+    with pytest.raises(OSError, match=r"\(403\).*nothing was committed; take a token that may write to other"):
+        send(checked["new"], "other/mhla")
+    with pytest.raises(OSError, match="nothing was committed; log in"):
+        send(checked["new"], NAME, token=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="offline mode is enabled"):
+        send(checked["new"], NAME)
+
+
+def test_somebody_else_was_faster(hub, checked, monkeypatch):
+    send(checked["old"], NAME)
+    sending = HfApi.preupload_lfs_files
+
+    def and_meanwhile(api, *given, **options):
+        sending(api, *given, **options)
+        hub.put(NAME, {"README.md": b"faster"})
+        monkeypatch.setattr(HfApi, "preupload_lfs_files", sending)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", and_meanwhile)
+    with pytest.raises(OSError, match=r"\(412\).*nothing was committed; somebody else wrote to the repository"):
+        send(checked["new"], NAME)
+    assert held(hub.repos[NAME]) == {"README.md": b"faster"}
+
+
+def test_a_file_that_changes_meanwhile_is_not_pushed(hub, shelf, elsewhere, tmp_path, monkeypatch):
+    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
+    sending = HfApi.preupload_lfs_files
+
+    def and_meanwhile(api, *given, **options):
+        sending(api, *given, **options)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", and_meanwhile)
+    with pytest.raises(ValueError, match=r"config\.json changed while it was pushed: nothing was committed"):
+        push(folder, NAME)
+    assert held(hub.repos[NAME]) == {}
+
+
+def test_other_files_in_the_commit_than_were_sent(hub, checked, monkeypatch):
+    """A server that does not keep its word is found out."""
+    adding = type(hub.put("tester/x", {}) and hub.repos["tester/x"]).add
+
+    def forgetful(repo, ref, parent, title, files):
+        files.pop("config.json", None)
+        return adding(repo, ref, parent, title, files)
+
+    monkeypatch.setattr("loopback_hub.Repo.add", forgetful)
+    with pytest.raises(OSError, match=r"commit \w{40} was made"):
+        send(checked["new"], NAME)
+
+
+def test_the_hubs_own_opinion_of_the_card(hub, shelf, elsewhere, tmp_path):
+    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
+    for name in ("card.json", "results.json"):
+        (folder / name).unlink()
+    (folder / "README.md").write_text(CARD.replace("apache-2.0", "gemma"))
+    with pytest.raises(ValueError, match=r"README\.md: the Hub refuses the card's front matter: .*license"):
+        push(folder, NAME, draft=True)
+    assert held(hub.repos[NAME]) == {} and not hub.sent("PUT", "")
+
+
+ARGUMENTS = {
+    "no user": ({"repo_id": "mhla"}, "repo_id is 'mhla'; expected the user or organisation too"),
+    "no id": ({"repo_id": "a/b/c"}, "repo_id is 'a/b/c'"),
+    "bad id": ({"repo_id": "tester/--"}, "repo_id is 'tester/--'"),
+    "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
+    "tag like a commit": ({"tags": ["0" * 40]}, "tags: got"),
+    "branch": ({"revision": "../main"}, r"revision: got '\.\./main'"),
+    "request and tag": ({"create_pr": True, "tags": "v1"}, "tags does not go with create_pr"),
+    "request and branch": ({"create_pr": True, "revision": "dev"}, "revision does not go with create_pr"),
+    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer goes with a model"),
+    "licence of a card": ({"license": "mit"}, r"license is what .*README\.md says"),
+    "no folder": ({"what": "nowhere"}, "folder must be a saved model's directory, got 'nowhere'"),
+    "no model": ({"what": 3}, "what is a int; expected a folder, a model or a pipeline"),
+    "other name": ({"repo_id": "tester/other"}, r"is the card of 'tester/mhla', not of 'tester/other'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_refused_before_anything_is_sent(hub, shelf, elsewhere, case):
+    changed, said = ARGUMENTS[case]
+    arguments = {"what": shelf / "new", "repo_id": NAME} | changed
+    with pytest.raises((ValueError, TypeError), match=said):
+        push(**arguments)
+    assert hub.log == []
+
+
+def test_private_means_private_and_a_tag_stays_where_it_is(hub, checked):
+    send(checked["old"], NAME, tags=["v1"])
+    with pytest.raises(ValueError, match="private: tester/mhla is there and public"):
+        send(checked["new"], NAME, private=True)
+    with pytest.raises(ValueError, match=r"tags: 'v1' is taken by commit \w{40} of tester/mhla"):
+        send(checked["new"], NAME, tags=["v1"])
+    assert held(hub.repos[NAME]) == content(checked["old"])
+
+
+def test_a_model_in_memory(hub, elsewhere):
+    model = mhla_hf.MHLAForCausalLM(
+        mhla_hf.MHLAConfig.preset(
+            "tiny", vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    made = push(model, "tester/scratch", tokenizer=small_tokenizer(), license="apache-2.0", progress=False)
+    files = hub.repos["tester/scratch"].files(made.revision)
+    assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json", "config.json", "SHA256SUMS"} <= set(files)
+    card = files["README.md"].decode()
+    assert "license: apache-2.0" in card and "Nothing was measured yet" in card
+    assert "AutoModelForCausalLM.from_pretrained('tester/scratch', trust_remote_code=True)" in card
+    with pytest.raises(ValueError, match=r"README\.md does not exist"):
+        push(model, "tester/scratch2")
+    with pytest.raises(ValueError, match="no result for recall and generation"):
+        push(converted(), "tester/converted", license="apache-2.0")
+    assert push(converted(), "tester/converted", license="apache-2.0", draft=True).new
+
+
+def test_the_licence_of_a_published_base_is_taken_from_its_card(hub, elsewhere):
+    hub.put("base/llama", {"README.md": b"---\nlicense: llama3.2\n---\n"})
+    made = push(converted(), NAME, base_model="base/llama", draft=True, progress=False)
+    data = ModelCard(hub.repos[NAME].files(made.revision)["README.md"].decode()).data
+    assert (data.license, data.base_model) == ("llama3.2", "base/llama")
+    with pytest.raises(ValueError, match="license 'mit' is not what the card of base/llama states"):
+        push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
+
+
+def test_files_over_the_limit_are_refused_and_shards_are_not(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "big", converted())
+    (folder / "README.md").write_text(CARD)
+    monkeypatch.setattr(folder_checks, "LARGEST", 100_000)
+    (folder / "modeling_mhla.py").rename(tmp_path / "aside.py")
+    with pytest.raises(ValueError, match=r"model\.safetensors has 0\.0 GB, .*max_shard_size='5GB'"):
+        push(folder, NAME, draft=True)
+    monkeypatch.undo()
+    converted().save_pretrained(tmp_path / "parts", max_shard_size="60KB")
+    shards = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
+    assert len(shards) > 2
+    (tmp_path / "parts" / "README.md").write_text(CARD)
+    files = folder_checks.list_files(tmp_path / "parts")
+    assert folder_checks.check_weights(files) == "float32" and set(shards) <= set(files)
+
+
+def under_fire(hub, checked, seed):
+    """One push through random faults, judged by what the Hub holds, and one without. Returns what became of the first."""
+    rng, name = random.Random(seed), f"tester/m{seed}"
+    create_pr = rng.random() < 0.2
+    options = {"create_pr": True} if create_pr else {"tags": ["v1"]} if rng.random() < 0.5 else {}
+    before = {}
+    if create_pr or rng.random() < 0.5:
+        send(checked["old"], name)
+        before = content(checked["old"])
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.choice(["503", "401", "cut", "cut after", "damage"])
+        method = "PUT" if kind == "damage" else None
+        hub.fault(kind, "", method, skip=rng.randrange(20), times=rng.choice([1, 1, 2, 7, 40]))
+    said = ""
+    try:
+        made = send(checked["new"], name, **options)
+    except OSError as error:
+        said = str(error)
+    hub.faults.clear()
+    repo, new = hub.repos.get(name), content(checked["new"])
+    states = {ref: held(repo, ref) for ref in repo.refs} if repo else {}
+    assert all(state in ({}, before, new) for state in states.values()), (seed, "half there")
+    arrived = [ref for ref, state in states.items() if state == new]
+    if said:
+        assert "\n" not in said and ("push again" in said or "look at it" in said), said
+        assert "nothing was committed" not in said or not arrived, (seed, said)
+        assert "is there, whole" not in said or arrived, (seed, said)
+    else:
+        assert held(repo, made.revision) == new and arrived
+        assert all(repo.refs[f"refs/tags/{tag}"] == made.revision for tag in options.get("tags", ()))
+    if not (create_pr and arrived):
+        send(checked["new"], name, **options)
+    repo = hub.repos[name]
+    assert held(repo, "refs/pr/1" if create_pr else "main") == new
+    assert sum(held(repo, oid) == new for oid in repo.commits) == 1, (seed, "the same commit twice")
+    del hub.repos[name]
+    return "complete" if not said else "unknown" if "not known" in said else "there" if arrived else "nothing"
+
+
+def test_two_hundred_pushes_with_random_faults(hub, checked):
+    ends = [under_fire(hub, checked, seed) for seed in range(1000, 1200)]
+    print(f"\n200 pushes: {json.dumps({end: ends.count(end) for end in sorted(set(ends))})}")
+    assert {"complete", "there", "nothing", "unknown"} == set(ends)

@@ -1,0 +1,264 @@
+"""What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf; and what
+a hostile or broken repository can do, which is nothing without trust_remote_code.
+
+Run: pytest tests/hub/test_share.py
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from small_models import MODELS, tokens
+from small_repos import CARD, save_carded
+from small_scores import small_llama
+from small_towers import small_classifier
+from tiny_pipelines import PIPELINES, generate
+
+import mhla_hf
+from mhla_hf.checksums import SUMS_FILE
+from mhla_hf.hub import folder_checks
+from mhla_hf.hub.push import push
+from mhla_hf.scores.loading import load_language_model
+
+TESTS = Path(__file__).parents[1]
+ABSENT = """
+import json, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mhla_hf", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import torch
+torch.set_num_threads(1)
+given = json.load(open("given.json"))
+sys.path.append(given["tests"])
+"""
+LOADER = (
+    ABSENT
+    + """
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from tiny_pipelines import generate
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+out, homes = {}, {}
+for name, (kind, revision) in given["models"].items():
+    options = {"revision": revision, "trust_remote_code": True}
+    if kind == "pipeline":
+        loaded = DiffusionPipeline.from_pretrained("tester/" + name, **options)
+        out[name] = generate(loaded).contiguous()
+        loaded = loaded.transformer
+    else:
+        auto = AutoModelForCausalLM if kind == "language" else AutoModelForImageClassification
+        loaded = auto.from_pretrained("tester/" + name, **options).eval()
+        asked = torch.tensor(given["ids"]) if kind == "language" else torch.tensor(given["pixels"])
+        with torch.no_grad():
+            out[name] = loaded(asked).logits.contiguous()
+    homes[name] = sys.modules[type(loaded).__module__].__name__
+save_file(out, "out.safetensors")
+print(json.dumps([homes, [name for name in ("mhla_hf", "triton") if name in sys.modules]]))
+"""
+)
+VICTIM = (
+    ABSENT
+    + """
+import os
+from transformers import AutoModelForCausalLM
+said = {}
+for trust in (False, True):
+    for name in given["names"]:
+        if os.path.exists(given["trace"]):
+            os.unlink(given["trace"])
+        try:
+            AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust)
+            text = "loaded"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        said[f"{name} {trust}"] = [text, os.path.exists(given["trace"])]
+print(json.dumps(said))
+"""
+)
+
+
+def elsewhere(hub, folder, code, **given):
+    """Run `code` in an empty folder and home, with this Hub; the last line it prints, as JSON."""
+    folder.mkdir()
+    (folder / "given.json").write_text(json.dumps({"tests": str(TESTS), **given}))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**environment, **hub.environment(folder / "hf")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def unvisited(monkeypatch):
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+
+
+def pipeline(family, folder):
+    """A converted pipeline, saved; loaded again, because weights from a file may round differently from those in memory."""
+    torch.manual_seed(3)
+    pipe = PIPELINES[family]()
+    mhla_hf.convert(pipe)
+    pipe.save_pretrained(folder)
+    return DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_pushed_models_load_by_id_at_a_pinned_revision(hub, unvisited, tmp_path):
+    ids, pixels = tokens(2, 40), torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    wanted, models, private = {}, {}, {"private": True, "progress": False, "license": "apache-2.0"}
+    for name in ("scratch", "llama-all", "llama-hybrid"):
+        model = MODELS[name]()
+        models[name] = ("language", push(model, f"tester/{name}", draft=name != "scratch", **private).revision)
+        with torch.no_grad():
+            wanted[name] = model(ids).logits
+    model = small_classifier()
+    with torch.no_grad():
+        wanted["digits"] = model(pixels).logits
+    models["digits"] = ("image", push(model, "tester/digits", **private).revision)
+    for family in ("wan", "sana", "dit"):
+        pipe = pipeline(family, tmp_path / family)
+        models[family] = ("pipeline", push(pipe, f"tester/{family}", **private).revision)
+        assert str(tmp_path).encode() not in b"".join(hub.repos[f"tester/{family}"].files().values())
+        wanted[family] = generate(pipe)
+    for name in models:  # what comes later must not matter
+        hub.put(f"tester/{name}", {"README.md": CARD.encode(), "config.json": b"{}"})
+    given = {"models": models, "ids": ids.tolist(), "pixels": pixels.tolist()}
+    homes, forbidden = elsewhere(hub, tmp_path / "visitor", LOADER, **given)
+    found = load_file(tmp_path / "visitor" / "out.safetensors")
+    assert forbidden == [] and set(found) == set(wanted)
+    for name, home in homes.items():
+        assert home.startswith(("transformers_modules.tester.", "diffusers_modules.local.modeling_mhla_")), home
+        assert torch.equal(found[name], wanted[name]), name
+
+
+@pytest.fixture
+def hostile(hub, tmp_path, unvisited):
+    """Repositories of which something is wrong, made from one that was pushed; the file that hostile code would leave."""
+    trace = tmp_path / "trace"
+    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4)
+    push(save_carded(tmp_path / "mhla", model, name="tester/good"), "tester/good", progress=False)
+    good, weights = hub.repos["tester/good"].files(), load_file(tmp_path / "mhla" / "model.safetensors")
+    config = json.loads(good["config.json"])
+
+    class Evil:
+        def __reduce__(self):
+            return open, (str(trace), "w")
+
+    pickled = io.BytesIO()
+    torch.save({**weights, "extra": Evil()}, pickled)
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes(good["model.safetensors"])
+    changed = bytearray(good["model.safetensors"])
+    changed[-3] ^= 1
+    up = os.path.relpath(secret, "/")
+    outside = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../" * 20 + up)}
+    lost = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00002.safetensors")}
+    action = f"open({str(trace)!r}, 'w')\n".encode()
+
+    def put(name, leave_out=(), **files):
+        left = {path: data for path, data in good.items() if path not in leave_out}
+        hub.put(f"tester/{name}", left | {path.replace("__", "."): data for path, data in files.items()})
+
+    def configured(**changes):
+        return json.dumps(config | changes).encode()
+
+    auto = {"AutoConfig": "evil/code--code.Config", "AutoModelForCausalLM": "evil/code--code.Model"}
+    hub.put("evil/code", {"code.py": action})
+    put("pickled", ("model.safetensors",), pytorch_model__bin=pickled.getvalue())
+    put("changed", model__safetensors=bytes(changed))
+    put("truncated", (SUMS_FILE,), model__safetensors=good["model.safetensors"][:-1000])
+    put("outside", ("model.safetensors",), model__safetensors__index__json=json.dumps(outside).encode())
+    put("shard-lost", ("model.safetensors",), model__safetensors__index__json=json.dumps(lost).encode())
+    put("no-weights", ("model.safetensors",))
+    put("no-config", ("config.json",))
+    put("no-source", ("modeling_mhla.py",))
+    put("elsewhere", config__json=configured(auto_map=auto))
+    put("newer", (SUMS_FILE,), config__json=configured(mhla=config["mhla"] | {"format_version": 99}))
+    put("own-code", modeling_mhla__py=action + good["modeling_mhla.py"])
+    return trace
+
+
+REFUSED = {
+    "pickled": "does not appear to have a file named model.safetensors",
+    "changed": "model.safetensors was changed after the model was pushed: it is not what SHA256SUMS names",
+    "truncated": "Error while deserializing header: incomplete metadata",
+    "outside": "cannot contain a '..' path segment",
+    "shard-lost": "does not appear to have a file named model-00001-of-00002.safetensors",
+    "no-weights": "does not appear to have a file named model.safetensors",
+    "no-config": "the repository has no config.json",
+    "elsewhere": "config.json was changed after the model was pushed",
+    "newer": "format_version: got 99, expected at most",
+    "nothing": "is not a valid model identifier|not a local folder",
+}
+
+
+def test_our_loading_refuses_in_one_sentence(hub, hostile):
+    """With mhla_hf installed its own classes are used: no code of the repository runs, whatever trust_remote_code says."""
+    for name, said in REFUSED.items():
+        for trust in (False, True):
+            with pytest.raises(ValueError, match=rf"model 'tester/{name}' cannot be loaded") as caught:
+                load_language_model(f"tester/{name}", trust_remote_code=trust)
+            assert any(part in str(caught.value) for part in said.split("|")) and "\n" not in str(caught.value), name
+            assert not hostile.exists(), name
+    model, _ = load_language_model("tester/good", revision=hub.repos["tester/good"].refs["refs/heads/main"])
+    assert type(model).__name__ == "MHLALlamaForCausalLM"
+
+
+def test_a_changed_folder_is_refused_too(hub, hostile, tmp_path):
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for path, data in hub.repos["tester/good"].files().items():
+        (folder / path).write_bytes(data)
+    load_language_model(folder)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(bytes(data))
+    with pytest.raises(ValueError, match=r"model\.safetensors was changed after the model was pushed"):
+        load_language_model(folder)
+    (folder / SUMS_FILE).unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    with pytest.raises(ValueError, match=r"names the file '\.\./secret\.safetensors', which is not beside it"):
+        load_language_model(folder)
+
+
+# What transformers itself says where mhla_hf is not installed and trust_remote_code=True; None: it loads.
+TRUSTED = {
+    "good": None,
+    "pickled": "UnpicklingError: Weights only load failed",
+    "changed": None,  # nobody looks at SHA256SUMS here
+    "truncated": "SafetensorError: Error while deserializing header: incomplete metadata",
+    "outside": "ValueError: Invalid filename",
+    "shard-lost": "OSError: tester/shard-lost does not appear to have a file named model-00001-of-00002",
+    "no-weights": "OSError: tester/no-weights does not appear to have a file named pytorch_model.bin or model.safetensors",
+    "no-config": "ValueError: Unrecognized model in tester/no-config",
+    "no-source": "OSError: tester/no-source does not appear to have a file named modeling_mhla.py",
+    "newer": "ValueError: format_version: got 99, expected at most",
+}
+RUNS = ("elsewhere", "own-code")  # trusted code runs: that is what trust_remote_code means
+
+
+def test_transformers_runs_no_code_without_trust(hub, hostile, tmp_path):
+    names = [f"tester/{name}" for name in (*TRUSTED, *RUNS)]
+    said = elsewhere(hub, tmp_path / "victim", VICTIM, names=names, trace=str(hostile))
+    for name in (*TRUSTED, *RUNS):
+        text, ran = said[f"tester/{name} False"]
+        assert not ran and text.startswith("ValueError"), (name, text)
+        assert "trust_remote_code=True" in text or name == "no-config", (name, text)
+        text, ran = said[f"tester/{name} True"]
+        assert ran is (name in RUNS), (name, text)
+        if name in TRUSTED:
+            assert text.startswith(TRUSTED[name] or "loaded"), (name, text)

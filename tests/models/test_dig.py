@@ -1,0 +1,107 @@
+"""DiG-S/2 with its gated linear attention replaced (table 3): sizes, the block's formula, starting, saving."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoModel, DiTTransformer2DModel
+
+import mhla_hf
+from mhla_hf import MHLADiTTransformer2DModel
+
+INPUTS = {"timestep": torch.tensor([3, 700]), "class_labels": torch.tensor([1, 2])}
+
+
+def small(**arguments):
+    """DiG-S/8 of two narrow blocks, with noise on everything."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 2, "patch_size": 2}
+    model = MHLADiTTransformer2DModel.from_preset("DiG-S/2", num_classes=5, input_size=12, **{**sizes, **arguments})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def latents(side=12):
+    return torch.randn(2, 2, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def test_size_of_dig_s_2():
+    """As DiG with gated linear attention has, within 2 %; diffusers keeps embeddings in every block, DiG once."""
+    with torch.device("meta"):
+        model = MHLADiTTransformer2DModel.from_preset("DiG-S/2")
+    d, counted = 384, sum(p.numel() for p in model.parameters())
+    embeddings = sum(p.numel() for n, p in model.named_parameters() if n.startswith("transformer_blocks.0.norm1.emb."))
+    gla = 2 * d * d // 2 + 3 * d * d + d * 16 + 16 * d // 2 + d // 2 + d // 6  # q, k; v, gate, o; decay; norm
+    block = gla + 3 * d * 1024 + 6 * d * d + 6 * d + 10 * d
+    rest = embeddings + 4 * 4 * d + d + 2 * d * d + 2 * d + d * 32 + 32  # embeddings, patches, last layer
+    assert counted - 11 * embeddings == pytest.approx(12 * block + rest, rel=0.02)
+    assert model.config.mhla["gate"] and model.config.mhla["output_norm"] and not model.config.mhla["normalize"]
+
+
+def test_block_is_the_formula():
+    model = small(mhla={"layout": [3, 2]})
+    block = model.transformer_blocks[0]
+    x = torch.randn(2, 36, 32)
+    emb = block.norm1.linear(F.silu(block.norm1.emb(INPUTS["timestep"], INPUTS["class_labels"], hidden_dtype=x.dtype)))
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (part[:, None] for part in emb.chunk(6, 1))
+    y = F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift
+    attn, core = block.attn1, block.attn1.processor.mhla
+    q, k, v = ((y @ w.weight.T).unflatten(2, (4, -1)) for w in (attn.to_q, attn.to_k, attn.to_v))
+    assert q.shape[-1] == 4 and v.shape[-1] == 8
+    place = (torch.arange(6)[:, None] // 2 * 2 + torch.arange(6)[None, :] // 3).flatten()
+    weights = torch.einsum("bthd,bshd->bhts", q.relu() + 1e-6, k.relu() + 1e-6)
+    o = torch.einsum("bhts,bshd->bthd", weights * core.mixing.weight.softmax(-1)[place][:, place] / 4**0.5, v)
+    o = o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * core.norm.weight
+    x1 = x + gate * ((o.flatten(2) * F.silu(core.gate(y))) @ attn.to_out[0].weight.T)
+    y = F.layer_norm(x1, (32,), eps=1e-6) * (1 + scale_mlp) + shift_mlp
+    value, act = (y @ block.ff.net[0].proj.weight.T).chunk(2, -1)
+    x2 = x1 + gate_mlp * ((value * F.silu(act)) @ block.ff.net[2].weight.T)
+    conv = block.local.conv
+    expected = F.conv2d(x2.mT.unflatten(2, (6, 6)), conv.weight, conv.bias, padding=1, groups=32).flatten(2).mT
+    found = model.mhla_state.run((6, 6), block, x, timestep=INPUTS["timestep"], class_labels=INPUTS["class_labels"])
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_starts_as_the_identity_with_output_zero():
+    model = MHLADiTTransformer2DModel.from_preset("DiG-S/8", num_classes=5, num_layers=2).eval()
+    seen = []
+    for block in model.transformer_blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append(torch.equal(args[0], output)))
+    output = model(torch.randn(2, 4, 32, 32), **INPUTS).sample
+    assert output.abs().max() == 0 and seen == [True, True]
+
+
+def test_saved_loaded_copied_fused_checkpointed(tmp_path):
+    model = small()
+    expected = model(latents(), **INPUTS).sample
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(str(tmp_path), trust_remote_code=True)
+    assert loaded.config.dig_block and torch.equal(loaded(latents(), **INPUTS).sample, expected)
+    assert torch.equal(copy.deepcopy(model)(latents(), **INPUTS).sample, expected)
+    for block in loaded.transformer_blocks:
+        block.attn1.fuse_projections()
+    torch.testing.assert_close(loaded(latents(), **INPUTS).sample, expected, rtol=1e-5, atol=1e-6)
+    model(latents(), **INPUTS).sample.sum().backward()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    model.train()
+    model.enable_gradient_checkpointing()
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = 0.0
+    model(latents(), **INPUTS).sample.sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, kept[name], rtol=1e-4, atol=1e-6)
+
+
+def test_dit_is_unchanged_and_names_are_checked():
+    plain = mhla_hf.convert(
+        DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8, sample_size=8)
+    )
+    assert type(plain.transformer_blocks[0]).__name__ == "BasicTransformerBlock" and not plain.config.get("dig_block")
+    for name in ("DiG-M/2", "DiG-S", "DiX-S/2", 3):
+        with pytest.raises(ValueError, match="preset: got"):
+            MHLADiTTransformer2DModel.from_preset(name)

@@ -1,0 +1,388 @@
+"""Diffusers pipelines with MHLA: conversion, the formula of a converted block, grids of any size, saving and loading."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoModel, DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from safetensors.torch import load_file
+from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+
+import mhla_hf
+from mhla_hf import MHLASettings
+from mhla_hf.nn.grid import GridMHLA
+
+VISITOR = """
+import json, os, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mhla_hf", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+source, target, tests = sys.argv[1:]
+sys.path.append(tests)
+import torch
+torch.set_num_threads(1)
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from tiny_pipelines import generate
+pictures, classes = {}, {}
+for family in sorted(os.listdir(source)):
+    pipe = DiffusionPipeline.from_pretrained(f"{source}/{family}", trust_remote_code=True)
+    classes[family] = sys.modules[type(pipe.transformer).__module__].__name__
+    pictures[family] = generate(pipe).contiguous()
+    pipe.save_pretrained(f"{target}/{family}")
+save_file(pictures, f"{target}.safetensors")
+print(json.dumps([classes, [name for name in ("mhla_hf", "triton") if name in sys.modules]]))
+"""
+
+
+def shaken(model):
+    """Noise on every parameter that MHLA added, so that each of them matters."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mhla." in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def converted(family, **settings):
+    return shaken(mhla_hf.convert(tiny_transformer(family), **settings))
+
+
+def close(a, b, bound):
+    assert (a - b).norm() <= bound * b.norm(), float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("sana", layout) for layout in ([1, 1], [4, 4], [2, 8])]
+    + [("sana-video", layout) for layout in ([1, 1, 1], [3, 2, 2], [3, 4, 4])],
+)
+def test_uniform_mixing_is_sana_as_it_was(family, layout):
+    pipe = PIPELINES[family]()
+    stock = generate(pipe)
+    assert mhla_hf.convert(pipe, layout=layout) is pipe
+    assert (generate(pipe) - stock).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
+    model = tiny_transformer(family)
+    stock = {name: value.clone() for name, value in model.state_dict().items()}
+    result = mhla_hf.convert(model, gate=True, cpe=3)
+    assert result is model and type(model).__name__ == f"MHLA{TRANSFORMERS[family][0].__name__}"
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in stock.items())
+    added = set(state) - set(stock)
+    assert added and all(".attn1.processor.mhla." in name for name in added)
+    wan = family.startswith(("wan", "skyreels"))
+    assert model.config.mhla["layers"] == ([1, 2] if wan else [0, 1])
+    assert {name.split(".mhla.")[1] for name in added} == {
+        "mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias", *(["norm.weight"] if wan else [])
+    }  # fmt: skip
+    with torch.no_grad():
+        output = model(**inputs(family)).sample
+    assert torch.isfinite(output).all() and model.mhla_state.grid is None
+
+
+def test_layers_as_all_or_listed_or_two_thirds():
+    for layers, expected in (("all", [0, 1, 2]), ("2/3", [1, 2]), ([2], [2]), ((0, 2), [0, 2])):
+        model = mhla_hf.convert(tiny_transformer("wan"), layers=layers)
+        assert [hasattr(block.attn1.processor, "mhla") for block in model.blocks] == [i in expected for i in range(3)]
+
+
+def wan_rotation(grid, width):
+    """Wan's rotary angles, written out: `[tokens, width / 2]`, first frames, then rows, then columns."""
+    sides = 2 * (width // 6)
+    parts = (width - 2 * sides, sides, sides)
+    places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in grid))
+    angles = [
+        places[:, axis, None] * 10000.0 ** (-torch.arange(0, part, 2, dtype=torch.float64) / part)
+        for axis, part in enumerate(parts)
+    ]
+    return torch.cat(angles, 1)
+
+
+def wan_attention_by_hand(attn, x, grid, counts):
+    """The paper's layer on one grid, token by token, in fp64: relu, rotation, mixed blocks, RMSNorm per head, gate."""
+    core = attn.processor.mhla
+    linear = lambda layer, x: x @ layer.weight.double().T + layer.bias.double()  # noqa: E731
+
+    def rms(x, weight, eps):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+    x = x.double()
+    q = rms(linear(attn.to_q, x), attn.norm_q.weight, attn.norm_q.eps)
+    k = rms(linear(attn.to_k, x), attn.norm_k.weight, attn.norm_k.eps)
+    q, k, v = (t.unflatten(2, (attn.heads, -1)) for t in (q.relu() + 1e-6, k.relu() + 1e-6, linear(attn.to_v, x)))
+    turn = torch.polar(torch.ones(()).double(), wan_rotation(grid, q.shape[-1]))[:, None]
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(t.unflatten(3, (-1, 2)).contiguous()) * turn).flatten(3)
+        for t in (q, k)
+    )
+    f, h, w = (torch.arange(side) // (side // count) for side, count in zip(grid, counts, strict=True))
+    block = ((f[:, None, None] * counts[1] + h[:, None]) * counts[2] + w).flatten()
+    mixing = core.mixing.weight.double().softmax(-1)[block][:, block]
+    o = torch.einsum("bthk,bshk,ts,bshv->bthv", q, k, mixing, v) * q.shape[-1] ** -0.5
+    o = rms(o, core.norm.weight, core.norm.eps).flatten(2)
+    if core.settings.gate:
+        gate = linear(core.gate, x)
+        o = o * gate * gate.sigmoid()
+    return linear(attn.to_out[0], o)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_converted_wan_block_is_the_papers_formula(gate):
+    grid, counts = (3, 10, 20), (3, 5, 10)
+    model = converted("wan", gate=gate)
+    seen = {}
+    model.blocks[1].attn1.register_forward_hook(lambda module, args, output: seen.update(x=args[0], o=output))
+    with torch.no_grad():
+        model(**inputs("wan", (3, 20, 40), batch=2))
+        expected = wan_attention_by_hand(model.blocks[1].attn1, seen["x"], grid, counts)
+    assert 0.1 < expected.std() < 10
+    assert (seen["o"] - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+CUTS = [
+    ((21, 30, 52), (3, 5, 10)),
+    ((21, 30, 52), (7, 3, 5)),
+    ((21, 30, 50), (3, 5, 10)),
+    ((21, 30, 50), (7, 3, 5)),
+    ((5, 7, 9), (3, 5, 10)),
+    ((1, 64, 64), (3, 5, 10)),
+]
+
+
+def check_gradients(grid, counts, num_rows):
+    """Gradients of one head's un-normalised MHLA at the true size against the definition; `num_rows` queries are read."""
+    settings = MHLASettings(layout=counts, feature_map="identity", normalize=False)
+    core = shaken_core(GridMHLA(settings, num_heads=1, num_kv_heads=1, key_dim=4, value_dim=3, hidden_size=4))
+    tokens = torch.Size(grid).numel()
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.rand(tokens, 4, generator=generator) for _ in range(2))
+    v = torch.randn(tokens, 3, generator=generator)
+    rows = torch.randperm(tokens, generator=generator)[:num_rows]
+    grad = torch.zeros(tokens, 3)
+    grad[rows] = torch.randn(len(rows), 3, generator=generator)
+    taken = [x.clone().requires_grad_() for x in (q, k, v)]
+    mixing = core.mixing(tuple(min(pair) for pair in zip(grid, counts, strict=True)))
+    mixing.retain_grad()
+    core.mixing.forward = lambda counts: mixing
+    (core(*(x[None, :, None] for x in taken), grid=grid)[0, :, 0] * grad).sum().backward()
+    used = [min(pair) for pair in zip(grid, counts, strict=True)]
+    axes = [torch.arange(size).tensor_split(count) for size, count in zip(grid, used, strict=True)]
+    axes = [torch.cat([torch.full((len(p),), i) for i, p in enumerate(parts)]) for parts in axes]
+    block = ((axes[0][:, None, None] * used[1] + axes[1][:, None]) * used[2] + axes[2]).flatten()
+    m = mixing.detach().double().requires_grad_()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    for part in rows.split(256):
+        scores = (leaves[0][part] @ leaves[1].T) * m[block[part]][:, block] * 0.5  # 4 wide: scale 1/2
+        (scores @ leaves[2] * grad[part].double()).sum().backward()
+    for got, expected in zip([*taken, mixing], [*leaves, m], strict=True):
+        close(got.grad.double(), expected.grad, 1e-5)
+
+
+def shaken_core(core):
+    with torch.no_grad():
+        core.mixing.weight += torch.randn_like(core.mixing.weight)
+    return core
+
+
+@pytest.mark.parametrize(("grid", "counts"), CUTS)
+def test_gradients_on_grids_that_the_layout_does_not_divide(grid, counts):
+    check_gradients(grid, counts, 384)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "counts"), CUTS[:4])
+def test_gradients_of_every_row(grid, counts):
+    check_gradients(grid, counts, 21 * 30 * 52)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_resolutions_in_one_training_step(checkpointing):
+    """As many tokens in both: a grid left behind would not raise, it would only be wrong."""
+    sizes = [(1, 8, 16), (1, 16, 8), (3, 8, 10)]
+    alone = []
+    for size in sizes:
+        model = converted("wan", layout=[1, 4, 2])
+        model(**inputs("wan", size)).sample.square().mean().backward()
+        alone.append({name: value.grad for name, value in model.named_parameters()})
+    model = converted("wan", layout=[1, 4, 2]).train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    losses = [model(**inputs("wan", size)).sample.square().mean() for size in sizes]
+    assert model.mhla_state.grid is None
+    sum(losses).backward()
+    assert model.mhla_state.grid is None
+    for name, value in model.named_parameters():
+        expected = [one[name] for one in alone]
+        if expected[0] is not None:
+            torch.testing.assert_close(value.grad, sum(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_grid_is_restored_when_a_block_fails():
+    model = converted("sana")
+    handle = model.transformer_blocks[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**inputs("sana"))
+    assert model.mhla_state.grid is None
+    handle.remove()
+    other = copy.deepcopy(model)
+    assert other.mhla_state is not model.mhla_state
+    assert other.mhla_state is other.transformer_blocks[0].attn1.processor.state
+    with torch.no_grad():
+        assert torch.equal(other(**inputs("sana")).sample, model(**inputs("sana")).sample)
+
+
+def save_all(folder):
+    """Every family's converted pipeline, saved; what each generates in memory."""
+    pictures = {}
+    for family in PIPELINES:
+        pipe = mhla_hf.convert(PIPELINES[family](), gate=True)
+        shaken(pipe.transformer)
+        pictures[family] = generate(pipe)
+        pipe.save_pretrained(folder / family)
+    return pictures
+
+
+def visit_pipelines(folder, source, target):
+    """Load, run and re-save all pipelines of `source` in a clean offline process; (pictures, module names, forbidden)."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "HF_HOME": str(folder / f"hf-{target}"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-c", VISITOR, source, target, str(Path(__file__).parent.parent)]
+    run = subprocess.run(command, cwd=folder, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "not expected" not in run.stderr
+    classes, forbidden = json.loads(run.stdout.splitlines()[-1])
+    return load_file(folder / f"{target}.safetensors"), classes, forbidden
+
+
+def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(tmp_path):
+    in_memory = save_all(tmp_path / "saved")
+    first = visit_pipelines(tmp_path, "saved", "again")
+    second = visit_pipelines(tmp_path, "again", "third")
+    for pictures, classes, forbidden in (first, second):
+        assert forbidden == [] and set(pictures) == set(PIPELINES)
+        for family, picture in pictures.items():
+            here = DiffusionPipeline.from_pretrained(tmp_path / "saved" / family, trust_remote_code=True)
+            assert torch.equal(generate(here), picture), family
+            # weights read from a file may lie at other addresses than those in memory, and products then round differently
+            assert (picture - in_memory[family]).abs().max() <= 1e-5
+            assert classes[family].startswith("diffusers_modules.local.modeling_mhla_")
+    for family in PIPELINES:
+        saved, again = (tmp_path / name / family for name in ("saved", "again"))
+        for file in [*(saved / "transformer").iterdir(), saved / "model_index.json"]:
+            before, after = file.read_bytes(), (again / file.relative_to(saved)).read_bytes()
+            if file.suffix == ".json":  # diffusers notes where a model came from
+                before, after = ({**json.loads(text), "_name_or_path": ""} for text in (before, after))
+            assert before == after, file
+        source = next((saved / "transformer").glob("*.py"))
+        assert json.loads((saved / "model_index.json").read_text())["transformer"][0] == source.stem
+
+
+def test_both_transformers_of_wan_22(tmp_path):
+    parts = PIPELINES["wan"]().components
+    low = tiny_transformer("wan", num_layers=2)
+    pipe = mhla_hf.convert(WanPipeline(**{**parts, "transformer_2": low, "boundary_ratio": 0.9}), layers="all")
+    assert pipe.transformer_2 is low and low.config.mhla["layers"] == [0, 1]
+    pipe.save_pretrained(tmp_path)
+    again = DiffusionPipeline.from_pretrained(tmp_path, trust_remote_code=True)
+    assert (generate(again) - generate(pipe)).abs().max() <= 1e-5
+    assert {type(one).__name__ for one in (again.transformer, again.transformer_2)} == {"MHLAWanTransformer3DModel"}
+
+
+@pytest.mark.parametrize("family", ["wan-i2v", "wan-vace", "skyreels"])
+def test_relatives_of_wan_save_and_load(family, tmp_path):
+    model = converted(family, gate=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(str(tmp_path), trust_remote_code=True)
+    with torch.no_grad():
+        close(again(**inputs(family)).sample, model(**inputs(family)).sample, 1e-5)
+    assert type(again).__name__ == type(model).__name__
+
+
+def test_other_ways_to_load(tmp_path):
+    pipe = mhla_hf.convert(PIPELINES["wan"]())
+    pipe.save_pretrained(tmp_path / "mhla")
+    PIPELINES["wan"]().save_pretrained(tmp_path / "stock")
+    given = inputs("wan")
+    own = mhla_hf.MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla" / "transformer")
+    auto = AutoModel.from_pretrained(str(tmp_path / "mhla" / "transformer"), trust_remote_code=True)
+    into = WanPipeline.from_pretrained(tmp_path / "stock", transformer=own)
+    again = WanPipeline.from_pretrained(tmp_path / "mhla", transformer=own, trust_remote_code=True)
+    assert into.transformer is own and again.transformer is own
+    with torch.no_grad():
+        assert torch.equal(own(**given).sample, auto(**given).sample)
+    for load in (DiffusionPipeline.from_pretrained, WanPipeline.from_pretrained):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            load(tmp_path / "mhla")
+
+
+def test_a_stock_class_would_drop_the_mhla_weights_with_a_warning(tmp_path, caplog):
+    """What diffusers does, and why docs and card say to load by the repository's own class."""
+    converted("wan").save_pretrained(tmp_path)
+    import diffusers
+
+    diffusers.utils.logging.enable_propagation()
+    WanTransformer3DModel.from_pretrained(tmp_path)
+    diffusers.utils.logging.disable_propagation()
+    assert "mhla" in caplog.text and "not expected" in caplog.text
+
+
+def test_half_precision_keeps_the_mixing_exact(tmp_path):
+    model = converted("wan", gate=True)
+    model.save_pretrained(tmp_path)
+    half = mhla_hf.MHLAWanTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    state = half.state_dict()
+    mixing = {name for name in state if name.endswith("mixing.weight")}
+    assert mixing and all(torch.equal(state[name], model.state_dict()[name]) for name in mixing)
+    assert state["blocks.1.attn1.processor.mhla.gate.weight"].dtype == half.dtype == torch.bfloat16
+    given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs("wan").items()}
+    with torch.no_grad():
+        close(half(**given).sample.float(), model(**inputs("wan")).sample, 3e-2)
+
+
+def test_frozen_mixing_stays_frozen(tmp_path):
+    mhla_hf.convert(tiny_transformer("dit"), mixing_start="uniform", learn_mixing=False).save_pretrained(tmp_path)
+    model = mhla_hf.MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "mixing" in name)
+
+
+@pytest.mark.parametrize("preset", ["DiT-S/2", "DiT-B/4", "DiT-L/8", "DiT-XL/2"])
+def test_dit_presets_from_scratch(preset):
+    paper = {"DiT-S/2": 33, "DiT-B/4": 131, "DiT-L/8": 459, "DiT-XL/2": 675}
+    with torch.device("meta"):
+        model = mhla_hf.MHLADiTTransformer2DModel.from_preset(preset, mhla={"cpe": 3})
+    added = sum(p.numel() for name, p in model.named_parameters() if ".mhla." in name or ".norm1.emb." in name)
+    emb = sum(p.numel() for name, p in model.named_parameters() if name.startswith("transformer_blocks.0.norm1.emb."))
+    total = sum(p.numel() for p in model.parameters()) - added + emb
+    assert abs(total / 1e6 - paper[preset]) < 1.0  # millions of parameters in table 1 of the DiT paper
+    assert model.config.mhla["cpe"] == 3
+
+
+def test_dit_starts_as_the_identity_with_output_zero():
+    mhla = {"cpe": 3, "gate": True}
+    model = mhla_hf.MHLADiTTransformer2DModel.from_preset("DiT-S/8", num_classes=10, num_layers=2, mhla=mhla)
+    model.eval()
+    seen = []
+    for block in model.transformer_blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    with torch.no_grad():
+        output = model(torch.randn(1, 4, 32, 32), timestep=torch.tensor([3]), class_labels=torch.tensor([1])).sample
+    assert output.abs().max() == 0 and all(torch.equal(x, y) for x, y in seen)
+    core = model.transformer_blocks[0].attn1.processor.mhla
+    assert F.silu(core.gate.bias).allclose(torch.ones(384)) and core.mixing((4, 4)).argmax(-1).equal(torch.arange(16))

@@ -1,0 +1,310 @@
+"""What a diffusers user does with a transformer, done with a converted one: compile, LoRA, fuse, cast, quantize, offload,
+copy, cache."""
+
+import copy
+import pickle
+
+import accelerate
+import pytest
+import torch
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    WanPipeline,
+)
+from diffusers.hooks import apply_group_offloading
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+
+import mhla_hf
+from mhla_hf import MHLAWanTransformer3DModel
+
+FAMILIES = ["wan", "sana", "sana-video", "dit", "pixart"]
+GRIDS = {"wan": [(3, 8, 10), (1, 6, 10)], "sana": [(16, 16), (10, 12), (8, 20)]}
+GRIDS |= {"sana-video": GRIDS["wan"], "dit": [(16, 16), (12, 12)], "pixart": [(16, 16), (12, 20)]}
+
+
+def converted(family="wan", num_layers=None, **settings):
+    """A converted transformer, gated, with noise on all that MHLA added."""
+    sizes = {} if num_layers is None else {"num_layers": num_layers}
+    model = mhla_hf.convert(tiny_transformer(family, **sizes), **{"gate": True, **settings})
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mhla." in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def run(model, family="wan", size=None):
+    return model(**inputs(family, size)).sample
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+@pytest.mark.slow
+def test_compiles_as_one_graph_on_several_grids(family, whole):
+    check_compiled(family, whole)
+
+
+def test_blocks_compile_as_one_graph_for_two_grids():
+    check_compiled("wan", whole=False)
+
+
+def check_compiled(family, whole):
+    model, eager = (converted(family, layers="all", num_layers=1) for _ in range(2))
+    torch._dynamo.reset()
+    if whole:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+    else:
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        compiled = model
+    for size in GRIDS[family]:
+        assert relative(run(compiled, family, size), run(eager, family, size)) <= 1e-6
+    assert model.mhla_state.grid is None
+
+
+@pytest.mark.slow
+def test_compiled_training_step_has_the_gradients_of_the_eager_one():
+    model, eager = converted(layout=[1, 4, 2]), converted(layout=[1, 4, 2])
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    for one in (model, eager):
+        one.enable_gradient_checkpointing()
+        sum(one(**inputs("wan", size)).sample.square().mean() for size in ((1, 8, 16), (1, 16, 8))).backward()
+    expected = dict(eager.named_parameters())
+    for name, value in model.named_parameters():
+        if value.grad is not None:
+            torch.testing.assert_close(value.grad, expected[name.replace("_orig_mod.", "")].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_blocks():
+    model, eager = converted(), converted()
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True)
+    for size in GRIDS["wan"]:
+        assert relative(run(model, size=size), run(eager, size=size)) <= 1e-5
+
+
+def test_lora_by_peft_trains_the_gate_too_and_mixing_and_norm_whole(tmp_path):
+    model = converted()
+    base = run(model)
+    targets = r".*attn1\.(to_q|to_v|processor\.mhla\.gate)"
+    model.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, modules_to_save=["mixing", "norm"]))
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert {name.split(".attn1.")[1].split(".")[0] for name in trained} == {"to_q", "to_v", "processor"}
+    parts = ("gate.lora_A", "gate.lora_B", "mixing.modules_to_save", "norm.modules_to_save")
+    assert all(any(part in name for name in trained) for part in parts)
+    assert torch.equal(run(model), base)
+    optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**inputs("wan")).sample.square().mean().backward()
+        optimizer.step()
+    assert relative(run(model), base) > 1e-3
+    unfused = run(model)
+    lora = get_peft_model_state_dict(model)
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers={k: v for k, v in lora.items() if "lora" in k})
+    model.fuse_lora()
+    assert relative(run(model), unfused) <= 1e-5  # the gate's silu is outside of what LoRA wraps
+
+
+def test_stock_lora_files_load_and_fuse(tmp_path):
+    stock = tiny_transformer("wan")
+    stock.add_adapter(
+        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    )
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
+    pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
+    before = generate(pipe)
+    pipe.load_lora_weights(tmp_path)
+    with_lora = generate(pipe)
+    assert relative(with_lora, before) > 1e-3
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    assert relative(generate(pipe), with_lora) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["wan", "pixart"])
+def test_fused_projections(family):
+    model = converted(family)
+    before = run(model, family)
+    model.fuse_qkv_projections()
+    assert hasattr(model.config, "mhla") and relative(run(model, family), before) <= 1e-6
+    assert any(".to_qkv." in name for name, _ in model.named_parameters())
+    model.unfuse_qkv_projections()
+    attn = (model.blocks if family == "wan" else model.transformer_blocks)[1].attn1
+    with torch.no_grad():
+        attn.to_v.weight.mul_(2.0)
+    assert relative(run(model, family), before) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layerwise_casting_leaves_the_mixing_alone(family):
+    model = converted(family)
+    before = run(model, family)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
+    assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
+    assert 0 < relative(run(model, family), before) < 0.15
+
+
+@pytest.mark.parametrize("tool", ["torchao", "optimum.quanto"])
+def test_int8_weights_quantize_the_gate_and_not_the_mixing(tool):
+    library = pytest.importorskip(tool, reason=f"{tool} is not installed")
+    model = converted()
+    before = run(model)
+    if tool == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig())
+        gate = type(model.blocks[1].attn1.processor.mhla.gate.weight).__name__
+    else:
+        library.quantize(model, weights=library.qint8)
+        library.freeze(model)
+        gate = type(model.blocks[1].attn1.processor.mhla.gate).__name__
+    assert gate in ("Int8Tensor", "AffineQuantizedTensor", "QLinear"), gate
+    assert type(model.blocks[1].attn1.processor.mhla.mixing.weight) is torch.nn.Parameter
+    assert 0 < relative(run(model), before) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        (kind, family)
+        for kind in ("block_level", "leaf_level", "sequential", "model")
+        for family in FAMILIES
+        if family != "dit" or not kind.endswith("level")  # diffusers' DiT does not support group offloading
+    ],
+)
+def test_offloading_gives_the_same_numbers(kind, family):
+    model = converted(family, cpe=3)
+    before = run(model, family)
+    cpu = torch.device("cpu")
+    if kind == "sequential":
+        accelerate.cpu_offload(model, execution_device=cpu)
+        assert all(value.is_meta for value in model.parameters())
+    elif kind == "model":
+        accelerate.cpu_offload_with_hook(model, execution_device=cpu)
+    else:
+        options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+        apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=kind, **options)
+    assert torch.equal(run(model, family), before)
+
+
+def test_leaf_offloading_to_disk(tmp_path):
+    model = converted(cpe=3)
+    before = run(model)
+    cpu = torch.device("cpu")
+    apply_group_offloading(model, cpu, cpu, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
+    assert relative(run(model), before) <= 1e-6
+
+
+def test_conversion_of_a_model_with_hooks():
+    """A hook of accelerate keeps the forward that it wraps; conversion changes that one too."""
+    model, plain = tiny_transformer("wan"), converted(gate=False)
+    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+    mhla_hf.convert(model)
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(run(model), run(plain))
+
+
+def test_copies_have_a_grid_of_their_own():
+    model = converted()
+    model.enable_gradient_checkpointing()
+    copied = copy.deepcopy(model)
+    states = {id(module.state) for module in copied.modules() if hasattr(module, "state")}
+    assert states == {id(copied.mhla_state)} and copied.mhla_state is not model.mhla_state
+    model(**inputs("wan")).sample.sum().backward()
+    copied(**inputs("wan")).sample.sum().backward()
+    for one, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+    model.disable_gradient_checkpointing()
+    fresh = converted()
+    assert torch.equal(run(pickle.loads(pickle.dumps(fresh))), run(fresh))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:It is deprecated to pass a pretrained model name:FutureWarning"
+)  # by EMAModel itself
+def test_ema_saves_and_loads(tmp_path):
+    model = converted()
+    ema = EMAModel(model.parameters(), decay=0.5, model_cls=MHLAWanTransformer3DModel, model_config=model.config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    ema.step(model.parameters())
+    ema.save_pretrained(tmp_path)
+    again = EMAModel.from_pretrained(tmp_path, MHLAWanTransformer3DModel)
+    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, again.shadow_params, strict=True))
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path)
+    assert loaded.config.mhla == model.config.mhla and loaded.config.num_layers == 3
+
+
+def cache_configs(pipe):
+    return {
+        "pab": PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(0, 1000),
+            spatial_attention_block_identifiers=("blocks",),
+            current_timestep_callback=lambda: pipe.current_timestep,
+        ),
+        "faster": FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(0, 1000),
+            spatial_attention_block_identifiers=("blocks",),
+            unconditional_batch_skip_range=5,
+            unconditional_batch_timestep_skip_range=(-1, 1000),
+            current_timestep_callback=lambda: pipe.current_timestep,
+            is_guidance_distilled=True,
+            tensor_format="BCFHW",
+        ),
+        "first-block": FirstBlockCacheConfig(threshold=10.0),
+        "mag": MagCacheConfig(num_inference_steps=8, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 8),
+    }
+
+
+@pytest.mark.parametrize("name", ["pab", "faster", "first-block", "mag"])
+def test_caches_skip_mhla_layers_and_leave_nothing(name):
+    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
+    calls = []
+    for block in pipe.transformer.blocks:
+        block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
+    plain = generate(pipe, num_inference_steps=8)
+    full, calls[:] = len(calls), []
+    pipe.transformer.enable_cache(cache_configs(pipe)[name])
+    cached = generate(pipe, num_inference_steps=8)
+    assert len(calls) < full and torch.isfinite(cached).all()
+    pipe.transformer.disable_cache()
+    assert torch.equal(generate(pipe, num_inference_steps=8), plain)
+
+
+def test_attention_backend_sets_the_softmax_layers_of_a_hybrid():
+    model = converted()
+    before = run(model)
+    model.set_attention_backend("native")
+    backends = [getattr(block.attn1.processor, "_attention_backend", None) for block in model.blocks]
+    assert backends[0] == "native" and backends[1:] == [None, None]
+    assert relative(run(model), before) <= 1e-6
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_models_are_made_on_the_meta_device_and_filled(family):
+    model = converted(family)
+    with torch.device("meta"):
+        empty = type(model).from_config(model.config)
+    assert all(value.is_meta for value in empty.parameters())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    for name, buffer in model.named_buffers():
+        empty.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer)
+    assert relative(run(empty.eval(), family), run(model, family)) <= 1e-6

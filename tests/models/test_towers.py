@@ -1,0 +1,160 @@
+"""Converted vision towers: every family, class and register tokens, any grid, and what is around the attention unchanged."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from small_towers import TOWERS, converted_tower, images, output_of, softmax_tower
+from transformers import AutoModel, AutoModelForImageClassification
+
+import mhla_hf
+from mhla_hf.models.grid_attention import grid_attentions, prefix_tokens
+
+PREFIXES = {
+    "ViT": 1,
+    "DeiT": 2,
+    "Dinov2": 1,
+    "Dinov2WithRegisters": 5,
+    "DINOv3ViT": 4,
+    "CLIPVision": 1,
+    "SiglipVision": 0,
+}
+
+
+def close(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def resizing(name):
+    """What a family's forward needs for another size than the one it was made for."""
+    return {} if "ino" in name.lower() else {"interpolate_pos_encoding": True}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_only_mhla_is_new(name):
+    soft = softmax_tower(name)
+    before = soft.state_dict()
+    model = mhla_hf.convert(softmax_tower(name))
+    assert type(model).__name__ == f"MHLA{name}" and isinstance(model, type(soft))
+    after = model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert all(".mhla." in key for key in after.keys() - before.keys())
+    assert model.config.mhla["layers"] == [0, 1] and model.config.mhla["layout"] == [4, 4]
+    prefix = PREFIXES[type(soft.config).__name__.removesuffix("Config")]
+    assert prefix_tokens(model.config) == prefix
+    sizes = {tuple(attn.mhla.mixing.weight.shape) for attn in grid_attentions(model).values()}
+    assert sizes == {(16 + (prefix > 0),) * 2}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_any_grid_equals_the_reference(name):
+    model = converted_tower(name, gate=True, cpe=3)
+    reference = copy.deepcopy(model)
+    for attention in grid_attentions(reference).values():
+        attention.mhla.settings.impl = "reference"
+    first = None
+    for height, width in ((32, 32), (52, 68), (4, 60), (60, 7), (32, 32)):
+        pixels = images(2, height, width)
+        output = output_of(model, pixels, **resizing(name))
+        assert close(output, output_of(reference, pixels, **resizing(name))) < 1e-5
+        first = output if first is None else first
+    assert torch.equal(first, output)
+
+
+def test_class_token_attends_as_the_definition_says():
+    """One layer by hand: relu features, weights times the mixing between blocks, the class token in a block of its own."""
+    model = converted_tower("ViTForImageClassification")
+    attention = grid_attentions(model)[0]
+    x = torch.randn(2, 1 + 5 * 7, 32)
+    shape = (2, 36, 4, 8)
+    q, k, v = (p(x).view(shape) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k = q.relu() + 1e-6, k.relu() + 1e-6
+    rows = torch.tensor([0, 0, 1, 2, 3])  # 5 rows in 4 blocks: the first has one more
+    columns = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    block = torch.cat([torch.zeros(1, dtype=torch.long), (rows[:, None] * 4 + columns[None, :]).flatten() + 1])
+    mixing = attention.mhla.mixing.weight.softmax(-1)[block][:, block]
+    weights = torch.einsum("bthd,bshd->bhts", q, k) * mixing
+    o = torch.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdim=True), v)
+    expected = attention.o_proj(o.flatten(2))
+    assert close(attention(x, mhla_grid=(5, 7))[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
+def test_uniform_mixing_is_plain_linear_attention(name):
+    model = mhla_hf.convert(softmax_tower(name), mixing_start="uniform")
+    for attention in grid_attentions(model).values():
+        torch.testing.assert_close(
+            attention.mhla.mixing((4, 4)), torch.full_like(attention.mhla.mixing.weight, 1.0).softmax(-1)
+        )
+    one = mhla_hf.convert(softmax_tower(name), layout=[1, 1], mixing_start="uniform")
+    assert close(output_of(model, images()), output_of(one, images())) < 1e-5
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_hybrid_keeps_the_other_layers(name):
+    model, soft = converted_tower(name, layers=[1]), softmax_tower(name)
+    kinds = [hasattr(attention, "mhla") for attention in grid_attentions(model).values()]
+    assert kinds == [False, True]
+    first = grid_attentions(model)[0], grid_attentions(soft)[0]
+    seen = []
+    for attention in first:
+        attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    output_of(model, images()), output_of(soft, images())
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_saved_loaded_copied_pickled(name, tmp_path):
+    model = converted_tower(name, per_head=True)
+    expected = output_of(model, images())
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForImageClassification if "ForImageClassification" in name else AutoModel
+    if name not in ("DeiTForImageClassificationWithTeacher", "CLIPVisionModelWithProjection"):
+        loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert type(loaded) is type(model) and torch.equal(output_of(loaded, images()), expected)
+    loaded = getattr(mhla_hf, f"MHLA{name}").from_pretrained(tmp_path)
+    assert torch.equal(output_of(loaded, images()), expected)
+    assert torch.equal(output_of(copy.deepcopy(model), images()), expected)
+    assert torch.equal(output_of(pickle.loads(pickle.dumps(model)), images()), expected)
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "Dinov2ForImageClassification"])
+def test_training_and_gradient_checkpointing(name):
+    model = converted_tower(name).train()
+    labels = torch.tensor([1, 3])
+    model(images(), labels=labels).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if ".mhla." in n)
+    kept = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    other = model(images(2, 40, 24, seed=1), labels=labels, **resizing(name)).loss  # another grid is asked before
+    model(images(), labels=labels).loss.backward()
+    for n, p in model.named_parameters():
+        if n in kept:
+            torch.testing.assert_close(p.grad, kept[n], rtol=1e-4, atol=1e-6)
+    model.zero_grad()
+    other.backward()
+
+
+def test_bf16_keeps_its_dtype_and_the_mixing_fp32():
+    model = mhla_hf.convert(softmax_tower("ViTForImageClassification").bfloat16(), gate=True)
+    attention = grid_attentions(model)[0]
+    assert attention.mhla.gate.weight.dtype == torch.bfloat16 and attention.mhla.mixing.weight.dtype == torch.float32
+    assert model(images().bfloat16()).logits.dtype == torch.bfloat16
+
+
+def test_hidden_states_are_recorded():
+    found = converted_tower("ViTForImageClassification")(images(), output_hidden_states=True)
+    assert len(found.hidden_states) == 3
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
+def test_compiles_as_one_graph(name):
+    model = converted_tower(name, layers=[0])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(output_of(compiled, images()), output_of(model, images()))
+    assert model._can_compile_fullgraph
+    torch._dynamo.reset()

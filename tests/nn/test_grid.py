@@ -1,0 +1,149 @@
+"""The grid core against the formula of the paper, written out token by token and independently of `ops`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mhla_hf import Blocks, MHLASettings
+from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
+
+
+def array_split(length, count):
+    """Block of each place on an axis, as numpy.array_split cuts it."""
+    return [i for i, part in enumerate(torch.arange(length).tensor_split(count)) for _ in part]
+
+
+def by_hand(core, q, k, v, grid, hidden):
+    """o_t = sum_s m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s, normalised or not, plus norm, gate, convolution; fp64."""
+    settings, prefix = core.settings, core.prefix
+    counts = [min(size, count) for size, count in zip(grid, settings.layout, strict=True)]
+    axes = [array_split(size, count) for size, count in zip(grid, counts, strict=True)]
+    places = [()]
+    for axis in axes:
+        places = [(*place, b) for place in places for b in axis]
+    number = {}
+    for place in sorted(set(places)):
+        number[place] = len(number)
+    block = [0] * prefix + [number[place] + (prefix > 0) for place in places]
+    m = core.mixing(counts).double()[..., block, :][..., :, block]
+    eps = {"relu": 1e-6, "plain_relu": 0.0}[settings.feature_map]
+    phi_q, phi_k = q.double().relu() + eps, k.double().relu() + eps
+    w = torch.einsum("bthk,bshk->bhts", phi_q, phi_k) * m
+    o = torch.einsum("bhts,bshv->bthv", w, v.double())
+    if settings.normalize:
+        o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0)  # 0/0 is 0
+    else:
+        o = o * q.shape[-1] ** -0.5
+    if settings.output_norm:
+        o = o * (o.square().mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
+    if settings.gate:
+        o = o * F.silu(F.linear(hidden.double(), core.gate.weight, core.gate.bias)).view_as(o)
+    if settings.cpe:
+        conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(grid)]
+        x = v[:, prefix:].double().flatten(2).mT.unflatten(2, grid)
+        x = conv(x, core.cpe.conv.weight, core.cpe.conv.bias, padding=settings.cpe // 2, groups=x.shape[1])
+        o[:, prefix:] += x.flatten(2).mT.reshape(v[:, prefix:].shape)
+    return o
+
+
+def make_core(settings, prefix=0, heads=2, width=5):
+    torch.manual_seed(0)
+    core = GridMHLA(
+        settings, num_heads=heads, num_kv_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix
+    )
+    with torch.no_grad():
+        for p in core.parameters():
+            p += 0.3 * torch.randn_like(p).abs()
+    return core.double()
+
+
+GRIDS = [((6, 6), [3, 3], 0), ((13, 17), [4, 4], 1), ((1, 9), [4, 4], 5), ((5, 7, 9), [3, 5, 10], 0), ((11,), [4], 2)]
+
+
+@pytest.mark.parametrize(("grid", "layout", "prefix"), GRIDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"feature_map": "plain_relu", "per_head": True},
+        {"normalize": False, "output_norm": True, "gate": True},
+        {"cpe": 3, "gate": True, "mixing_form": "direct"},
+        {"mixing_form": "free", "normalize": False},
+    ],
+)
+def test_grid_core_is_the_paper(grid, layout, prefix, options):
+    settings = MHLASettings(**{"layout": layout, "feature_map": "relu", **options})
+    core = make_core(settings, prefix)
+    tokens = torch.Size(grid).numel() + prefix
+    q, k, v = (torch.randn(2, tokens, 2, 5, dtype=torch.float64) + 0.5 for _ in range(3))
+    hidden = torch.randn(2, tokens, 7, dtype=torch.float64)
+    expected = by_hand(core, q, k, v, grid, hidden)
+    got = core(q, k, v, grid=grid, hidden_states=hidden)
+    # the mixing and the output norm are in fp32
+    assert (got - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_uniform_mixing_is_plain_linear_attention_on_every_grid():
+    core = GridMHLA(
+        MHLASettings(layout=[2, 3], feature_map="relu", mixing_start="uniform"),
+        num_heads=2, num_kv_heads=2, key_dim=4, value_dim=4, hidden_size=8,
+    )  # fmt: skip
+    for grid in ((2, 3), (5, 8), (1, 7), (4, 2)):
+        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 4)
+        weight = torch.einsum("bthk,bshk->bhts", q.relu() + 1e-6, k.relu() + 1e-6)
+        expected = torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v)
+        torch.testing.assert_close(core(q, k, v, grid=grid), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fewer_blocks_average_the_matrix():
+    mixing = GridMixing((4,), form="direct")
+    with torch.no_grad():
+        mixing.weight.copy_(torch.arange(16.0).view(4, 4))
+    halves = mixing.weight.view(2, 2, 2, 2).mean((1, 3))
+    assert torch.equal(mixing((2,)), halves)
+    assert torch.equal(block_overlap(3, 3), torch.eye(3))
+    assert torch.allclose(block_overlap(2, 3), torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]]))
+
+
+def test_start_is_local_and_rows_sum_to_one():
+    for prefix in (False, True):
+        weight = GridMixing((3, 4), prefix=prefix)((3, 4))
+        assert torch.allclose(weight.sum(-1), torch.ones(12 + prefix))
+        inner = weight[prefix:, prefix:]
+        assert (inner.argmax(-1) == torch.arange(12)).all()
+        assert (inner[0, 1] > inner[0, 2]) and (inner > 0).all()
+
+
+def test_gradients_reach_every_parameter():
+    core = make_core(MHLASettings(layout=[2, 2], feature_map="hedgehog", output_norm=True, gate=True, cpe=3), prefix=1)
+    x = torch.randn(1, 17, 2, 5, dtype=torch.float64)
+    core(x, x, x, grid=(4, 4), hidden_states=torch.randn(1, 17, 7, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in core.named_parameters():
+        assert parameter.grad.norm() > 0, name
+
+
+def test_half_precision_sums_do_not_overflow():
+    settings = MHLASettings(layout=[4], feature_map="relu", normalize=False, output_norm=True, mixing_start="uniform")
+    core = GridMHLA(settings, num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
+    x = torch.full((1, 4096, 1, 8), 12.0, dtype=torch.float16)
+    out = core(x, x, x, grid=(4096,))
+    assert out.dtype == torch.float16 and torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MHLASettings(layout=[]), "layout: got []"),
+        (lambda: MHLASettings(layout=[1, 2, 3, 4]), "layout: got"),
+        (lambda: MHLASettings(layout=[2, 0]), "layout: got [2, 0]"),
+        (lambda: MHLASettings(cpe=2), "cpe: got 2, expected 0 or an odd"),
+        (lambda: make_core(MHLASettings()), "layout: got None"),
+        (lambda: Blocks.grid((2, 2), (2, 2), prefix=-1), "prefix is -1"),
+        (lambda: Blocks.grid((2, 2), (2, 2), prefix=1).distances(), "prefix is 1"),
+        (lambda: make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2)), "for 5 tokens"),
+    ],
+)
+def test_bad_input_is_one_sentence(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert words in str(error.value) and str(error.value).count(". ") == 0

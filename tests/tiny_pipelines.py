@@ -1,0 +1,262 @@
+"""Whole diffusers pipelines, a few layers thin, built in memory in a second with fixed weights: no network, no files.
+
+`PIPELINES[family]()` builds the stock pipeline, `generate(pipe)` runs its two steps and returns the picture or video as a
+tensor, `inputs(transformer)` are arguments for one call of a bare transformer.
+"""
+
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLWan,
+    DDIMScheduler,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+PROMPT = "a cat walks"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 64,
+    "ffn_dim": 32,
+    "num_layers": 3,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 32,
+}
+SANA = {
+    "patch_size": 1,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "caption_channels": 8,
+    "sample_size": 32,
+}
+SANA_VIDEO = {**SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12}
+SANA_VIDEO |= {"cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8}
+DIT = {
+    "sample_size": 16,
+    "num_layers": 2,
+    "patch_size": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 2,
+    "in_channels": 4,
+    "out_channels": 8,
+    "attention_bias": True,
+    "num_embeds_ada_norm": 1000,
+}
+PIXART = {**DIT, "norm_type": "ada_norm_single", "caption_channels": 32}
+PIXART |= {"cross_attention_dim": 16, "norm_eps": 1e-6}
+TRANSFORMERS = {
+    "wan": (WanTransformer3DModel, WAN),
+    "wan-i2v": (WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
+    "wan-vace": (WanVACETransformer3DModel, {**WAN, "vace_layers": [0, 2], "vace_in_channels": 8}),
+    "skyreels": (SkyReelsV2Transformer3DModel, WAN),
+    "sana": (SanaTransformer2DModel, SANA),
+    "sana-video": (SanaVideoTransformer3DModel, SANA_VIDEO),
+    "dit": (DiTTransformer2DModel, DIT),
+    "pixart": (PixArtTransformer2DModel, PIXART),
+}
+
+
+def tiny_transformer(family: str, **overrides):
+    """A stock transformer with weights large enough that every layer shows in the output, in eval mode."""
+    torch.manual_seed(7)
+    model_class, sizes = TRANSFORMERS[family]
+    model = model_class(**{**sizes, **overrides}).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name and "scale_shift" not in name:
+                parameter.normal_(std=0.8 * parameter[0].numel() ** -0.5)
+    return model
+
+
+def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
+    """Arguments for one call of a bare transformer of this family; `size` is that of the latents, without channels."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
+    timestep = torch.full((batch,), 500)
+    if family in ("wan", "wan-i2v", "wan-vace", "skyreels"):
+        given = {"hidden_states": noise(batch, TRANSFORMERS[family][1]["in_channels"], *(size or (3, 8, 10)))}
+        if family == "wan-i2v":
+            given["encoder_hidden_states_image"] = noise(batch, 7, 16)
+        if family == "wan-vace":
+            given["control_hidden_states"] = noise(batch, 8, *(size or (3, 8, 10)))
+        return {**given, "timestep": timestep, "encoder_hidden_states": noise(batch, 512, 32)}
+    if family == "sana":
+        given = {"hidden_states": noise(batch, 4, *(size or (16, 16))), "encoder_hidden_states": noise(batch, 6, 8)}
+        return {**given, "timestep": timestep}
+    if family == "sana-video":
+        given = {"hidden_states": noise(batch, 16, *(size or (3, 8, 10))), "encoder_hidden_states": noise(batch, 6, 8)}
+        return {**given, "timestep": timestep}
+    given = {"hidden_states": noise(batch, 4, *(size or (16, 16))), "timestep": timestep}
+    if family == "dit":
+        return {**given, "class_labels": torch.arange(batch) % 10}
+    return {**given, "encoder_hidden_states": noise(batch, 6, 32), "added_cond_kwargs": {}}
+
+
+def letters_tokenizer(**options):
+    """A T5 tokenizer of single letters."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, **options)
+
+
+def gemma_tokenizer():
+    """A Gemma tokenizer of single letters."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *LETTERS]
+    return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+
+
+def gemma_encoder():
+    torch.manual_seed(1)
+    sizes = {"head_dim": 4, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "initializer_range": 0.5}
+    config = Gemma2Config(num_attention_heads=2, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    return Gemma2Model(config).eval()
+
+
+def t5_encoder(model_class, config_class):
+    torch.manual_seed(1)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    return model_class(config_class(**sizes)).eval()
+
+
+def wan_vae():
+    torch.manual_seed(2)
+    return AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    ).eval()
+
+
+def image_vae():
+    torch.manual_seed(2)
+    kind = {"block_out_channels": (4, 4), "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    return AutoencoderKL(down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind).eval()
+
+
+def wan_pipeline() -> WanPipeline:
+    return WanPipeline(
+        tokenizer=letters_tokenizer(),
+        text_encoder=t5_encoder(UMT5EncoderModel, UMT5Config),
+        vae=wan_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=tiny_transformer("wan"),
+    )
+
+
+def sana_pipeline() -> SanaPipeline:
+    torch.manual_seed(2)
+    vae = AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.41407,
+    ).eval()
+    return SanaPipeline(
+        tokenizer=gemma_tokenizer(),
+        text_encoder=gemma_encoder(),
+        vae=vae,
+        transformer=tiny_transformer("sana"),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def sana_video_pipeline() -> SanaVideoPipeline:
+    return SanaVideoPipeline(
+        tokenizer=gemma_tokenizer(),
+        text_encoder=gemma_encoder(),
+        vae=wan_vae(),
+        transformer=tiny_transformer("sana-video"),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+def dit_pipeline() -> DiTPipeline:
+    return DiTPipeline(transformer=tiny_transformer("dit"), vae=image_vae(), scheduler=DDIMScheduler())
+
+
+def pixart_pipeline() -> PixArtSigmaPipeline:
+    return PixArtSigmaPipeline(
+        tokenizer=letters_tokenizer(),
+        text_encoder=t5_encoder(T5EncoderModel, T5Config),
+        vae=image_vae(),
+        transformer=tiny_transformer("pixart"),
+        scheduler=DDIMScheduler(),
+    )
+
+
+PIPELINES = {
+    "wan": wan_pipeline,
+    "sana": sana_pipeline,
+    "sana-video": sana_video_pipeline,
+    "dit": dit_pipeline,
+    "pixart": pixart_pipeline,
+}
+CALLS = {
+    "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
+    "SanaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},
+    "SanaVideoPipeline": {"height": 64, "width": 96, "frames": 9, "max_sequence_length": 16},
+    "DiTPipeline": {},
+    "PixArtSigmaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},
+}
+CALLS["SanaPipeline"] |= {"complex_human_instruction": None}
+CALLS["SanaVideoPipeline"] |= {"complex_human_instruction": [], "use_resolution_binning": False}
+CALLS["PixArtSigmaPipeline"] |= {"clean_caption": False}
+
+
+@torch.no_grad()
+def generate(pipe, **overrides) -> torch.Tensor:
+    """Two steps with classifier-free guidance and a fixed seed: the pictures `[N, ...]` as the pipeline's "pt" or "np"."""
+    kind = type(pipe).__name__
+    call = {**CALLS[kind], "num_inference_steps": 2, "guidance_scale": 3.0}
+    call |= {"class_labels": [3]} if kind == "DiTPipeline" else {"prompt": PROMPT}
+    call |= {"output_type": "np", "generator": torch.Generator().manual_seed(5), **overrides}
+    pipe.set_progress_bar_config(disable=True)
+    result = pipe(**call)
+    return torch.as_tensor(result.frames if hasattr(result, "frames") else result.images)

@@ -1,0 +1,138 @@
+"""conversion/image_classifier.py and digits_vit.py as a user runs them, and the recipes of image models."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from small_towers import softmax_tower
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessorPil
+
+import mhla_hf
+from mhla_hf.training.recipe import read_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "conversion" / "recipes").glob("image*.yaml"))
+
+
+def script(name):
+    """A script of conversion/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "conversion" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(*arguments):
+    return script("image_classifier").main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve pictures in three classes, in a folder `train`, and a recipe of two steps."""
+    place = tmp_path_factory.mktemp("images")
+    for number in range(12):
+        name = ("ant", "bee", "cat")[number % 3]
+        (place / "data" / "train" / name).mkdir(parents=True, exist_ok=True)
+        picture = Image.new("RGB", (40 + number, 30), ((number % 3) * 100, number * 20, 50))
+        picture.save(place / "data" / "train" / name / f"{number}.png")
+    stage = "{name: a, loss: LOSS, steps: 2, lr: 1e-3, batch_size: 4, crop: 0.5, flip: 0.5, erase: 1, mixup: 0.8, cutmix: 1}"
+    colours = "num_channels: 3, image_mean: null, image_std: null, hidden_size: 24"
+    scratch = f"task: images\nsettings: {{preset: digits, {colours}}}\n"
+    (place / "scratch.yaml").write_text(f"{scratch}stages: [{stage.replace('LOSS', 'labels')}]\n")
+    transfer = "{name: t, loss: transfer, trainable: mhla, steps: 2, lr: 1e-3, batch_size: 4}"
+    (place / "distil.yaml").write_text(f"task: images\nstages: [{transfer}, {stage.replace('LOSS', 'logits')}]\n")
+    return place
+
+
+def test_from_scratch_on_a_folder(folder, tmp_path):
+    arguments = ["--recipe", folder / "scratch.yaml", "--images", folder / "data", "--out", tmp_path / "out"]
+    train(*arguments, "--test", folder / "data")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert type(model) is mhla_hf.MHLAForImageClassification
+    assert model.config.id2label == {0: "ant", 1: "bee", 2: "cat"} and model.classifier.out_features == 3
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert processor(Image.new("RGB", (50, 60)), return_tensors="pt")["pixel_values"].shape == (1, 3, 32, 32)
+    record = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert 0 <= record["history"][-1]["test_accuracy"] <= 1
+    scores = mhla_hf.evaluate(
+        str(tmp_path / "out"),
+        recipe="table_2_imagenet",
+        settings={"data": str(folder / "data" / "train")},
+        progress=False,
+    )
+    (score,) = next(iter(scores.values()))
+    assert score.metric == "acc" and score.samples == 12
+
+
+def test_converted_and_distilled_without_labels(folder, tmp_path):
+    softmax_tower("ViTForImageClassification").save_pretrained(tmp_path / "base")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
+    arguments = ["--recipe", folder / "distil.yaml", "--images", folder / "data", "--model", tmp_path / "base"]
+    train(*arguments, "--out", tmp_path / "out")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "MHLAViTForImageClassification" and model.config.mhla["layers"] == [0, 1]
+    assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 32
+
+
+BAD = [
+    (["--out", "x"], "digits.yaml", "--images is needed"),
+    (["--images", "data"], "digits.yaml", "--out is needed"),
+    (["--images", "data", "--out", "x"], "language_cpu.yaml", "expected task: images"),
+    (["--images", "./none", "--out", "x"], "image_deit_tiny_scratch.yaml", "folder './none'"),
+    (["--images", "./none", "--out", "x"], "none.yaml", "none.yaml"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "recipe", "word"), BAD)
+def test_what_is_said_of_bad_arguments(arguments, recipe, word, tmp_path, capsys):
+    (tmp_path / "digits.yaml").write_text(
+        "task: images\nsettings: {preset: digits}\nstages: [{name: a, loss: labels, steps: 1, lr: 1}]"
+    )
+    place = tmp_path if recipe in ("digits.yaml", "none.yaml") else ROOT / "conversion" / "recipes"
+    with pytest.raises((ValueError, SystemExit)) as error:
+        train("--recipe", place / recipe, *arguments)
+    assert word in (str(error.value) if error.type is ValueError else capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_our_recipes_are_sound(path):
+    recipe = read_recipe(path)
+    assert recipe.task == "images" and len(recipe.about) > 50
+    if "preset" in recipe.settings:
+        settings = dict(recipe.settings)
+        with torch.device("meta"):
+            model = mhla_hf.MHLAForImageClassification(
+                mhla_hf.MHLAVisionConfig.preset(settings.pop("preset"), **settings)
+            )
+        assert model.config.num_labels == 1000
+        (stage,) = recipe.stages
+        assert stage.batch_size == 1024 and stage.lr == 1e-3 and stage.ema
+        assert stage.steps == round(300 * 1_281_167 / 1024) and stage.mixup and stage.cutmix and stage.erase
+    else:
+        assert recipe.base and {stage.loss for stage in recipe.stages} == {"transfer", "logits"}
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) == 3
+
+
+@pytest.mark.slow
+def test_digits_in_small_and_again(tmp_path, capsys):
+    digits = script("digits_vit")
+    arguments = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "3", "--distil-steps", "2"]
+    first = digits.main(arguments)
+    record = json.loads((tmp_path / "out" / "digits_vit.json").read_text())
+    assert [row["attention"] for row in record["students"]] == ["MHLA", "plain linear"]
+    assert 0 < record["teacher"] <= 1 and record["judged_on"] == 497
+    shown = capsys.readouterr().out
+    again = digits.main(arguments)
+    assert again["students"] == first["students"] and capsys.readouterr().out == shown
+
+
+def test_digits_without_seeds(tmp_path):
+    with pytest.raises(ValueError, match="seeds: got 0"):
+        script("digits_vit").main(["--seeds", "0", "--out", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
