@@ -178,7 +178,7 @@ def test_packed_sequences(size, normalize, per_head, dtype):
     "widths", [(32, 32), (64, 64), (72, 72), (96, 96), (128, 128), (256, 256), (17, 33), (128, 256), (1, 1)]
 )
 def test_widths(widths, causal, dtype):
-    """Six blocks: with two, causal and normalised, one number is all of the mixing's gradient, and rounding is most of it."""
+    """Six blocks: with two, causal and normalised, one number is all of the mixing's gradient, mostly rounding."""
     normalize = widths != (1, 1)  # one feature cancels: its gradient is 0 but for rounding
     check(Blocks.sequence(21, 4), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
 
