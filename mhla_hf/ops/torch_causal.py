@@ -91,7 +91,7 @@ def chunk_prefix(summary, m):
     """What each chunk sees of earlier chunks, [R, M, n, X], and the part from its own block without m_ii (None if n = 1)."""
     if summary.shape[2] == 1:
         return mix_earlier(m, summary.squeeze(2))[:, :, None], None
-    running = summary.cumsum(2) - summary
+    running = torch.nn.functional.pad(summary[:, :, :-1], (0, 0, 1, 0)).cumsum(2)  # a difference would lose small sums
     earlier = mix_earlier(m, summary.sum(2))
     return torch.addcmul(earlier[:, :, None], running, own_weights(m)[..., None]), running
 
@@ -101,9 +101,9 @@ def chunk_prefix_grads(dprefix, summary, running, m):
     if running is None:
         dsummary, dm = mix_earlier_grads(dprefix.squeeze(2), summary.squeeze(2), m)
         return dsummary[:, :, None], dm
-    total = dprefix.sum(2, keepdim=True)
-    dsummary, dm = mix_earlier_grads(total.squeeze(2), summary.sum(2), m)
-    dsummary = torch.addcmul(dsummary[:, :, None], total - dprefix.cumsum(2), own_weights(m)[..., None])
+    dsummary, dm = mix_earlier_grads(dprefix.sum(2), summary.sum(2), m)
+    later = torch.nn.functional.pad(dprefix.flip(2)[:, :, :-1], (0, 0, 1, 0)).cumsum(2).flip(2)
+    dsummary = torch.addcmul(dsummary[:, :, None], later, own_weights(m)[..., None])
     return dsummary, dm + torch.diag_embed(torch.linalg.vecdot(dprefix.flatten(2), running.flatten(2)))
 
 
