@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-FEATURE_EPS = 1e-6
+from ..ops.reference import FEATURE_EPS, relu_features
 
 
 class FeatureMap(nn.Module):
@@ -40,10 +40,8 @@ class FeatureMap(nn.Module):
         return {"weight": torch.eye(self.head_dim).expand(self.weight.shape)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "relu":
-            return F.relu(x) + FEATURE_EPS
-        if self.kind == "plain_relu":
-            return F.relu(x)
+        if self.kind in FEATURE_EPS:
+            return relu_features(x, self.kind)
         if self.kind == "elu":
             return F.elu(x) + 1.0
         if self.kind == "identity":

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ops.blocks import Blocks
 from ..ops.operator import mhla
+from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
 from .core import MHLACore
 from .mixing import check_mixing_values, locality_start
@@ -195,15 +196,16 @@ class GridMHLA(MHLACore):
         dtype, values = v.dtype, v
         if v.dtype == torch.float16 and not self.settings.normalize:
             values = v.float()  # sums over all tokens pass fp16's largest number
-        q, k, q_den, k_den = self.map_features(q, k, key_mask, rotate)
-        mixing, options = (
-            self.mixing(blocks.counts),
-            {"normalize": self.settings.normalize, "q_den": q_den, "k_den": k_den},
-        )
-        if shard is None:
-            o = mhla(q, k, values, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
+        settings, mixing = self.settings, self.mixing(blocks.counts)
+        options = {"blocks": blocks, "normalize": settings.normalize}
+        if rotate is None and shard is None and settings.feature_map in FEATURE_EPS:
+            options["feature_map"] = settings.feature_map  # read once: the operator's kernels map what they read
         else:
-            o = sharded_mhla(q, k, values, mixing, blocks=blocks, start=shard[0], add_up=shard[1], **options)
+            q, k, options["q_den"], options["k_den"] = self.map_features(q, k, key_mask, rotate)
+        if shard is None:
+            o = mhla(q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
+        else:
+            o = sharded_mhla(q, k, values, mixing, start=shard[0], add_up=shard[1], **options)
         o = self.finish_output(o, hidden_states, dtype)
         if self.settings.cpe:
             local = self.cpe(v[:, self.prefix :], grid)

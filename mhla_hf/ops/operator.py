@@ -12,16 +12,18 @@ import math
 import torch
 
 from .blocks import Blocks
-from .reference import mhla_reference
+from .reference import FEATURE_EPS, mhla_reference, relu_features
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_impl import torch_mhla
+from .triton_check import kernel_fault, kernel_kind
 from .triton_decode import triton_step
 from .triton_operator import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
 IMPLEMENTATIONS = ("auto", *FORMS)
 OPERATOR_LOG = logging.getLogger("mhla_hf")
+KERNEL_DEVICES = ("cuda",)
 ANNOUNCED_CHOICES = set()
 
 
@@ -41,15 +43,16 @@ def mhla(
     key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    feature_map: str | None = None,
     return_state: bool = False,
     impl: str = "auto",
 ):
     """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
-    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are already feature-mapped. Returns o [B, T, H, V] in
-    v's dtype, or (o, MHLAState) with `return_state`. Sums are at least fp32, also under autocast. Differentiable in
-    all tensors, once.
+    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are feature-mapped, or by `feature_map`. Returns
+    o [B, T, H, V] in v's dtype, or (o, MHLAState) with `return_state`. Sums are at least fp32, also under autocast.
+    Differentiable in all tensors, once.
 
     q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, V]; query head h uses key/value head h // (H // G). Floating point.
     mixing: [Mq, Mk] or [H, Mq, Mk], rows for query blocks. Causal: any matrix with at least blocks.num_blocks rows and
@@ -63,14 +66,20 @@ def mhla(
         weigh nothing and outputs before it are 0.
     cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
         with blocks of its own. Then mixing needs rows for the longest sequence only.
+    feature_map: None where q and k are feature-mapped; "relu" (relu(x) + 1e-6) or "plain_relu" maps them here, which the
+        kernels, without causality, do where they read q and k. Not with q_den.
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
-        which takes triton on a GPU where it can, else torch, and logs once what it took and why.
+        which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else
+        torch, and logs once what it took and why.
 
     Raises TypeError or ValueError, in one sentence, for anything else.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(q, scale, normalize, impl)
+    if feature_map is not None and (feature_map not in list(FEATURE_EPS) or q_den is not None):
+        given = repr(feature_map) if q_den is None else f"{feature_map!r} with q_den"
+        raise ValueError(f"feature_map is {given}; expected None, 'relu' or 'plain_relu', the last two without q_den.")
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
     check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
@@ -88,7 +97,13 @@ def mhla(
         "cu_seqlens": cu_seqlens,
         "starts": starts,
     }
-    o = FORMS[choose_implementation(impl, q, k, v, k_den)](q, k, v, mixing, **options)
+    kind = {"normalize": normalize, "causal": causal, "blocks": blocks, "feature_map": feature_map}
+    choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
+    if feature_map is not None and choice == "triton" and not causal:
+        options["eps"] = FEATURE_EPS[feature_map]
+    elif feature_map is not None:
+        q, k = relu_features(q, feature_map), relu_features(k, feature_map)
+    o = FORMS[choice](q, k, v, mixing, **options)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -124,8 +139,10 @@ def mhla_step(
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(q, scale, normalize, impl)
     check_state(state, q, k, v, normalize, k_den)
-    choice = choose_implementation(impl, q, k, v, k_den)
-    pinned = choice == "triton" and q.shape[1] == 1 and starts is None
+    single = q.shape[1] == 1 and starts is None  # what there are kernels for
+    impl = "torch" if impl == "auto" and not single else impl
+    choice = choose_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, decode=True)
+    pinned = choice == "triton" and single
     if not pinned:
         state.unpin()
     if k.shape[1] != q.shape[1]:
@@ -176,20 +193,30 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     return state
 
 
-def choose_implementation(impl, q, k, v, k_den):
-    """The implementation for these tensors; says once what "auto" took. ValueError where Triton is asked in vain."""
+def choose_implementation(impl, q, k, v, q_den, k_den, **kind):
+    """The implementation for these tensors; says once what "auto" took. ValueError where Triton is asked in vain.
+
+    kind: the options of `kernel_kind`.
+    """
+    if impl not in ("auto", "triton"):
+        return impl
+    on_cpu = q.device.type not in KERNEL_DEVICES
+    refusal = None if impl == "auto" and on_cpu else triton_refusal(q, k, v, k_den)
     if impl == "triton":
-        refusal = triton_refusal(q, k, v, k_den)
         if refusal is not None:
             raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
-    if impl != "auto":
         return impl
-    choice, why = "torch", f"the fastest form this version has for {q.device.type} tensors"
-    if q.device.type == "cuda":
-        why = "the Triton kernels have not been run on a GPU yet, and impl='triton' asks for them"
-    if not torch.compiler.is_compiling() and (choice, q.device.type) not in ANNOUNCED_CHOICES:
-        ANNOUNCED_CHOICES.add((choice, q.device.type))
-        OPERATOR_LOG.info("mhla: impl='auto' took %r, %s.", choice, why)
+    choice, why, level = "torch", refusal, logging.INFO
+    if on_cpu:
+        why = f"the fastest form this version has for {q.device.type} tensors"
+    elif refusal is None:
+        why = kernel_fault(*kernel_kind(q, k, v, q_den, **kind))
+        level = logging.WARNING if why is not None else level
+    if why is None:
+        choice, why = "triton", f"whose kernels agreed with fp64 on {q.device}"
+    if not torch.compiler.is_compiling() and (choice, why) not in ANNOUNCED_CHOICES:
+        ANNOUNCED_CHOICES.add((choice, why))
+        OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)
     return choice
 
 

@@ -7,6 +7,13 @@ blocks.
 
 import torch
 
+FEATURE_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # the feature maps that the operator can take along
+
+
+def relu_features(x, kind):
+    """relu(x), and above it what keeps every denominator alive."""
+    return torch.relu(x) + FEATURE_EPS[kind] if FEATURE_EPS[kind] else torch.relu(x)
+
 
 def mhla_reference(
     q,

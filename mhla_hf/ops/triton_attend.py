@@ -23,6 +23,7 @@ from .triton_common import (
     lanes_for,
     language_dtype,
     launch,
+    load_features,
     load_tile,
     real_tokens_of,
     state_dot,
@@ -90,9 +91,9 @@ def own_weights_of(left, right, place, rank_one, RANK: constexpr, REVERSE: const
 @kernel
 def attend_kernel(
     a, b, c, state, state_z, m, r, inv, den_before, e, e_sums, out, mask_a, mask_b, edges, order, starts, tokens, size,
-    blocks, heads, group, reps, share, span, parts, scale, shrink, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr,
-    BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr, ADD: constexpr,
-    MORE: constexpr, DOT: constexpr, PRECISION: constexpr,
+    blocks, heads, group, reps, share, span, parts, scale, shrink, eps, raw, X: constexpr, Y: constexpr, BX: constexpr,
+    BY: constexpr, BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr,
+    ADD: constexpr, MORE: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """`span` tokens of one block, one head of `out` [B, T, heads, Y], one tile of Y; `attend` says what the rest is."""
     y_tiles: constexpr = (Y + BY - 1) // BY
@@ -115,7 +116,7 @@ def attend_kernel(
         token = token_at(place, valid, order)
         seen = real_tokens_of(mask_a, row, token, valid, tokens)
         source = real_tokens_of(mask_b, row, token, valid, tokens)
-        left = load_tile(a, row, token, head, seen, x, X, DOT)
+        left = load_features(a, row, token, head, seen, x, eps, X, MAPPED, DOT)
         value = state_dot(left, tile, shrink, DOT, PRECISION)
         den = tl.sum(left.to(tl.float32) * z_x[None, :], 1) if DEN == 1 else 1.0
         on_target = (
@@ -165,6 +166,8 @@ def attend_kernel(
                 value *= load_scalars(inv, row, token, head, tokens, heads, valid)[:, None]
             else:
                 value *= scale
+        if raw is not None:
+            value = tl.where(load_tile(raw, row, token, head, valid, y, Y, tl.float32) > 0, value, 0.0)
         store_tile(out, row, token, head, valid, y, tl.where(seen[:, None], value, 0.0), Y)
     if e is not None:
         tl.store(e_sums + item.to(tl.int64) * y_tiles + y_tile, tl.sum(e_sum, 0) * scale)
@@ -195,6 +198,8 @@ def attend(
     e=None,
     mask=None,
     scale=1.0,
+    eps=None,
+    raw=None,
 ):
     """out [B, T, H, Y] as at the top of the file; returns <e[t], its own part without own>, [B, H, M] (None without e).
 
@@ -202,6 +207,8 @@ def attend(
     read): fp32 [M, M] or [query heads, M, M], whose diagonal is `own`. reverse: s >= t, out is for keys, b and c of the
     query heads are summed; mask [B, T] then leaves tokens out of `out`, else out of b and c. r [B, T, query heads]: the
     rank-one term, with state_z over Y. inv [B, T, H]: multiplies out; with a state_z over X it is computed, and written.
+    Without causality: eps, a number if a is relu(a) + eps; raw [B, T, H, Y], features of which that was made, where out is
+    their gradient.
     """
     heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
@@ -219,7 +226,7 @@ def attend(
             attend_lanes(
                 left, right, c, place, z, heads // state.shape[1], target, cut, dot, mixing=mixing,
                 reverse=reverse, r=r if first == 0 else None, inv=after, before=before, den=den, e=e, mask=mask,
-                scale=scale, add=first > 0, more=more,
+                scale=scale, add=first > 0, more=more, eps=eps, raw=None if more else raw,
             )
         )  # fmt: skip
         before = after
@@ -229,8 +236,9 @@ def attend(
 
 
 def attend_lanes(
-    a, b, c, place, state_z, share, out, cut, dot, *, mixing, reverse, r, inv, before, den, e, mask, scale, add, more
-):
+    a, b, c, place, state_z, share, out, cut, dot, *, mixing, reverse, r, inv, before, den, e, mask, scale, add, more,
+    eps, raw,
+):  # fmt: skip
     """`attend` for some lanes of a and b, of a state at `place` (pointer and strides of block, X and Y) that `share` heads
     share; `add`: to what the launch for the lanes before has left in out and `before`; `more`: for the next one."""
     batch, _, heads, width = a.shape
@@ -274,6 +282,8 @@ def attend_lanes(
         parts,
         scale,
         2.0 ** -(max(1, cut.tokens // cut.blocks) - 1).bit_length(),
+        eps or 0.0,
+        None if raw is None else as_argument(raw),
         X=width,
         Y=other,
         BX=lanes_for(width),
@@ -284,6 +294,7 @@ def attend_lanes(
         RANK=rank,
         ADD=add,
         MORE=more,
+        MAPPED=eps is not None,
         DOT=language_dtype(dot),
         PRECISION=dot_precision(dot),
         **config,

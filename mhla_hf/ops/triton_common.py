@@ -109,6 +109,18 @@ def load_tile(x, row, token, head, valid, lanes, WIDTH: constexpr, DOT: constexp
 
 
 @kernel
+def load_features(x, row, token, head, valid, lanes, eps, WIDTH: constexpr, MAPPED: constexpr, DOT: constexpr):
+    """`load_tile`, and relu(x) + eps of what is loaded if MAPPED; zeros stay where not valid or beyond WIDTH."""
+    if MAPPED:
+        raw = load_tile(x, row, token, head, valid, lanes, WIDTH, tl.float32)
+        mapped = tl.where(raw < 0, 0.0, raw) + eps
+        tile = cast(tl.where(valid[:, None] & (lanes < WIDTH)[None, :], mapped, 0.0), DOT)
+    else:
+        tile = load_tile(x, row, token, head, valid, lanes, WIDTH, DOT)
+    return tile
+
+
+@kernel
 def store_tile(x, row, token, head, valid, lanes, tile, WIDTH: constexpr):
     """Write a tile [BT, lanes] to rows of x [B, T, H, WIDTH]."""
     start = x[0] + row * x[1] + head * x[3]

@@ -16,18 +16,23 @@ from .triton_summaries import prepare, summaries
 
 
 class Work:
-    """One call: what forward and backward share. Tensors as in `mhla`; cut and key_cut from `cut_of`; mixing fp32."""
+    """One call: what forward and backward share. Tensors as in `mhla`; cut and key_cut from `cut_of`; mixing fp32.
 
-    def __init__(self, mixing, cut, key_cut, causal, mask, scale):
+    eps: a number if the kernels are to take relu(q) + eps and relu(k) + eps, without causality; then gradients are those of
+    q and k themselves.
+    """
+
+    def __init__(self, mixing, cut, key_cut, causal, mask, scale, eps=None):
         self.mixing, self.cut, self.key_cut = mixing, cut, key_cut
         self.causal, self.mask, self.scale = causal, mask, scale
         self.per_head = mixing.dim() == 3
+        self.eps = eps
         self.own = mixing if causal else None
         self.triangle = int(causal)
 
     def mixed(self, k, v, heads, dot, with_z):
         """Mixed summaries P and z, [B, H or G, M, ...], and the summaries they are made of."""
-        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=with_z)
+        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=with_z, eps=self.eps)
         heads = heads if self.per_head else k.shape[2]
         p = mix(self.mixing, s, heads, triangle=self.triangle)
         p_z = mix(self.mixing, z, heads, triangle=self.triangle) if with_z else None
@@ -38,12 +43,12 @@ class Work:
         dot = dot or dot_kind(q, k, v)
         if self.short(k, v):
             cuts = self.cut, self.key_cut
-            options = {"inv": inv, "shared": shared, "mask": self.mask, "scale": self.scale}
+            options = {"inv": inv, "shared": shared, "mask": self.mask, "scale": self.scale, "eps": self.eps}
             quadratic(q, k, v, out, self.mixing, *cuts, dot, **options)
             return
         p, p_z, _, _ = self.mixed(k, v, q.shape[2], dot, shared)
         options = {"state_z": p_z, "mixing": self.own, "inv": inv, "mask": self.mask, "scale": self.scale}
-        attend(q, k, v, p, out, self.cut, dot, **options)
+        attend(q, k, v, p, out, self.cut, dot, eps=self.eps, **options)
 
     def short(self, k, v):
         """Whether the quadratic form is taken."""
@@ -58,29 +63,32 @@ class Work:
         p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None)
         options = {"mixing": self.own, "scale": self.scale, "mask": self.mask}
         e = q if self.causal else None
-        own = attend(g, v, k, p, grads[0], self.cut, dot, transposed=True, state_z=p_z, r=r, e=e, **options)
-        dp, dp_z = summaries(q, g, self.cut, dot, heads=p.shape[1], r=r, with_z=r is not None)
+        raw = (None, None) if self.eps is None else (q, k)
+        own = attend(g, v, k, p, grads[0], self.cut, dot, transposed=True, state_z=p_z, r=r, e=e, raw=raw[0], **options)
+        dp, dp_z = summaries(q, g, self.cut, dot, heads=p.shape[1], r=r, with_z=r is not None, eps=self.eps)
         dm = self.mixing_grad(dp, s, dp_z, z, own)
         ds = mix(self.mixing, dp, k.shape[2], triangle=self.triangle, transposed=True)
         ds_z = mix(self.mixing, dp_z, k.shape[2], triangle=self.triangle, transposed=True) if r is not None else None
         options["reverse"] = True
-        attend(v, g, q, ds, grads[1], self.key_cut, dot, transposed=True, state_z=ds_z, r=r, **options)
+        attend(v, g, q, ds, grads[1], self.key_cut, dot, transposed=True, state_z=ds_z, r=r, raw=raw[1], **options)
         if grads[2] is not None:
-            attend(k, q, g, ds, grads[2], self.key_cut, dot, **options)
+            attend(k, q, g, ds, grads[2], self.key_cut, dot, eps=self.eps, **options)
         return dm
 
     def backward_short(self, q, k, v, g, grads, r, dot):
         """`backward` by the quadratic form; only the mixing's gradient needs summaries."""
         rows, columns = (self.mixing, self.cut, self.key_cut, dot), (self.mixing, self.key_cut, self.cut, dot)
-        options = {"scale": self.scale, "mask": self.mask}
-        quadratic(g, v, k, grads[0], *rows, r=r, **options)
-        quadratic(v, g, q, grads[1], *columns, r=r, reverse=True, **options)
+        options = {"scale": self.scale, "mask": self.mask, "eps": self.eps}
+        raw = (None, None) if self.eps is None else (q, k)
+        quadratic(g, v, k, grads[0], *rows, r=r, raw=raw[0], **options)
+        quadratic(v, g, q, grads[1], *columns, r=r, raw=raw[1], reverse=True, **options)
         if grads[2] is not None:
             quadratic(k, q, g, grads[2], *columns, reverse=True, **options)
-        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=r is not None)
+        z = {"with_z": r is not None, "eps": self.eps}
+        s, z_s = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, **z)
         heads = q.shape[2] if self.per_head else k.shape[2]
-        dp, dp_z = summaries(q, g, self.cut, dot, heads=heads, r=r, with_z=r is not None)
-        return self.mixing_grad(dp, s, dp_z, z, None)
+        dp, z_p = summaries(q, g, self.cut, dot, heads=heads, r=r, **z)
+        return self.mixing_grad(dp, s, z_p, z_s, None)
 
     def mixing_grad(self, dp, s, dp_z, z, own):
         """Gradient of the mixing from those of P and z, and for its diagonal from `own` [B, H, M]."""
@@ -96,11 +104,11 @@ class Work:
 class Call(Work):
     """One call with its denominator. normalize: "no", "shared" (from q and k), "separate" (q_den, k_den) or "official"."""
 
-    def __init__(self, like, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
+    def __init__(self, like, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps):
         self.normalize, self.padded = normalize, starts is not None
         rows = cut_of(cut, like.device, starts, edges)
         columns = rows if key_cut == cut else cut_of(key_cut, like.device)
-        super().__init__(mixing.float(), rows, columns, causal, key_mask, scale if normalize == "no" else 1.0)
+        super().__init__(mixing.float(), rows, columns, causal, key_mask, scale if normalize == "no" else 1.0, eps)
 
     def room(self, x, *shape, dtype=None):
         """Memory for a result; zeros where tokens before `starts` are written by no block."""
@@ -112,7 +120,7 @@ class Call(Work):
         mixing = self.mixing
         if self.normalize == "official":
             mixing = torch.eye(self.cut.blocks, dtype=torch.float32, device=q.device)
-        work = Work(mixing, self.cut, self.key_cut, self.causal, self.mask, 1.0)
+        work = Work(mixing, self.cut, self.key_cut, self.causal, self.mask, 1.0, self.eps)
         return work, torch.ones(1, 1, 1, 1, dtype=torch.float32, device=q.device).expand(*k.shape[:3], 1)
 
     def across_slots(self, x, mixing):

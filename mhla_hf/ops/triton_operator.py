@@ -15,7 +15,7 @@ from .triton_impl import Call
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 TRITON_OPTIONS = (
     "Tensor? key_mask, Tensor? starts, Tensor? edges, SymInt[] cut, SymInt[] key_cut, bool causal, str normalize, "
-    "float scale"
+    "float scale, float? eps"
 )
 TRITON_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? q_den, Tensor? k_den, {TRITON_OPTIONS})"
 TRITON_BACK_SCHEMA = f"(Tensor grad, Tensor o, Tensor inv, {TRITON_SCHEMA[1:]}"
@@ -37,8 +37,12 @@ def triton_mhla(
     key_mask=None,
     cu_seqlens=None,
     starts=None,
+    eps=None,
 ):
-    """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked, and `triton_refusal` had nothing to say."""
+    """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked, and `triton_refusal` had nothing to say.
+
+    eps: a number if the kernels are to take relu(q) + eps and relu(k) + eps; not causal, and no q_den.
+    """
     kind = (
         "official" if normalize == "official" else "no" if not normalize else "shared" if q_den is None else "separate"
     )
@@ -55,7 +59,7 @@ def triton_mhla(
     cut = spell(blocks)
     key_cut = cut if key_blocks is None else spell(key_blocks)
     return TRITON_FORWARD(
-        q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, kind, scale
+        q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, kind, scale, eps
     )[0]  # fmt: skip
 
 
@@ -75,24 +79,26 @@ def triton_refusal(q, k, v, k_den=None):
     return None
 
 
-def triton_forward(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
+def triton_forward(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps):
     """o [B, T, H, V] and 1 / denominator [B, T, H]."""
-    call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
+    call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps)
     with torch.autocast(q.device.type, enabled=False):
         return call.run(*(in_rows(x) for x in (q, k, v, q_den, k_den)))
 
 
-def triton_forward_fake(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
+def triton_forward_fake(
+    q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
+):
     """The shapes of `triton_forward`."""
     inv = q.new_empty(q.shape[:3] if normalize != "no" else (0,), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3]), inv
 
 
 def triton_backward(
-    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale
+    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
 ):
     """Gradients of q, k, v, mixing, q_den and k_den, the last two empty where there are none."""
-    call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
+    call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps)
     tensors = [in_rows(x) for x in (grad, q, k, v, q_den, k_den)]
     with torch.autocast(q.device.type, enabled=False):
         *grads, dm, dq_den, dk_den = call.run_back(*tensors, o.contiguous(), inv)
@@ -103,7 +109,7 @@ def triton_backward(
 
 
 def triton_backward_fake(
-    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale
+    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
 ):
     """The shapes of `triton_backward`."""
     extra = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q_den, k_den))
@@ -121,7 +127,7 @@ def triton_gradients(ctx, grad, _):
     o, inv, *inputs = ctx.saved_tensors
     *grads, dq_den, dk_den = TRITON_BACKWARD(grad, o, inv, *inputs, *ctx.options)
     pair = (None, None) if inputs[4] is None else (dq_den, dk_den)
-    return *grads, *pair, *(None,) * 8
+    return *grads, *pair, *(None,) * 9
 
 
 def registered_operator(name, schema, function, fake):

@@ -16,6 +16,7 @@ from .triton_common import (
     lanes_for,
     language_dtype,
     launch,
+    load_features,
     load_tile,
     real_tokens_of,
     store_tile,
@@ -48,10 +49,13 @@ def block_of(token, index, size):
 @kernel
 def quadratic_kernel(
     a, b, c, m, r, inv, out, mask_a, mask_b, index_a, index_b, size_a, size_b, tokens, columns, heads, group, reps, scale,
-    X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr, REVERSE: constexpr, DEN: constexpr,
-    RANK: constexpr, DOT: constexpr, PRECISION: constexpr,
+    eps, raw, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr, REVERSE: constexpr, DEN: constexpr,
+    RANK: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """BT of the `tokens` tokens of one head of `out`, one tile of Y; `columns` tokens on the other side."""
+    """BT of the `tokens` tokens of one head of `out`, one tile of Y; `columns` tokens on the other side.
+
+    MAPPED: 1 if a and b are relu of what is read, plus eps; 2 if c is.
+    """
     y_tiles: constexpr = (Y + BY - 1) // BY
     program = tl.program_id(0)
     token_tiles = tl.cdiv(tokens, BT)
@@ -61,7 +65,7 @@ def quadratic_kernel(
     token = (tile * BT + tl.arange(0, BT)).to(tl.int64)
     valid = token < tokens
     seen = real_tokens_of(mask_a, row, token, valid, tokens)
-    left = load_tile(a, row, token, head, seen, x, X, DOT)
+    left = load_features(a, row, token, head, seen, x, eps, X, MAPPED == 1, DOT)
     block = block_of(tl.minimum(token, tokens - 1), index_a, size_a)
     on_target = load_scalars(r, row, token, head, tokens, heads, valid) if RANK == 1 else 1.0
     value = tl.zeros((BT, BY), tl.float32)
@@ -73,8 +77,8 @@ def quadratic_kernel(
             column = (first + tl.arange(0, BT)).to(tl.int64)
             inside = column < columns
             source = real_tokens_of(mask_b, row, column, inside, columns)
-            right = load_tile(b, row, column, other, source, x, X, DOT)
-            third = load_tile(c, row, column, other, source, y, Y, DOT)
+            right = load_features(b, row, column, other, source, x, eps, X, MAPPED == 1, DOT)
+            third = load_features(c, row, column, other, source, y, eps, Y, MAPPED == 2, DOT)
             other_block = block_of(tl.minimum(column, columns - 1), index_b, size_b)
             weight = tile_dot(left, tl.trans(right), PRECISION)
             if RANK == 1:
@@ -94,6 +98,8 @@ def quadratic_kernel(
         value *= load_scalars(inv, row, token, head, tokens, heads, valid)[:, None]
     else:
         value *= scale
+    if raw is not None:
+        value = tl.where(load_tile(raw, row, token, head, valid, y, Y, tl.float32) > 0, value, 0.0)
     store_tile(out, row, token, head, valid, y, tl.where(seen[:, None], value, 0.0), Y)
 
 
@@ -105,13 +111,15 @@ def use_quadratic(keys, blocks, widths, causal):
 
 
 def quadratic(
-    a, b, c, out, mixing, cut, other_cut, dot, *, reverse=False, r=None, inv=None, shared=False, mask=None, scale=1.0
-):
+    a, b, c, out, mixing, cut, other_cut, dot, *, reverse=False, r=None, inv=None, shared=False, mask=None, scale=1.0,
+    eps=None, raw=None,
+):  # fmt: skip
     """Write out [B, T, H, Y] as at the top of the file; cut and other_cut are those of a's and of b's tokens.
 
     mixing fp32 [Mq, Mk] or [query heads, Mq, Mk]. reverse: out is for keys, the query heads are summed; mask then leaves
     tokens out of `out`, else out of b and c. r [B, T, query heads]: the rank-one term. inv [B, T, H] multiplies out, and
-    with `shared` is computed from the weights, and written.
+    with `shared` is computed from the weights, and written. eps: a number if those of a, b and c that are features
+    are relu(x) + eps; raw [B, T, H, Y]: those that `out` is the gradient of.
     """
     batch, tokens, heads, width = a.shape
     config = pass_config("quadratic", width, out.shape[3], dot, a.device)
@@ -140,12 +148,15 @@ def quadratic(
         max(1, heads // b.shape[2]),
         max(1, b.shape[2] // heads),
         scale,
+        eps or 0.0,
+        None if raw is None else as_argument(raw),
         X=width,
         Y=out.shape[3],
         BX=lanes_for(width),
         REVERSE=reverse,
         DEN=1 if shared else 0 if inv is None else 2,
         RANK=0 if r is None else 2 if reverse else 1,
+        MAPPED=0 if eps is None else 1 if raw is None else 2,
         DOT=language_dtype(dot),
         PRECISION=dot_precision(dot),
         **config,

@@ -15,6 +15,7 @@ from .triton_common import (
     lanes_for,
     language_dtype,
     launch,
+    load_features,
     load_tile,
     real_tokens_of,
     tile_dot,
@@ -47,15 +48,20 @@ def summaries_kernel(
     blocks,
     heads,
     reps,
+    eps,
     X: constexpr,
     Y: constexpr,
+    MAPPED: constexpr,
     BT: constexpr,
     BX: constexpr,
     BY: constexpr,
     DOT: constexpr,
     PRECISION: constexpr,
 ):
-    """out [B, heads, M, X, Y] = sum over tokens and `reps` heads of a b^T; out_z [B, heads, M, X] = sum of a (times r)."""
+    """out [B, heads, M, X, Y] = sum over tokens and `reps` heads of a b^T; out_z [B, heads, M, X] = sum of a (times r).
+
+    a is relu(a) + eps if MAPPED.
+    """
     x_tiles: constexpr = (X + BX - 1) // BX
     y_tiles: constexpr = (Y + BY - 1) // BY
     program = tl.program_id(0)
@@ -74,7 +80,7 @@ def summaries_kernel(
             valid = place < high
             token = token_at(place, valid, order)
             valid = real_tokens_of(mask, row, token, valid, tokens)
-            left = load_tile(a, row, token, part, valid, x, X, DOT)
+            left = load_features(a, row, token, part, valid, x, eps, X, MAPPED, DOT)
             right = load_tile(b, row, token, part, valid, y, Y, DOT)
             total += tile_dot(tl.trans(left), right, PRECISION)
             if out_z is not None:
@@ -106,11 +112,11 @@ def prepare_kernel(g, o, inv, out, r, rows, tokens, heads, Y: constexpr, BT: con
     tl.store(r + place, -tl.sum(grad.to(tl.float32) * value, 1), mask=place < rows)
 
 
-def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False):
+def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False, eps=None):
     """sum a b^T of every block, [B, heads, M, X, Y], and sum a, [B, heads, M, X] fp32 (None unless with_z).
 
     a [B, T, H, X], b [B, T, H, Y]; H // heads neighbouring heads are added up. mask [B, T] leaves tokens out; r [B, T, H]
-    weighs those of the second sum. The first is bf16 where products are, else fp32.
+    weighs those of the second sum. eps: a number if a is relu(a) + eps. The first is bf16 where products are, else fp32.
     """
     batch, _, every, width, other = *a.shape, b.shape[3]
     store = torch.bfloat16 if dot == "bf16" else torch.float32
@@ -133,8 +139,10 @@ def summaries(a, b, cut, dot, *, heads, mask=None, r=None, with_z=False):
         cut.blocks,
         heads,
         every // heads,
+        eps or 0.0,
         X=width,
         Y=other,
+        MAPPED=eps is not None,
         DOT=language_dtype(dot),
         PRECISION=dot_precision(dot),
         **config,

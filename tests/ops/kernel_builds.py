@@ -75,7 +75,9 @@ def forms():
     """Name, causal, blocks and kind of denominator of the forms whose kernels differ."""
     return (
         ("bidirectional", False, Blocks.grid((32, 32), (2, 2)), "shared"),
+        ("bidirectional, mapped", False, Blocks.grid((32, 32), (2, 2)), "shared"),
         ("quadratic", False, Blocks.grid((16, 16), (4, 4)), "shared"),
+        ("quadratic, mapped", False, Blocks.grid((16, 16), (4, 4)), "shared"),
         ("causal 64", True, Blocks.sequence(256, 64), "shared"),
         ("causal 256", True, Blocks.sequence(512, 256), "shared"),
         ("causal 64, no denominator", True, Blocks.sequence(256, 64), "no"),
@@ -89,7 +91,7 @@ def launches_of(form, dtype, width, value_width, chip):
     name, causal, blocks, normalize = form
     q, k, v = (torch.zeros(2, blocks.length, h, d, dtype=dtype) for h, d in ((4, width), (2, width), (2, value_width)))
     mixing = torch.zeros(blocks.num_blocks, blocks.num_blocks)
-    rest = (None, None, None, spell(blocks), spell(blocks), causal, normalize, 1.0)
+    rest = (None, None, None, spell(blocks), spell(blocks), causal, normalize, 1.0, 1e-6 if "mapped" in name else None)
     dens = (q, k) if normalize == "separate" else (None, None)
     with recorded_launches(chip) as found:
         if name == "decode":

@@ -50,6 +50,8 @@ BAD = {
     "k_den_alone": ({"k_den": DEN["k_den"]}, "k_den came without q_den"),
     "q_den_shape": ({**DEN, "q_den": torch.rand(2, 10, 2, 6)}, "q_den is [2, 10, 2, 6]"),
     "k_den_shape": ({**DEN, "k_den": torch.rand(2, 10, 2, 7)}, "k_den is [2, 10, 2, 7]"),
+    "feature_map_name": ({"feature_map": "elu"}, "feature_map is 'elu'; expected None, 'relu' or 'plain_relu'"),
+    "feature_map_with_den": ({**DEN, "feature_map": "relu"}, "feature_map is 'relu' with q_den; expected None"),
     "den_without_denominator": ({**DEN, "normalize": False}, "q_den and k_den came with normalize=False"),
     "mixing_none": ({"mixing": None}, "mixing is a NoneType"),
     "mixing_integers": ({"mixing": torch.ones(3, 3, dtype=torch.int32)}, "mixing is torch.int32"),

@@ -12,7 +12,6 @@ import torch
 from mhla_hf.ops import triton_configs, triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla
-from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton_common import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -25,6 +24,7 @@ GRIDS = {
     "2-D": Blocks.grid((5, 7), (2, 3)),
     "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
     "prefix": Blocks.grid((5, 6), (2, 3), prefix=3),
+    "even": Blocks.grid((4, 6), (2, 2)),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -52,13 +52,13 @@ def error(got, want):
     return float((got - want).norm() / want.norm())
 
 
-def inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype):
-    """Feature-mapped q, k, v, mixing (and q_den, k_den where widths has three), rounded to dtype."""
+def inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype, raw):
+    """Feature-mapped (or raw) q and k, v, mixing (and q_den, k_den where widths has three), rounded to dtype."""
     tokens, keys = blocks.length, (key_blocks or blocks).length
     key_width, value_width, *den_width = widths
     q, k = torch.randn(batch, tokens, heads, key_width), torch.randn(batch, keys, groups, key_width)
     v = torch.randn(batch, keys, groups, value_width)
-    if normalize and not den_width:
+    if normalize and not den_width and not raw:
         q, k = q.abs(), k.abs()
     mixing = torch.rand(*(heads,) * per_head, blocks.num_blocks, (key_blocks or blocks).num_blocks)
     dens = [torch.rand(batch, n, h, den_width[0]) for n, h in ((tokens, heads), (keys, groups))] if den_width else []
@@ -81,13 +81,14 @@ def check(
 
     With a denominator, the gradient of a mixing whose queries see one block only is 0, for its scale cancels: exactly so.
     """
-    inputs = inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype)
+    raw = options.get("feature_map") is not None
+    inputs = inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype, raw)
     options = {**options, "blocks": blocks, "key_blocks": key_blocks, "normalize": normalize}
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     if mask:
         options["key_mask"] = torch.rand(batch, (key_blocks or blocks).length, device=DEVICE) > 0.3
     grad = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], device=DEVICE).to(dtype)
-    want = compute(mhla_reference, inputs, grad, True, **options)
+    want = compute(mhla, inputs, grad, True, impl="reference", **options)
     got = compute(mhla, inputs, grad, False, impl="triton", **options)
     names = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")
     errors = {name: error(x, y) for name, x, y in zip(names, got, want, strict=False)}
@@ -170,6 +171,23 @@ def test_left_padding(size, normalize, per_head, widths):
 def test_packed_sequences(size, normalize, per_head, dtype):
     edges = torch.tensor([0, 20, 20, 57, 90], dtype=dtype)
     check(Blocks.sequence(90, size), causal=True, cu_seqlens=edges, normalize=normalize, per_head=per_head)
+
+
+@pytest.mark.parametrize("feature_map, mask", [("relu", False), ("relu", True), ("plain_relu", True)])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("normalize", [True, False, "official"])
+def test_feature_map(normalize, dtype, feature_map, mask):
+    options = {"feature_map": feature_map, "normalize": normalize, "dtype": dtype, "mask": mask}
+    check(GRIDS["prefix" if normalize != "official" else "even"], groups=2, **options)
+    if dtype is F32:
+        check(GRIDS["even"], widths=(72, 70), **options)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("normalize", [True, False, "official"])
+def test_feature_map_in_the_quadratic_form(normalize, dtype, mask):
+    check(GRIDS["even"], feature_map="relu", normalize=normalize, dtype=dtype, mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

@@ -251,13 +251,16 @@ def test_compiled_training_step():
     assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("causal, kind", [(True, "shared"), (False, "no"), (False, "separate")])
-def test_opcheck(causal, kind):
+@pytest.mark.parametrize(
+    "causal, kind, eps",
+    [(True, "shared", None), (False, "no", None), (False, "separate", None), (False, "shared", 1e-6)],
+)
+def test_opcheck(causal, kind, eps):
     q, k, v = (x.requires_grad_() for x in features(1, 12))
     mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
     dens = [x.detach().clone().requires_grad_() for x in (q, k)] if kind == "separate" else [None, None]
     cut = spell(Blocks.sequence(12, 4))
-    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5)
+    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5, eps)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
 
@@ -284,7 +287,7 @@ def test_refusals_name_the_reason(monkeypatch):
 
 def test_auto_stays_with_torch_on_a_cpu():
     x = torch.rand(1, 4, 1, 3)
-    assert operator.choose_implementation("auto", x, x, x, None) == "torch"
+    assert operator.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
 
 
 def test_odd_memory_orders_are_read_right():

@@ -1,0 +1,138 @@
+"""impl="auto" on a GPU: a small call decides. Here the interpreter plays the GPU."""
+
+import logging
+
+import pytest
+import torch
+
+from mhla_hf.ops import operator, triton_check
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.operator import mhla, mhla_step
+from mhla_hf.ops.state import MHLAState
+from mhla_hf.ops.triton_common import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays a GPU on the CPU")
+GRID, SEQUENCE = Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch):
+    """The CPU counts as a device with kernels, and nothing is known of it yet."""
+    monkeypatch.setattr(operator, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(triton_check, "FAULTS_FOUND", {})
+    monkeypatch.setattr(operator, "ANNOUNCED_CHOICES", set())
+
+
+def inputs(dtype=torch.float32, blocks=GRID):
+    q, k, v = (torch.rand(1, 24, 2, width).to(dtype).requires_grad_() for width in (6, 6, 9))
+    return q, k, v, torch.rand(blocks.num_blocks, blocks.num_blocks)
+
+
+def call_with(monkeypatch, name, replacement, **options):
+    """`mhla` by "auto" with a function of the check replaced."""
+    monkeypatch.setattr(triton_check, name, replacement)
+    return mhla(*inputs(), **{"blocks": GRID, **options})
+
+
+@pytest.mark.parametrize(
+    "dtype, blocks, options",
+    [
+        (torch.float32, GRID, {}),
+        (torch.bfloat16, GRID, {"feature_map": "relu"}),
+        (torch.float16, GRID, {"normalize": "official"}),
+        (torch.bfloat16, SEQUENCE, {"causal": True}),
+        (torch.float32, Blocks.sequence(24, 70), {"causal": True, "normalize": False}),
+    ],
+)
+def test_kernels_that_agree_are_taken_and_checked_once(caplog, dtype, blocks, options):
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "mhla_hf"):
+        torch.set_rng_state(before)
+        q, k, v, mixing = inputs(dtype, blocks)
+        state = torch.get_rng_state()
+        outputs = [mhla(q, k, v, mixing, blocks=blocks, **options) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state), "the check took the user's random numbers"
+    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert [x.message for x in caplog.records] == [
+        "mhla: impl='auto' took 'triton', whose kernels agreed with fp64 on cpu."
+    ]
+    assert torch.equal(outputs[0], mhla(q, k, v, mixing, blocks=blocks, impl="triton", **options))
+    assert torch.equal(*outputs)
+
+
+def test_kinds_are_checked_apart():
+    q, k, v, mixing = inputs()
+    mhla(q, k, v, mixing, blocks=GRID)
+    with torch.no_grad():
+        mhla(q, k, v, mixing, blocks=GRID)
+        mhla(q.half(), k.half(), v.half(), mixing, blocks=GRID)
+    mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
+    assert len(triton_check.FAULTS_FOUND) == 4
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_decoding(normalize):
+    q, k, v = (torch.rand(1, 1, 2, width) for width in (6, 6, 9))
+    outputs = []
+    for impl in ("auto", "triton", "torch"):
+        state = MHLAState.empty(1, 2, 2, 6, 9, 4, normalize=normalize)
+        for _ in range(6):
+            o, state = mhla_step(q, k, v, torch.ones(3, 3), state, normalize=normalize, impl=impl)
+        outputs.append(o)
+    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.allclose(outputs[0], outputs[2], rtol=1e-5)
+
+
+def test_wrong_kernels_are_left_to_torch(monkeypatch, caplog):
+    kernels = triton_check.triton_mhla
+    with caplog.at_level(logging.INFO, "mhla_hf"):
+        first = call_with(monkeypatch, "triton_mhla", lambda *args, **options: kernels(*args, **options) * 1.01)
+        assert len(triton_check.FAULTS_FOUND) == 1
+        second = mhla(*inputs(), blocks=GRID)
+    assert first.grad_fn.name() == second.grad_fn.name() == "BlockedAttentionBackward"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "took 'torch', the Triton kernels gave" in record.message
+    assert "off by 1.0e-02 of fp64 on cpu" in record.message
+
+
+def test_numbers_that_are_not_finite_are_no_agreement(monkeypatch):
+    kernels = triton_check.triton_mhla
+    call_with(monkeypatch, "triton_mhla", lambda *args, **options: kernels(*args, **options) * float("nan"))
+    assert "off by inf" in next(iter(triton_check.FAULTS_FOUND.values()))
+
+
+def test_kernels_that_do_not_run_are_left_to_torch(monkeypatch, caplog):
+    def out_of_resources(*args, **options):
+        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
+
+    with caplog.at_level(logging.INFO, "mhla_hf"):
+        o = call_with(monkeypatch, "triton_mhla", out_of_resources)
+    assert o.grad_fn.name() == "BlockedAttentionBackward"
+    assert "failed on cpu with RuntimeError: out of resource: shared memory" in caplog.text
+
+
+def test_a_full_gpu_is_no_verdict(monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        call_with(monkeypatch, "triton_mhla", full)
+    assert not triton_check.FAULTS_FOUND
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_under_compile(dynamic, causal):
+    blocks = SEQUENCE if causal else GRID
+    q, k, v, mixing = inputs(blocks=blocks)
+    cut = (lambda q: Blocks.sequence(q.shape[1], 6)) if causal else (lambda q: GRID)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v, m: mhla(q, k, v, m, blocks=cut(q), causal=causal),
+        fullgraph=True, backend="aot_eager", dynamic=dynamic,
+    )  # fmt: skip
+    got = compiled(q, k, v, mixing)
+    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert torch.equal(got, mhla(q, k, v, mixing, blocks=blocks, causal=causal, impl="triton"))
