@@ -16,7 +16,6 @@ from tqdm import tqdm
 from ..ops.blocks import Blocks
 from ..ops.operator import mhla, mhla_step
 from ..ops.reference import mhla_reference
-from ..ops.triton_operator import triton_refusal
 from ..plots import plot_speed
 
 NAMES = ("softmax", "linear", "mhla")
@@ -97,12 +96,7 @@ def linear_attention(q, k, v, mixing, blocks):
 
 def mhla_attention(q, k, v, mixing, blocks):
     """The operator, un-normalised as in the paper's language models."""
-    return mhla(q, k, v, mixing, blocks=blocks, causal=True, normalize=False, impl=fastest_form(q, k, v))
-
-
-def fastest_form(q, k, v):
-    """The Triton kernels on a GPU where they take these tensors, else what "auto" takes."""
-    return "triton" if q.is_cuda and triton_refusal(q, k, v) is None else "auto"
+    return mhla(q, k, v, mixing, blocks=blocks, causal=True, normalize=False)
 
 
 ATTENTION = {"softmax": softmax_attention, "linear": linear_attention, "mhla": mhla_attention}
@@ -199,7 +193,7 @@ class Decoder:
     def __init__(self, name, shape, inputs):
         q, k, v, mixing = (x.detach() for x in inputs)
         self.name, self.length, self.token = name, q.shape[1], (q[:, -1:], k[:, -1:], v[:, -1:])
-        self.inputs, self.impl, self.scale = (q, k, v), fastest_form(q, k, v), q.shape[-1] ** -0.5
+        self.inputs, self.scale = (q, k, v), q.shape[-1] ** -0.5
         room = shape.decode_tokens + 1
         if name == "softmax":
             self.cache = [F.pad(x.transpose(1, 2), (0, 0, 0, room)) for x in (k, v)]
@@ -210,14 +204,14 @@ class Decoder:
             self.block_size = blocks.block_size
             more = Blocks.sequence(self.length + room, self.block_size).num_blocks - blocks.num_blocks
             self.mixing = F.pad(mixing, (0, more, 0, more), value=0.5)
-            options = {"causal": True, "normalize": False, "impl": self.impl}
-            _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, return_state=True, **options)
+            options = {"causal": True, "normalize": False, "return_state": True}
+            _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, **options)
 
     def step(self):
         """The output of the next token, [1, 1, H, V]."""
         q, k, v = self.token
         if self.name == "mhla":
-            return mhla_step(q, k, v, self.mixing, self.state, normalize=False, impl=self.impl)[0]
+            return mhla_step(q, k, v, self.mixing, self.state, normalize=False)[0]
         if self.name == "linear":
             q, k, v = (x.float() for x in (q, k, v))
             self.summary = self.summary + k.transpose(1, 2).mT @ v.transpose(1, 2)

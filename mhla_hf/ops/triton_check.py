@@ -59,8 +59,15 @@ def kernel_fault(*fields) -> str | None:
     """
     kind = KernelKind(*fields)
     if kind not in FAULTS_FOUND:
+        if is_capturing(kind.device):
+            return "a CUDA graph is being captured, and no such call came before it to check the Triton kernels"
         FAULTS_FOUND[kind] = find_fault(kind)
     return FAULTS_FOUND[kind]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on the device is being recorded for a CUDA graph, when nothing can be compared."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def find_fault(kind: KernelKind) -> str | None:

@@ -122,6 +122,12 @@ def test_a_full_gpu_is_no_verdict(monkeypatch):
     assert not triton_check.FAULTS_FOUND
 
 
+def test_a_graph_is_not_captured_through_a_check(monkeypatch):
+    o = call_with(monkeypatch, "is_capturing", lambda device: True)
+    assert o.grad_fn.name() == "BlockedAttentionBackward"
+    assert not triton_check.FAULTS_FOUND, "the next call would not be checked"
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_under_compile(dynamic, causal):
