@@ -1,8 +1,12 @@
 """What people do with the kernels: decode, compile, pad, hold huge tensors, ask for them in vain. In the interpreter."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from mhla_hf.hub.bundle import write_bundle
 from mhla_hf.ops import (
     operator,
     triton_attend,
@@ -299,3 +303,34 @@ def test_odd_memory_orders_are_read_right():
     by_width = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
     for inputs in (by_head, by_width):
         assert torch.equal(mhla(*inputs, mixing.mT.contiguous().mT, **options), want)
+
+
+IN_A_BUNDLE = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+sys.modules["mhla_hf"] = None
+sys.path.insert(0, {folder!r})
+import torch
+import {module} as bundle
+assert bundle.triton is not None
+torch.manual_seed(0)
+q, k, v = (torch.rand(1, 24, 2, 6).requires_grad_() for _ in range(3))
+mixing = torch.rand(4, 4).requires_grad_()
+for causal, blocks in ((False, bundle.Blocks.grid((4, 6), (2, 2))), (True, bundle.Blocks.sequence(24, 6))):
+    grads = []
+    for impl in ("triton", "torch"):
+        o = bundle.mhla(q, k, v, mixing, impl=impl, blocks=blocks, causal=causal)
+        grads.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v, mixing))])
+    print(max(float((x - y).norm() / y.norm()) for x, y in zip(*grads)))
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="sets the interpreter itself")
+@pytest.mark.parametrize("entry", ["models.language", "models.dit_transformer"])
+def test_a_bundle_has_its_own_kernels_where_triton_is(entry, tmp_path):
+    """Without the package; where triton is absent too the tests of the hub load every bundle."""
+    module = write_bundle(entry, tmp_path).stem
+    code = IN_A_BUNDLE.format(folder=str(tmp_path), module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [float(x) < 1e-5 for x in done.stdout.split()] == [True, True]
