@@ -25,7 +25,8 @@ PERSON_FORMAT = 1
 OWN = "MHLA"
 TEACHER = "teacher"
 LINEAR = "plain linear"
-# Words in the names of tasks that ask for one fact from far back, and of tasks where the model writes.
+DEPTH = "_back_"  # in a metric's name: a part of a score, by the distance to the fact
+# Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
 RECALL = ("recall", "niah", "needle", "ruler", "passage_retrieval", "fda", "swde", "squad_completion")
 GENERATION = (
     "generation", "gsm8k", "ifeval", "humaneval", "mbpp", "triviaqa", "nq_open", "coqa", "drop", "qasper", "longbench",
@@ -171,9 +172,27 @@ def read_records(folder, what: str, weights: bool = True) -> list[Result]:
     return records
 
 
-def measures(records, words: tuple) -> bool:
-    """Whether a score with a value belongs to a task whose name holds one of `words` (`RECALL` or `GENERATION`)."""
-    return any(word in record.task for record in records if record.value is not None for word in words)
+def generates(record: Result) -> bool:
+    """Whether a score says how well the model writes; no score of recall does."""
+    return DEPTH not in record.metric and (_named(record, ("generation",)) or _named(record, GENERATION, but=RECALL))
+
+
+def recalls(record: Result) -> bool:
+    """Whether a score says how well the model finds one fact far back; `needle_generation_512` is one of writing."""
+    return DEPTH not in record.metric and _named(record, RECALL, but=("generation",))
+
+
+def _named(record: Result, words: tuple, but: tuple = ()) -> bool:
+    """Whether a task's name has one of `words` as a part of its own (with digits behind it or not), and none of `but`."""
+    name = "_".join(["", *re.split(r"[^a-z0-9]+", record.task.lower()), ""])
+    has = [any(re.search(rf"_{word}[0-9]*_", name) for word in among) for among in (words, but)]
+    return has == [True, False]
+
+
+def not_measured(records) -> list[str]:
+    """Which of "recall" and "generation" no score on a whole task tells."""
+    whole = [record for record in records if record.value is not None and record.limit is None]
+    return [name for name, tells in (("recall", recalls), ("generation", generates)) if not any(map(tells, whole))]
 
 
 def read_person(folder) -> dict:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ..scores.results import Result, Results, format_score, render_rows, render_table
 from ..scores.timing import TASK as SPEED
-from .card_facts import GENERATION, OWN, RECALL, TEACHER, CardFacts, count_layers, measures
+from .card_facts import DEPTH, OWN, TEACHER, CardFacts, count_layers, generates, not_measured, recalls
 from .plain_card import LOADING, STOCK_CLASS, hub_task
 
 PAPER = "https://arxiv.org/abs/2601.07832"
-DEPTH = "_back_"
+ABSENT = {"recall": "Recall of single facts from far back", "generation": "Generation"}
 WHAT = {
     "text-generation": "A language model",
     "image-classification": "An image classifier",
@@ -114,18 +114,10 @@ def is_score(record: Result) -> bool:
     return DEPTH not in record.metric and record.task != SPEED
 
 
-def _generates(record: Result) -> bool:
-    return measures([record], GENERATION) and DEPTH not in record.metric
-
-
-def _recalls(record: Result) -> bool:
-    return measures([record], RECALL) and not _generates(record) and DEPTH not in record.metric
-
-
 PARTS = {
-    "Quality": lambda record: is_score(record) and not (_generates(record) or _recalls(record)),
-    "Recall": _recalls,
-    "Generation": _generates,
+    "Quality": lambda record: is_score(record) and not (generates(record) or recalls(record)),
+    "Recall": recalls,
+    "Generation": generates,
 }
 
 
@@ -324,9 +316,7 @@ def limits(facts: CardFacts) -> str:
             "The past is kept as one summary per block, not token by token: exact recall of a far-back detail is the"
             " known weakness of this kind of attention."
         )
-        for name, words in (("Recall of single facts from far back", RECALL), ("Generation", GENERATION)):
-            if not measures(facts.records, words):
-                lines.append(f"{name} was not measured.")
+        lines += [f"{ABSENT[name]} was not measured." for name in not_measured(facts.records)]
     if any(record.limit is not None for record in facts.records):
         lines.append("Scores marked (limit) come from a part of their task and are not comparable with published ones.")
     if facts.speed is None:

@@ -24,7 +24,7 @@ from ..files import SHARD_SIZE
 from ..scores.loading import check_shards
 from .bundle import check_bundle
 from .card import CARD_FILE, check_card
-from .card_facts import AUTO_KINDS, GENERATION, PERSON_FILE, RECALL, measures, read_json, read_person, read_records
+from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_json, read_person, read_records
 from .clean_process import check_visit
 from .leaks import check_leaks, cut_places, local_places
 from .licences import LICENCES
@@ -358,8 +358,7 @@ def _check_measured(folder: Path, kind: str, draft: bool) -> None:
     if draft or kind != "language" or read_json(folder, "config.json").get("model_type") == "mhla":
         return
     records = read_records(folder, "folder") if (folder / PERSON_FILE).is_file() else []
-    absent = [name for name, words in (("recall", RECALL), ("generation", GENERATION)) if not measures(records, words)]
-    if absent:
+    if absent := not_measured(records):
         raise ValueError(
             f"{folder}: the card of a converted language model has no result for {' and '.join(absent)}: evaluate it and"
             " write the card again, or push it as a draft"
