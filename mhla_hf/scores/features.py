@@ -5,7 +5,6 @@ Unusual: a name is earned. Only Inception with the published weights (recognised
 """
 
 import dataclasses
-import hashlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from ..checksums import hash_file
 from ..files import file_aside
 from .loading import first_line
 
@@ -110,17 +110,8 @@ def inception(weights=None, device="cpu"):
             features, logits = network(images.to(device))
         return {"features": features, "logits": logits, "spatial": kept["spatial"][:, :7].flatten(1)}
 
-    genuine = weights is None or sha256_of(weights).startswith(INCEPTION_SHA256)
+    genuine = weights is None or hash_file(weights).startswith(INCEPTION_SHA256)
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, genuine)
-
-
-def sha256_of(path):
-    """sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with Path(path).open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def read_image(image):

@@ -15,8 +15,10 @@ import numpy
 import torch
 from PIL import Image
 
-from .features import PICTURES, extract_features, find_extractor, sha256_of
+from ..checksums import hash_file
+from .features import PICTURES, extract_features, find_extractor
 from .geneval import judge_geneval
+from .identity import hash_files, hash_thing
 from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
 from .loading import LOADING_ERRORS, choose_device, first_line
 from .machine import describe_hardware, describe_versions, now, source_commit
@@ -98,9 +100,13 @@ def judge_image_pipelines(models, asked):
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
     compared = {}
     with joined_processes() as processes:
+        extractor = None
+        if set(asked.recipe.tasks) & set(FEATURE_METRICS):
+            device = choose_device(processes.device(asked.device))
+            extractor = find_extractor(protocol.extractor, protocol.weights, device)
+        content = _content(protocol, extractor, asked.progress and processes.first)
         for subject in subjects:
-            judge = _Judge(subject, asked, protocol, processes)
-            compared[subject.name] = judge.run()
+            compared[subject.name] = _Judge(subject, asked, protocol, processes, extractor, content).run()
     return compared
 
 
@@ -222,17 +228,34 @@ def command_of(model, asked):
     return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
 
 
+def _content(protocol, extractor, progress):
+    """What of a protocol decides the scores besides model, number and seed: a dict, with hashes in place of files."""
+    content = dataclasses.asdict(dataclasses.replace(protocol, extractor=None))
+    for name in ("samples", "images", *(key for key in content if key.startswith("geneval"))):
+        content.pop(name)
+    content["extractor"] = extractor and [extractor.name, extractor.genuine, hash_thing(extractor.function)]
+    for name in ("reference", "prompts", "weights", "clip"):
+        path = Path(content[name] or "")
+        if content[name] and path.is_file():
+            content[name] = hash_file(path)
+        elif content[name] and path.is_dir():
+            files = _images(path) if name == "reference" else [file for file in path.rglob("*") if file.is_file()]
+            content[name] = hash_files(files, path, f"{name}: reading", progress)
+    return content
+
+
 class _Judge(PipelineJudge):
-    """One model, one protocol."""
+    """One model, one protocol. extractor: None where no score needs one. content: as `_content` gives it."""
+
+    def __init__(self, subject, asked, protocol, processes, extractor, content):
+        super().__init__(subject, asked, protocol, processes)
+        self.extractor = extractor
+        self.count = min(protocol.images, asked.limit or protocol.images)
+        self.hash = hash_of([VERSION, self.count, content])
 
     def run(self):
         """The scores asked for; what is known is not run again."""
-        wanted, protocol = list(self.asked.recipe.tasks), self.protocol
-        self.count = min(protocol.images, self.asked.limit or protocol.images)
-        extractor = None
-        if set(wanted) & set(FEATURE_METRICS):
-            extractor = find_extractor(protocol.extractor, protocol.weights, self.device)
-        self.extractor, self.hash = extractor, self._hash(extractor)
+        wanted, protocol, extractor = list(self.asked.recipe.tasks), self.protocol, self.extractor
         labels = {
             name: extractor.label(name) if name in FEATURE_METRICS else name for name in wanted if name != "GenEval"
         }
@@ -246,20 +269,6 @@ class _Judge(PipelineJudge):
             r for r in self.kept.of(self.subject.fingerprint) if (r.task, r.metric) in names or r.task == "geneval"
         ]
         return Results(r for r in shown if r.limit == self.asked.limit and ("GenEval" in wanted or r.task != "geneval"))
-
-    def _hash(self, extractor):
-        """Of everything that decides the scores besides model, number and seed."""
-        content = dataclasses.asdict(dataclasses.replace(self.protocol, extractor=None))
-        for name in ("samples", "images", *(key for key in content if key.startswith("geneval"))):
-            content.pop(name)
-        content["extractor"] = extractor and [extractor.name, extractor.genuine]
-        for name in ("reference", "prompts", "weights"):
-            path = Path(content[name]) if content[name] else None
-            if path is not None:
-                content[name] = (
-                    sha256_of(path) if path.is_file() else sorted((p.name, p.stat().st_size) for p in _images(path))
-                )
-        return hash_of([VERSION, content])
 
     def plan(self):
         """One `Sample` per image."""
@@ -296,18 +305,18 @@ class _Judge(PipelineJudge):
         paths = [folder / sample.name for sample in plan]
         scores = {}
         if set(missing) & set(FEATURE_METRICS):
-            scores |= self._feature_scores(missing, paths)
+            scores |= self._feature_scores(missing, paths, folder / f"features-{self.hash}")
         if "CLIP score" in missing and self.processes.first:
             scores["CLIP score"] = self._clip(plan, paths)
         if self.processes.first:
             self.keep(self.protocol.name, scores, self.hash, started)
 
-    def _feature_scores(self, missing, paths):
+    def _feature_scores(self, missing, paths, cache):
+        """Of the images at `paths`. cache: for features, in the folder of the images, so that they go with them."""
         extractor, protocol = self.extractor, self.protocol
         how = {
             "batch_size": self.asked.batch_size, "processes": self.processes, "progress": self.asked.progress,
         }  # fmt: skip
-        cache = self.folder / f"{protocol.name}-{self.count}-features-{self.hash}"
         sample = extract_features(paths, extractor, cache / "samples", what=f"{self.subject.name}: features", **how)
         reference = {}
         if set(missing) - {"IS", "CLIP score"}:

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..checksums import hash_file
 from ..files import folder_aside, write_json
-from .features import sha256_of
 from .image import PipelineJudge, read_protocol
 from .processes import joined_processes
 from .results import Results, finite
@@ -122,7 +122,7 @@ class Bench:
         self.version, path = about["version"], Path(about["prompts"])
         if not path.is_file():
             raise ValueError(f"python {self.python!r}: its vbench has no {path.name}")
-        self.prompts, self.sha256 = json.loads(path.read_text(encoding="utf-8")), sha256_of(path)
+        self.prompts, self.sha256 = json.loads(path.read_text(encoding="utf-8")), hash_file(path)
 
     def _run(self, *arguments):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

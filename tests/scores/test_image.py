@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -122,6 +123,53 @@ def test_a_stop_is_resumed_and_gives_the_same_images(pipeline, tmp_path, referen
         judge(pipeline, tmp_path / "stopped", reference, settings={"sampling.num_inference_steps": 3})
     with pytest.raises(ValueError, match="holds samples with another plan"):
         judge(pipeline, tmp_path / "stopped", reference, seed=1)
+
+
+def distance(pipeline, tmp_path, reference, **changes):
+    """The Fréchet distance of six images, kept in one file."""
+    changes["settings"] = {"images": 6, **changes.get("settings", {})}
+    (record,) = judge(pipeline, tmp_path, reference, tasks=["FID"], output=tmp_path / "dit.json", **changes)["dit"]
+    return record.value
+
+
+def test_a_seed_and_weights_have_images_and_features_of_their_own(tmp_path, reference):
+    pipeline = dit_pipeline()
+    folder = tmp_path / "samples" / "dit" / "imagenet_256-6"
+    values = [distance(pipeline, tmp_path, reference)]
+    for seed, grow in ((1, 0.0), (1, 0.3)):
+        with torch.no_grad():
+            for weight in pipeline.transformer.parameters():
+                weight += grow * torch.cos(torch.arange(weight.numel()).reshape(weight.shape))
+        with pytest.raises(ValueError, match="give another folder, or delete this one"):
+            distance(pipeline, tmp_path, reference, seed=seed)
+        shutil.rmtree(folder)
+        again = distance(pipeline, tmp_path, reference, seed=seed)
+        fresh = {"samples": str(tmp_path / f"fresh-{grow}")}
+        assert again == distance(pipeline, tmp_path, reference, seed=seed, settings=fresh, force=True)
+        values.append(again)
+    assert len(set(values)) == 3
+
+
+def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, tmp_path, reference):
+    few = distance(pipeline, tmp_path, reference)
+    many = distance(pipeline, tmp_path, reference, settings={"images": 12})
+    assert many != few and len(list((tmp_path / "samples").rglob("*.png"))) == 18
+    assert len(Results.read(tmp_path / "dit.json")) == 1
+    other = Extractor("colour judge", lambda images: 3 * colours(images)["features"])
+    assert distance(pipeline, tmp_path, reference) == few
+    assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
+
+
+def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, reference):
+    def scored(shade):
+        (tmp_path / "references").mkdir(exist_ok=True)
+        for number in range(6):
+            colour = (shade + number, shade, shade)
+            Image.new("RGB", (16, 16), colour).save(tmp_path / "references" / f"{number}.png", compress_level=0)
+        return distance(pipeline, tmp_path, (None, str(tmp_path / "references")))
+
+    first, second = scored(50), scored(180)
+    assert first != second and scored(180) == second and scored(50) == first
 
 
 def test_shares_of_several_processes_are_all_of_them():
