@@ -41,6 +41,8 @@ TRAIN = {
 SPEED = {
     "hardware": "Some CPU, 2 cores, 1 thread",
     "versions": {"torch": "2.13.0"},
+    "seed": 5,
+    "command": "mhla-hf demo --quick",
     "rows": [
         {"what": "forward", "length": 2048, "softmax_ms": 90.0, "linear_ms": 31.0, "mhla_ms": 30.0},
         {"what": "forward", "length": 512, "softmax_ms": 8.0, "linear_ms": 9.0, "mhla_ms": 10.0},

@@ -369,7 +369,8 @@ class _Demo:
         rows = measure_speed(
             {kind: model.to(device) for kind, model in models.items()}, self.lengths, progress=self.progress
         )
-        write_json(place, {"rows": rows, "hardware": describe_hardware(device), "versions": describe_versions()})
+        said = {"hardware": describe_hardware(device), "versions": describe_versions()}
+        write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "mhla-hf demo"})
 
     def share(self):
         """Step 4, its end: the model card, where a licence is known."""

@@ -86,6 +86,7 @@ def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
     kind, class_name, config = read_model(folder)
     check_person(person)
     records = read_records(folder, "folder", weights)
+    check_told(folder, records, person["compared"])
     speed = read_json(folder, "speed.json") or speed_of_records(
         {
             "softmax": person["compared"].get(TEACHER, ()),
@@ -295,8 +296,17 @@ def check_measured(where, what: str, content: dict | None) -> dict | None:
     return content
 
 
+def check_told(where, records, compared: dict) -> None:
+    """ValueError for a score that does not say on what, with which versions and seed, and by which command."""
+    for label, scores in {"its own": records, **compared}.items():
+        for score in scores:
+            if not (score.hardware and score.versions and score.command and _seed(score.seed)):
+                raise ValueError(f"{where}: {label} score of {score.task} does not say how it was measured")
+
+
 def _check_train(where, train: dict) -> None:
-    missing = [key for key in ("stages", "seconds", "seed", "hardware", "versions") if train.get(key) is None]
+    missing = [key for key in ("stages", "seconds", "hardware", "versions") if train.get(key) is None]
+    missing += [] if _seed(train.get("seed")) else ["seed"]
     missing += [] if unit_of(train) else ["tokens"]
     if missing:
         raise ValueError(f"{where} has no {missing[0]!r}: expected the record of a finished training run")
@@ -311,6 +321,8 @@ def _check_train(where, train: dict) -> None:
 def _check_speed(where, speed: dict) -> None:
     if not isinstance(speed.get("hardware"), str) or not isinstance(speed.get("versions"), dict):
         raise ValueError(f'{where} must say "hardware" (a text) and "versions" (an object)')
+    if not (_seed(speed.get("seed")) and isinstance(speed.get("command"), str) and speed["command"]):
+        raise ValueError(f'{where} must say "seed" (a number) and "command" (the shell line): measure the speed again')
     if not isinstance(speed.get("rows"), list) or not speed["rows"]:
         raise ValueError(f'{where} must have measurements in "rows", got {speed.get("rows")!r}')
     for row in speed["rows"]:
@@ -323,6 +335,11 @@ def _check_speed(where, speed: dict) -> None:
         for key in ("softmax_mib", "linear_mib", "mhla_mib"):
             if key in row and (not _number(row[key]) or row[key] <= 0):
                 raise ValueError(f"{where}: {key} of {row['what']!r} must be MiB above 0, got {row[key]!r}")
+
+
+def _seed(value) -> bool:
+    """Whether it is a seed: a whole number, or the harness's list of them as text."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, str) and bool(value.strip()))
 
 
 def _count(value) -> bool:

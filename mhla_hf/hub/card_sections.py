@@ -237,7 +237,8 @@ def speed(facts: CardFacts) -> str:
     if facts.speed is None:
         return ""
     versions = ", ".join(f"{library} {version}" for library, version in sorted(facts.speed["versions"].items()))
-    text = f"## Speed and memory\n\nMeasured on {facts.speed['hardware']}; {versions}."
+    text = f"## Speed and memory\n\nMeasured on {facts.speed['hardware']}; seed {facts.speed['seed']}; {versions};"
+    text += f" `{facts.speed['command']}`"
     for measure, (title, unit, *_) in MEASURES.items():
         rows, notes = [], []
         for what, _, measured in [entry for entry in measurements(facts) if entry[1] == measure]:

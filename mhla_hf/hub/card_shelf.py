@@ -17,7 +17,7 @@ import yaml
 from ..files import write_json, write_text
 from ..scores.results import Result
 from .card import check_front, compare_cards, render_card
-from .card_facts import PERSON_KEYS, CardFacts, check_measured, check_person, read_facts, read_person
+from .card_facts import PERSON_KEYS, CardFacts, check_measured, check_person, check_told, read_facts, read_person
 
 RESULTS = "results"
 FORMAT_VERSION = 1
@@ -89,10 +89,7 @@ def shelved_facts(root, name: str) -> CardFacts:
         speed=check_measured(path, "speed", measured["speed"]),
         **person,
     )
-    for label, records in {"its own": facts.records, **facts.compared}.items():
-        for record in records:
-            if not (record.hardware and record.versions and record.command and str(record.seed)):
-                raise ValueError(f"{path}: {label} score of {record.task} does not say how it was measured")
+    check_told(path, facts.records, facts.compared)
     return facts
 
 

@@ -91,5 +91,6 @@ def speed_of_records(columns):
                         row = rows.setdefault((what, length), {"what": what, "length": length})
                         row[f"{kind}_{unit}"] = record.value
         one = next(iter(timed["mhla"].values()))
-        return {"rows": [rows[key] for key in sorted(rows)], "hardware": one.hardware, "versions": one.versions}
+        said = {key: getattr(one, key) for key in ("hardware", "versions", "seed", "command")}
+        return {"rows": [rows[key] for key in sorted(rows)], **said}
     return None

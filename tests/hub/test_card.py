@@ -68,6 +68,7 @@ def test_settings_recipe_and_speed(card):
     assert "| match | logits | all | 300 | 8 | 512 | 614400 | 0.001 (0.003) | 83 | 1.25 → 0.0625 |" in card
     assert "In all 1843200 tokens in 250 s, seed 3" in card
     assert "topics.txt" in card and "/somewhere" not in card
+    assert "Measured on Some CPU, 2 cores, 1 thread; seed 5; torch 2.13.0; `mhla-hf demo --quick`" in card
     assert card.index("| forward | 512 | 8 | 9 | 10 | 0.80 |") < card.index("| forward | 2048 | 90 | 31 | 30 | 3.00 |")
     assert "- forward: softmax attention is faster up to 512, MHLA from 2048 on." in card
     assert "- decode: softmax attention is faster at 512, the longest length measured." in card
@@ -246,6 +247,26 @@ BAD = {
         lambda m, c: edit(m / "speed.json", lambda j: j.pop("hardware")),
         {},
         'must say "hardware"',
+    ),
+    "speed without a command": (
+        lambda m, c: edit(m / "speed.json", lambda j: j.pop("command")),
+        {},
+        'must say "seed" .* and "command"',
+    ),
+    "speed without a seed": (
+        lambda m, c: edit(m / "speed.json", lambda j: j.update(seed=None)),
+        {},
+        'must say "seed" .* and "command"',
+    ),
+    "a score without a seed": (
+        lambda m, c: edit(m / "results.json", lambda j: j["results"][0].update(seed=None)),
+        {},
+        "its own score of topics_bpb does not say how it was measured",
+    ),
+    "a teacher's score without a command": (
+        lambda m, c: edit(c["teacher"] / "results.json", lambda j: j["results"][1].update(command="")),
+        {},
+        "teacher score of topics_cloze does not say how it was measured",
     ),
     "speed without rows": (
         lambda m, c: edit(m / "speed.json", lambda j: j.update(rows=[])),

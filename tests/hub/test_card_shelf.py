@@ -26,6 +26,9 @@ def test_every_card_is_what_was_measured(name):
     text = (SHELF / f"{name}.md").read_text(encoding="utf-8")
     check_front_matter(text, name)
     facts = shelved_facts(SHELF, name)
+    timed = text[text.index("## Speed and memory") : text.index("### Time")]
+    for said in (facts.speed["hardware"], f"seed {facts.speed['seed']}", f"`{facts.speed['command']}`", "torch 2."):
+        assert said in timed
     told = text[text.index("## How the scores were measured") :]
     for record in [*facts.records, *(record for records in facts.compared.values() for record in records)]:
         for said in (
@@ -121,6 +124,10 @@ def spoil(shelf, how):
         (shelf / "toy.yaml").write_text(yaml.dump({**yaml.safe_load((shelf / "toy.yaml").read_text()), "acc": 0.9}))
     elif how == "no hardware":
         content["results"][0]["hardware"] = ""
+    elif how == "null seed":
+        content["results"][0]["seed"] = None
+    elif how == "no speed command":
+        content["speed"].pop("command")
     elif how == "no command":
         content["compared"]["teacher"][0]["command"] = ""
     elif how == "no seed":
@@ -129,7 +136,7 @@ def spoil(shelf, how):
         content["format_version"] = 0
     elif how == "no card":
         (shelf / "toy.md").unlink()
-    if how in ("no hardware", "no command", "no seed", "old format"):
+    if how in ("no hardware", "null seed", "no speed command", "no command", "no seed", "old format"):
         path.write_text(json.dumps(content))
 
 
@@ -141,6 +148,8 @@ def spoil(shelf, how):
         ("an orphan", "never_run.yaml has no"),
         ("person with numbers", "must have exactly name, base_model"),
         ("no hardware", "its own score of topics_bpb does not say how it was measured"),
+        ("null seed", "its own score of topics_bpb does not say how it was measured"),
+        ("no speed command", 'must say "seed" .* and "command"'),
         ("no command", "teacher score of topics_bpb does not say"),
         ("no seed", "has no 'seed'"),
         ("old format", "must have format_version 1"),
