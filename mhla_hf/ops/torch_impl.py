@@ -79,8 +79,16 @@ class BlockedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        with torch.no_grad():
+            grads = BlockedAttention.gradients(ctx, grad)
+        if torch.is_grad_enabled():  # create_graph=True: without this they would pass for constants
+            grads = [None if x is None else DifferentiableOnce.apply(x, grad, *ctx.saved_tensors[:6]) for x in grads]
+        return *grads, None
+
+    @staticmethod
+    def gradients(ctx, grad):
+        """Gradients of q, k, v, mixing, q_den and k_den, None where there is no such input."""
         q, k, v, mixing, q_den, k_den, o, den = ctx.saved_tensors
         work = HeadWork(q, k, v, ctx.form)
         with torch.autocast(q.device.type, enabled=False):
@@ -110,7 +118,19 @@ class BlockedAttention(torch.autograd.Function):
             if work.normalize:
                 grads[3] = without_row_scale(grads[3], mixing, work.causal)
         inputs = (q, k, v, mixing, q_den, k_den)
-        return *(None if x is None else dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)), None
+        return [None if x is None else dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)]
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """The first argument, a gradient that depends on the others; its own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, x, *sources):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("mhla is differentiable once; got a second derivative, expected impl='reference' for that.")
 
 
 class HeadWork:

@@ -31,6 +31,7 @@ EXCEPTIONS = {
     (8, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
     (10, "attend_own", 64, False, "bf16"): {"BT": 64, "BY": 32, "num_warps": 4, "num_stages": 2},
     (9, "summaries", 32, False, "fp32"): {"BT": 16},
+    (9, "quadratic", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 4, "num_stages": 1},
     (9, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
     (9, "attend_own", 128, True, "fp16"): {"BT": 32, "BY": 32, "num_warps": 8, "num_stages": 1},
     (9, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 16, "num_warps": 8, "num_stages": 1},
