@@ -27,6 +27,10 @@ from .plain_card import TASKS, hub_task
 
 CARD_FILE = "README.md"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
+# a percentage, or a number with a decimal point that is no part of a name such as Llama-3.2
+CLAIM = re.compile(
+    r"(?<![\w.,/])(?<!\w-)(?:\d+(?:[.,]\d+)*\s?(?:%|per ?cent)|\d+\.\d+(?:\.\d+)*(?![\w.]*\w))", re.IGNORECASE
+)
 CITATION = """\
 @article{zhang2026mhla,
   title  = {MHLA: Restoring Expressivity of Linear Attention via Token-Level Multi-Head},
@@ -63,7 +67,8 @@ def write_card(
         license, license_name, license_link: taken from the base's card (README.md in the teacher's folder, else the
             Hub's); given here only when that states none. Never guessed.
         datasets, language: Hub ids of training sets, ISO language codes.
-        about: a sentence or more below the title. limits: sentences to add to the limits.
+        about: a sentence or more below the title. limits: sentences to add to the limits. Neither may name a percentage or
+            a decimal number that the card does not show elsewhere.
 
     Returns:
         Path of README.md.
@@ -115,7 +120,11 @@ def check_card(folder, weights: bool = True) -> None:
 
 
 def render_card(facts: CardFacts) -> str:
-    """README.md for `facts`: YAML front matter, then the sections in the order in which a reader asks."""
+    """README.md for `facts`: YAML front matter, then the sections in the order in which a reader asks.
+
+    ValueError for a percentage or a decimal number in `about` or `limits` that nothing else on the card shows.
+    """
+    check_claims(facts)
     parts = [
         f"---\n{card_data(facts).to_yaml()}\n---",
         f"# {facts.name.split('/')[-1]}",
@@ -132,6 +141,25 @@ def render_card(facts: CardFacts) -> str:
         f"## Citation\n\n```bibtex\n{CITATION}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def check_claims(facts: CardFacts) -> None:
+    """What a person wrote claims no number that was not measured: percentages and decimals stand elsewhere on the card."""
+    claims = [claim for text in (facts.about, *facts.limits) for claim in CLAIM.findall(text)]
+    if not claims:
+        return
+    shown = render_card(dataclasses.replace(facts, about="", limits=[]))
+    known = {_plain(claim) for claim in CLAIM.findall(shown)} | {_plain(number) for number in NUMBER.findall(shown)}
+    for claim in claims:
+        if _plain(claim) not in known:
+            raise ValueError(
+                f"about and limits: {claim!r} is no number of this model's files: write it as the card does, or leave it out"
+            )
+
+
+def _plain(number: str) -> str:
+    """A number without what may differ in writing: "12 percent" is "12%"."""
+    return re.sub(r"per ?cent", "%", number.lower()).replace(" ", "").replace("\u00a0", "")
 
 
 def card_data(facts: CardFacts) -> ModelCardData:

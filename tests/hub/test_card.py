@@ -97,6 +97,13 @@ def test_each_number_says_how_it_was_measured(card):
         assert text in measured
 
 
+def test_a_person_may_repeat_what_was_measured_and_count(folders):
+    about = "Made of Llama-3.2 with torch 2.13.0 in 2 steps; bits per byte are 1.9251, +1.31 percent, see 2601.07832."
+    write_card(folders[0], name="toy", compared=folders[1], about=about, limits=["It knows 1 book of 64 pages."])
+    assert about in (folders[0] / "README.md").read_text()
+    check_card(folders[0])
+
+
 def test_published_base_is_named_as_finetune(folders):
     mine, compared = folders
     data = ModelCard.load(write_card(mine, name="toy", base_model="somebody/base", compared=compared)).data
@@ -232,6 +239,14 @@ BAD = {
     "base is no id": (lambda m, c: None, {"base_model": "a/b/c"}, "base_model must be a Hub id"),
     "base is a path": (lambda m, c: None, {"base_model": "tests"}, "base_model 'tests' is a local path"),
     "limits is a text": (lambda m, c: None, {"limits": [""]}, "limits must be a list of texts"),
+    "an unproven number": (
+        lambda m, c: None,
+        {"about": "Scores 99.9 on MMLU."},
+        "about and limits: '99.9' is no number of this model's files",
+    ),
+    "an unproven change": (lambda m, c: None, {"about": "Change: -17.67 %, no more."}, "'17.67 %' is no number"),
+    "an unproven percentage": (lambda m, c: None, {"limits": ["Right in 64 % of cases."]}, "'64 %' is no number"),
+    "an unproven percentage in words": (lambda m, c: None, {"limits": ["64 percent are right."]}, "'64 percent' is no"),
     "about is no text": (lambda m, c: None, {"about": 3}, "about must be a text, got 3"),
     "train without seed": (
         lambda m, c: edit(m / "train.json", lambda j: j.pop("seed")),

@@ -98,6 +98,9 @@ def test_the_recovery_card_shows_recall_by_depth_generation_memory_and_what_it_c
 
 def test_what_a_person_writes_is_rendered_and_what_was_measured_is_proven(shelf):
     person = yaml.safe_load((shelf / "toy.yaml").read_text())
+    (shelf / "toy.yaml").write_text(yaml.dump({**person, "limits": ["MMLU 88.8"]}))
+    with pytest.raises(ValueError, match=r"about and limits: '88\.8' is no number of this model's files"):
+        render(shelf, "toy")
     (shelf / "toy.yaml").write_text(yaml.dump({**person, "limits": ["It is a toy."]}))
     with pytest.raises(ValueError, match="It is a toy"):
         check(shelf, "toy")
