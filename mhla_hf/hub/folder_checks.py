@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import pickletools
 import re
 from collections import Counter
 from pathlib import Path
@@ -33,7 +34,28 @@ logger = logging.getLogger("mhla_hf")
 LARGEST = 5 * 10**9  # bytes of one file: SHARD_SIZE as a number
 LEFT_OUT = ("__pycache__", "runs")  # caches and TensorBoard's event files
 TEXTS = (".json", ".jsonl", ".txt", ".md", ".py", ".yaml", ".yml", ".jinja", ".csv", ".svg")
-BINARIES = (".model", ".spm", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".mp4", ".webm")
+_JPEG, _SENTENCEPIECE = rb"\xff\xd8\xff", rb"\n|[^\0\x80-\xff]+\Z"  # the second: its first field, or a list of words
+# suffix -> how such a file begins (16 bytes)
+BINARIES = {
+    ".model": _SENTENCEPIECE,
+    ".spm": _SENTENCEPIECE,
+    ".png": rb"\x89PNG\r\n\x1a\n",
+    ".jpg": _JPEG,
+    ".jpeg": _JPEG,
+    ".gif": rb"GIF8",
+    ".webp": rb"RIFF....WEBP",
+    ".mp4": rb"....ftyp",
+    ".webm": rb"\x1a\x45\xdf\xa3",
+}
+BUILDS = {
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "INST",
+    "REDUCE",
+    "PUT",
+    "BINPUT",
+    "MEMOIZE",
+}  # what any pickle of more than a word does
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack", ".onnx")
 RECORDS = ("train.json", "results.json", "speed.json", PERSON_FILE)  # what mhla_hf wrote, where a folder may be named
 WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
@@ -143,15 +165,30 @@ def _check_kind_of_file(file: Path) -> None:
     suffix = file.suffix.lower()
     if suffix in PICKLED:
         raise ValueError(f"{file}: weights are shared as safetensors only, nothing that may be pickled; take it out")
-    if suffix != ".safetensors" and suffix not in TEXTS + BINARIES and file.name not in WITHOUT_SUFFIX:
+    if suffix != ".safetensors" and suffix not in (*TEXTS, *BINARIES) and file.name not in WITHOUT_SUFFIX:
         raise ValueError(f"{file} is not a kind of file that a model needs ({suffix or 'no suffix'}): take it out")
     with file.open("rb") as stream:
-        start = stream.read(4)
-    if suffix not in (".safetensors", *BINARIES) and (start[:2] == b"PK" or b"\0" in start or start[:1] == b"\x80"):
+        start = stream.read(16)
+    if suffix in BINARIES and not re.match(BINARIES[suffix], start, flags=re.DOTALL):
+        raise ValueError(f"{file} does not begin as a {suffix} file does: nothing pickled or packed is shared")
+    text = suffix not in (".safetensors", *BINARIES)
+    if text and (start[:2] == b"PK" or b"\0" in start[:4] or start[:1] == b"\x80"):
         raise ValueError(f"{file} is no text although it is called so: nothing pickled or packed is shared")
+    if suffix != ".safetensors" and _is_pickle(file):
+        raise ValueError(f"{file} is a pickle although it is called otherwise: nothing pickled is shared")
     size = file.stat().st_size
     if size > LARGEST:
         raise ValueError(f"{file} has {size / 1e9:.1f} GB, expected files of up to 5 GB: {RESAVE}")
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether reading the file as a pickle comes to an end and builds something; the oldest protocol is plain text."""
+    try:
+        with file.open("rb") as stream:
+            found = {opcode.name for opcode, _, _ in pickletools.genops(stream)}
+    except ValueError:  # nearly always at the first byte
+        return False
+    return bool(found & BUILDS)
 
 
 def _without_origin(files: dict[str, Path]) -> dict[str, bytes]:

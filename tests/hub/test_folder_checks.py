@@ -109,6 +109,13 @@ def disguised(folder):
     (folder / "notes.txt").write_bytes(pickle.dumps({"a": 1}))
 
 
+def as_bytes(file, data):
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+RUNS_CODE = {2: b"\x80\x02cposix\nsystem\nq\x00X\x02\x00\x00\x00idq\x01\x85Rq\x02.", 0: b"cposix\nsystem\n(S'id'\ntR."}
+
+
 def zipped(folder):
     torch.save({"a": torch.zeros(2)}, folder / "vocab.txt")
 
@@ -124,6 +131,12 @@ BROKEN = {
     "pickled optimiser": (put("optimizer.pt", "x"), r"optimizer\.pt: weights are shared as safetensors only"),
     "pickle in disguise": (disguised, r"notes\.txt is no text although it is called so"),
     "archive in disguise": (zipped, r"vocab\.txt is no text although it is called so"),
+    "a pickle called picture": (as_bytes("a.png", RUNS_CODE[2]), r"a\.png does not begin as a \.png file does"),
+    "a pickle called video": (as_bytes("a.mp4", RUNS_CODE[2]), r"a\.mp4 does not begin as a \.mp4 file does"),
+    "a pickle called tokenizer": (as_bytes("tokenizer.model", RUNS_CODE[2]), r"tokenizer\.model does not begin as a"),
+    "an old pickle called tokenizer": (as_bytes("tokenizer.model", RUNS_CODE[0]), r"tokenizer\.model is a pickle although"),
+    "an old pickle called text": (as_bytes("a.txt", RUNS_CODE[0]), r"a\.txt is a pickle although it is called otherwise"),
+    "old pickled data": (as_bytes("a.md", pickle.dumps({"a": 1}, protocol=0)), r"a\.md is a pickle although"),
     "no weights": (drop("model.safetensors"), r"holds no \.safetensors file"),
     "not a number": (spoil("model.norm.weight", float("nan")), r"'model\.norm\.weight' holds NaN or infinity"),
     "infinite": (spoil("model.embed_tokens.weight", float("inf")), r"'model\.embed_tokens\.weight' holds NaN or"),
@@ -192,13 +205,23 @@ def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder):
     (folder / ".env").write_text(TOKEN)
     (folder / "SHA256SUMS").write_text("old")
     (folder / "LICENSE").write_text("text")
-    (folder / "plot.png").write_bytes(b"\x89PNG\0")
+    binaries = {"plot.png": b"\x89PNG\r\n\x1a\n\0\0", "photo.jpg": b"\xff\xd8\xff\xe0", "moving.gif": b"GIF89a"}
+    binaries |= {
+        "small.webp": b"RIFF\0\1\2\3WEBPVP8",
+        "film.mp4": b"\0\0\0\x20ftypisom",
+        "film.webm": b"\x1a\x45\xdf\xa3\1",
+    }
+    binaries |= {"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2", "tiktoken.model": b"IQ== 0\nIg== 1\n"}
+    for name, data in binaries.items():
+        (folder / name).write_bytes(data)
+    score(folder)
+    write_card(folder, name="tester/mhla", license="apache-2.0")
     (folder / "link.md").symlink_to(folder / "README.md")
     checked = check_folder(folder, repo_id="tester/mhla")
     assert checked.kind == "language" and checked.card == (folder / "README.md").read_text()
     assert set(checked.files) == {
         "README.md", "card.json", "config.json", "generation_config.json", "model.safetensors", "modeling_mhla.py",
-        "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "plot.png", "link.md",
+        "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "link.md", *binaries,
     }  # fmt: skip
 
 
