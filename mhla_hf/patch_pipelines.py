@@ -62,7 +62,8 @@ def convert_transformers(transformers: list, settings: MHLASettings | None, laye
 
 def check_at_rest(transformer) -> None:
     """One sentence if hooks or offloading would not know of the new modules."""
-    if any(hasattr(module, "_diffusers_hook") for module in transformer.modules()):
+    registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
+    if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
         raise ValueError(
             "model: has hooks of diffusers (a cache, casting or offloading), expected none yet; convert first."
         )

@@ -3,6 +3,7 @@
 A setting that cannot be right is refused where it is made, whether by a person or by a loaded file.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from ..ops.operator import IMPLEMENTATIONS
@@ -40,7 +41,7 @@ class MHLASettings:
             F.2), starting at zero; 0 for none. Grids only.
         rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
             paper's order; the denominator, if any, then uses the un-rotated ones).
-        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list of layer indices.
+        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list (tuple, range) of layer indices.
         impl: which implementation of the operator: "auto", "reference", "torch" or "triton".
     """
 
@@ -141,7 +142,7 @@ def _checked_layout(layout) -> list[int]:
 
 
 def _checked_layer_indices(layers) -> list[int]:
-    if not isinstance(layers, (list, tuple)) or not layers:
+    if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)) or not layers:
         raise ValueError(f'layers: got {layers!r}, expected "all", "2/3" or a list of layer indices.')
     for index in layers:
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
