@@ -1,9 +1,9 @@
 """MHLA in the transformers of diffusers: the processor that owns the new modules, and what every family's class shares.
 
 Unusual: no attention of diffusers is told the grid of its tokens. The model's `forward` writes it to a `GridState` that the
-processors read, and restores it afterwards; gradient checkpointing, which runs a block again when the state holds another
-call's grid, binds the grid to the call. The family files hold little more than a name and defaults: constructor and forward
-are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
+processors read, one for each thread, and restores it afterwards; gradient checkpointing, which runs a block again when the
+state holds another call's grid, binds the grid to the call. The family files hold little more than a name and defaults:
+constructor and forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
 """
 
 import functools
@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.utils import is_accelerate_available
 from torch import nn
 
+from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA
 from ..nn.settings import MHLASettings
 from .saving import check_loaded_weights, source_name, write_source
@@ -29,11 +31,14 @@ MISFIT = re.compile(r"(\S+\.mhla\.\S+) expected shape torch\.Size\((.+?)\), but 
 IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 
 
-class GridState:
-    """The grid of the forward pass that is running; one object for a model and all of its processors."""
+class GridState(threading.local):
+    """The grid of the forward pass that this thread is running; one object for a model and all of its processors."""
 
-    def __init__(self):
+    def __init__(self):  # once in every thread
         self.grid = None
+
+    def __reduce__(self):
+        return GridState, ()  # a copy, or a pickle, runs nothing
 
     def run(self, grid, function, *args, **kwargs):
         """`function(*args, **kwargs)` with this grid; the one before is back when it ends, however it ends."""
@@ -98,7 +103,8 @@ class MHLAAttnProcessor(nn.Module):
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:
             raise ValueError(
-                "grid: got none, expected a call of the whole transformer, which tells its layers the grid."
+                "grid: got none, expected a call of the whole transformer, which tells its layers the grid; to run blocks "
+                "again in the backward pass, use its enable_gradient_checkpointing."
             )
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
@@ -180,6 +186,8 @@ class MHLATransformerMixin:
             cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
         if "forward" not in own:
             cls.forward = forward_on_grid(base)
+        if hasattr(base, "set_attn_processor"):
+            cls.set_attn_processor = processors_kept(base)
         if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
         name = source_name(cls.source_entry).removesuffix(".py")
@@ -237,9 +245,21 @@ class MHLATransformerMixin:
         """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
         if os.path.isfile(save_directory):
             raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
+        self.check_processors()
         if is_main_process:
             write_source(self.source_entry, save_directory, source_name(self.source_entry))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def check_processors(self) -> None:
+        """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
+        attentions = self_attentions(self)
+        for index in self.config.mhla["layers"]:
+            found = attentions[index].processor
+            if not isinstance(found, MHLAAttnProcessor):
+                raise ValueError(
+                    f"model: got {type(found).__name__} in layer {index}, expected its MHLAAttnProcessor, whose weights are "
+                    "lost; load or convert the model again."
+                )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
@@ -292,11 +312,33 @@ def forward_on_grid(base: type):
 
     @functools.wraps(base.forward)
     def forward(self, hidden_states, *args, **kwargs):
+        self.check_processors()
         return self.mhla_state.run(
             self.token_grid(hidden_states), base.forward, self, hidden_states, *args, **kwargs
         )  # fmt: skip
 
     return forward
+
+
+def processors_kept(base: type):
+    """The `set_attn_processor` of `base`, which leaves MHLA layers the processors that hold their weights."""
+
+    @functools.wraps(base.set_attn_processor)
+    def set_attn_processor(self, processor):
+        own = {name: found for name, found in self.attn_processors.items() if isinstance(found, MHLAAttnProcessor)}
+        if isinstance(processor, dict):
+            taken = next((name for name, found in own.items() if processor.get(name, found) is not found), None)
+            if taken is not None:
+                raise ValueError(
+                    f"processor: got {type(processor[taken]).__name__} for {taken}, expected the MHLAAttnProcessor that is "
+                    "there, which holds the layer's weights."
+                )
+        else:
+            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
+            processor = {**dict.fromkeys(self.attn_processors, processor), **own}
+        base.set_attn_processor(self, processor)
+
+    return set_attn_processor
 
 
 def self_attentions(model: nn.Module) -> list[nn.Module]:

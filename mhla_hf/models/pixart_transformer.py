@@ -11,14 +11,12 @@ class MHLAPixArtTransformer2DModel(MHLATransformerMixin, PixArtTransformer2DMode
     source_entry = "models.pixart_transformer"
     _repeated_blocks = ["BasicTransformerBlock"]
 
-    def fuse_qkv_projections(self) -> None:
-        """As the base, which puts one softmax processor into every layer, except that MHLA layers keep theirs."""
-        own = {name: found for name, found in self.attn_processors.items() if isinstance(found, MHLAAttnProcessor)}
-        super().fuse_qkv_projections()
-        self.set_attn_processor({**self.attn_processors, **own})
-
     def unfuse_qkv_projections(self) -> None:
-        """As the base; MHLA layers read from the attention whether it is fused."""
+        """As the base, which brings back the processors it found when it fused, perhaps before the conversion; MHLA layers
+        keep theirs, and read from the attention whether it is fused."""
+        if self.original_attn_processors is not None:
+            own = {name: found for name, found in self.attn_processors.items() if isinstance(found, MHLAAttnProcessor)}
+            self.original_attn_processors = {**self.original_attn_processors, **own}
         super().unfuse_qkv_projections()
         for attn in self_attentions(self):
             attn.fused_projections = False

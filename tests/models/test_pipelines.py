@@ -94,7 +94,7 @@ def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
 
 
 def test_layers_as_all_or_listed_or_two_thirds():
-    for layers, expected in (("all", [0, 1, 2]), ("2/3", [1, 2]), ([2], [2]), ((0, 2), [0, 2])):
+    for layers, expected in (("all", [0, 1, 2]), ("2/3", [1, 2]), ([2], [2]), ((0, 2), [0, 2]), (range(1, 3), [1, 2])):
         model = mhla_hf.convert(tiny_transformer("wan"), layers=layers)
         assert [hasattr(block.attn1.processor, "mhla") for block in model.blocks] == [i in expected for i in range(3)]
 

@@ -2,7 +2,10 @@
 copy, cache."""
 
 import copy
+import itertools
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import pytest
@@ -15,6 +18,7 @@ from diffusers import (
     WanPipeline,
 )
 from diffusers.hooks import apply_group_offloading
+from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -22,6 +26,7 @@ from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_trans
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
+from mhla_hf.models.diffusion import MHLAAttnProcessor
 
 FAMILIES = ["wan", "sana", "sana-video", "dit", "pixart"]
 GRIDS = {"wan": [(3, 8, 10), (1, 6, 10)], "sana": [(16, 16), (10, 12), (8, 20)]}
@@ -56,8 +61,9 @@ def test_compiles_as_one_graph_on_several_grids(family, whole):
     check_compiled(family, whole)
 
 
-def test_blocks_compile_as_one_graph_for_two_grids():
-    check_compiled("wan", whole=False)
+@pytest.mark.parametrize(("family", "whole"), [("wan", False), ("sana", False), ("dit", True)])
+def test_one_graph_for_two_grids(family, whole):
+    check_compiled(family, whole)
 
 
 def check_compiled(family, whole):
@@ -149,6 +155,56 @@ def test_fused_projections(family):
     assert relative(run(model, family), before) > 1e-3
 
 
+def mhla_layers(model):
+    """The layers whose processor is MHLA."""
+    blocks = getattr(model, "transformer_blocks", None)
+    attentions = [block.attn1 for block in (model.blocks if blocks is None else blocks)]
+    return [i for i, attn in enumerate(attentions) if isinstance(attn.processor, MHLAAttnProcessor)]
+
+
+@pytest.mark.parametrize("family", ["wan", "pixart"])
+def test_fused_before_the_conversion_and_separate_after_it(family, tmp_path):
+    model, plain = tiny_transformer(family), mhla_hf.convert(tiny_transformer(family))
+    model.fuse_qkv_projections()
+    mhla_hf.convert(model)
+    fused = run(model, family)
+    model.unfuse_qkv_projections()
+    assert mhla_layers(model) == model.config.mhla["layers"]
+    assert relative(fused, run(plain, family)) <= 1e-6 and relative(run(model, family), fused) <= 1e-6
+    model.save_pretrained(tmp_path)
+    assert relative(run(type(model).from_pretrained(tmp_path), family), fused) <= 1e-6
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
+    model = converted(family, layers=[1])
+    before = run(model, family)
+    softmax = AttnProcessor2_0()
+    if hasattr(model, "set_attn_processor"):
+        name = next(name for name, found in model.attn_processors.items() if isinstance(found, MHLAAttnProcessor))
+        with pytest.raises(ValueError, match=f"processor: got AttnProcessor2_0 for {name}, expected"):
+            model.set_attn_processor({**model.attn_processors, name: softmax})
+        model.set_attn_processor(dict(model.attn_processors))
+        assert torch.equal(run(model, family), before) and "keep" not in caplog.text
+        model.set_attn_processor(softmax)
+        others = [found for found in model.attn_processors.values() if not isinstance(found, MHLAAttnProcessor)]
+        assert all(found is softmax for found in others) and "1 MHLA layers keep their own" in caplog.text
+    if hasattr(model, "set_default_attn_processor"):
+        model.set_default_attn_processor()
+        assert relative(run(model, family), before) <= 1e-6
+    assert mhla_layers(model) == [1]
+
+
+@pytest.mark.parametrize("family", ["sana", "dit"])
+def test_a_processor_put_in_by_hand_is_noticed(family, tmp_path):
+    model = converted(family)
+    model.transformer_blocks[1].attn1.set_processor(AttnProcessor2_0())
+    for use in (lambda: run(model, family), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match="model: got AttnProcessor2_0 in layer 1, expected its MHLAAttnProcessor"):
+            use()
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layerwise_casting_leaves_the_mixing_alone(family):
     model = converted(family)
@@ -219,6 +275,14 @@ def test_conversion_of_a_model_with_hooks():
     assert torch.equal(run(model), run(plain))
 
 
+def test_conversion_after_a_cache_is_disabled():
+    model = tiny_transformer("wan")
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    model.disable_cache()
+    mhla_hf.convert(model)
+    assert torch.equal(run(model), run(mhla_hf.convert(tiny_transformer("wan"))))
+
+
 def test_copies_have_a_grid_of_their_own():
     model = converted()
     model.enable_gradient_checkpointing()
@@ -232,6 +296,34 @@ def test_copies_have_a_grid_of_their_own():
     model.disable_gradient_checkpointing()
     fresh = converted()
     assert torch.equal(run(pickle.loads(pickle.dumps(fresh))), run(fresh))
+
+
+def test_threads_share_a_model_with_grids_of_their_own():
+    """As many tokens in both sizes: another thread's grid would not raise, the picture would only be wrong."""
+    model = converted(layers="all", layout=[1, 4, 2])
+    sizes = [(1, 8, 16), (1, 16, 8)]
+    alone = {size: run(model, size=size) for size in sizes}
+    meet = threading.Barrier(2)
+
+    def request(size):
+        meet.wait()
+        return [relative(run(model, size=size), alone[size]) for _ in range(30)]
+
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [*itertools.chain(*pool.map(request, sizes))]
+    assert max(wrong) <= 1e-6 and model.mhla_state.grid is None
+
+
+def test_a_backward_pass_in_another_thread_has_the_grid_of_its_call():
+    gradients = []
+    for elsewhere in (False, True):
+        model = converted(layout=[1, 4, 2])
+        model.enable_gradient_checkpointing()
+        loss = sum(model(**inputs("wan", size)).sample.square().mean() for size in ((1, 8, 16), (1, 16, 8)))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result() if elsewhere else loss.backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    assert all(torch.equal(value, gradients[1][name]) for name, value in gradients[0].items())
 
 
 @pytest.mark.filterwarnings(
