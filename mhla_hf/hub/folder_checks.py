@@ -27,12 +27,15 @@ from .bundle import check_bundle
 from .card import CARD_FILE, check_card
 from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_json, read_person, read_records
 from .clean_process import check_visit
-from .leaks import check_leaks, cut_places, local_places
+from .leaks import check_leaks, check_name, cut_places, local_places
 from .licences import LICENCES
 
 logger = logging.getLogger("mhla_hf")
 LARGEST = 5 * 10**9  # bytes of one file: SHARD_SIZE as a number
 LEFT_OUT = ("__pycache__", "runs")  # caches and TensorBoard's event files
+TRAINING_STATE = re.compile(
+    r"checkpoint-\d+"
+)  # as transformers' Trainer calls them, whose own push leaves them out too
 TEXTS = (".json", ".jsonl", ".txt", ".md", ".py", ".yaml", ".yml", ".jinja", ".csv", ".svg")
 _JPEG, _SENTENCEPIECE = rb"\xff\xd8\xff", rb"\n|[^\0\x80-\xff]+\Z"  # the second: its first field, or a list of words
 # suffix -> how such a file begins (16 bytes)
@@ -137,16 +140,19 @@ def check_folder(folder, *, repo_id: str | None = None, card: str | None = None,
 def list_files(folder) -> dict[str, Path]:
     """path in the repository -> file: all that is shared of `folder`.
 
-    Hidden files, caches, TensorBoard's event files and an old SHA256SUMS are left out.
+    Hidden files, caches, TensorBoard's event files, the Trainer's checkpoint-<step> and an old SHA256SUMS are left out.
 
     Raises:
-        ValueError: a link out of the folder, a pickled or unknown kind of file, no weights.
+        ValueError: a name with a secret in it, a link out of the folder, a pickled or unknown kind of file, no weights.
     """
     folder, found = Path(folder), {}
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in LEFT_OUT)
+        if states := sorted(name for name in folders if TRAINING_STATE.fullmatch(name)):
+            logger.info("push: %s in %s stays here: states of a training run are not shared", ", ".join(states), place)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in (*LEFT_OUT, *states))
         for name in [*folders, *names]:
             entry = Path(place, name)
+            check_name(name)
             if entry.is_symlink() and not entry.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"{entry} is a link out of the folder: put the file itself there")
             if entry.is_symlink() and entry.is_dir():

@@ -12,14 +12,21 @@ from pathlib import Path
 from huggingface_hub import get_token
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model")
+_KEYS = "api_?key|secret_?key|access_?key|access_?token|auth_?token|client_?secret"
+_GIVEN = r"""(?i:(?<!\w)(?:\w*_)?(?:%s))["']?\s*[:=]\s*["']?"""  # such as HF_API_KEY=, "apikey": or db_password =
+_SIGNS = r"[\w!#$%&*+=?@^~-]"
 SECRETS = {
-    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}",
     "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|(?i:aws_secret_access_key)\W{1,4}[A-Za-z0-9/+]{40}",
     "a private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
     "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{40,}",
     "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{20}",
     "an API key": r"\bsk-(?:[a-z]+-)*[A-Za-z0-9_-]{32,}|\bAIza[A-Za-z0-9_-]{35}|(?i:wandb_api_key)\W{1,4}[0-9a-f]{40}",
     "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{20,}",
+    "a token of a package index": r"\bpypi-[A-Za-z0-9_-]{40,}|\bnpm_[A-Za-z0-9]{36}",
+    "a web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    "a key or token": _GIVEN % _KEYS + r"(?=[\w+/=-]*[0-9])[\w+/=-]{16,}",
+    "a password": _GIVEN % "passw(?:or)?d" + rf"(?={_SIGNS}*[0-9])(?={_SIGNS}*[A-Za-z]){_SIGNS}{{6,}}",
     "a password in a URL": r"\b[a-z][a-z0-9+]*://[^\s/:@\"']+:[^\s/@\"']+@[\w.-]+",
 }
 _SECRETS = {what: re.compile(pattern) for what, pattern in SECRETS.items()}
@@ -43,13 +50,9 @@ def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
         ValueError: names the file, the line and the kind of secret or the path.
     """
     text = data.decode("utf-8", errors="replace")
-    token = get_token()
-    if token and token in text:
-        raise ValueError(f"{path}:{_line(text, text.index(token))} holds your own Hugging Face token: take it out")
-    for what, pattern in _SECRETS.items():
-        if found := pattern.search(text):
-            start = f"{found[0][:6]}..."
-            raise ValueError(f"{path}:{_line(text, found.start())} holds what looks like {what} ({start}): take it out")
+    if secret := _find_secret(text):
+        what, position = secret
+        raise ValueError(f"{path}:{_line(text, position)} holds {what}: take it out")
     if Path(path).name in VOCABULARIES:
         return
     found = next((match for pattern in _patterns(here) if (match := pattern.search(text))), None)
@@ -57,6 +60,23 @@ def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
         raise ValueError(
             f"{path}:{_line(text, found.start())} names the local path {found[0]!r}: write a relative path or a Hub id"
         )
+
+
+def check_name(name: str) -> None:
+    """Refuse the name of a file or folder that is itself a secret; ValueError, which does not repeat it."""
+    if secret := _find_secret(name):
+        raise ValueError(f"the name of a file or folder ({name[:4]}...) holds {secret[0]}: rename it")
+
+
+def _find_secret(text: str) -> tuple[str, int] | None:
+    """(what was found, without most of it; where) for the first secret in a text."""
+    token = get_token()
+    if token and token in text:
+        return "your own Hugging Face token", text.index(token)
+    for what, pattern in _SECRETS.items():
+        if found := pattern.search(text):
+            return f"what looks like {what} ({found[0][:6]}...)", found.start()
+    return None
 
 
 def cut_places(text: str, here: tuple[str, ...] = ()) -> str:

@@ -166,6 +166,7 @@ BROKEN = {
     # text
     "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md.*holds what looks like a Hugging Face token|shows"),
     "a token in a record": (lambda f: edit(f, "generation_config.json", hint=TOKEN), r"Face token \(hf_aB3\.\.\.\): take"),
+    "a token in a name": (put(f"{TOKEN}.txt", "x"), r"the name of a file or folder \(hf_a\.\.\.\) holds what looks like"),
     "a private key": (put("notes.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"notes\.txt:1 .*a private key"),
     "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json:1 holds what looks like"),
     "a home folder": (put("notes.txt", "a\nsee /home/anna/data.txt\n"), r"notes\.txt:2 names the local path '/home/anna"),
@@ -198,8 +199,9 @@ def test_one_sentence_says_what_is_wrong(folder, case):
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
 
 
-def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder):
-    for place in (".git", ".cache", "__pycache__", "runs"):
+def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder, caplog):
+    caplog.set_level("INFO", "mhla_hf")
+    for place in (".git", ".cache", "__pycache__", "runs", "checkpoint-10"):
         (folder / place).mkdir()
         (folder / place / "thing.bin").write_bytes(b"\x80")
     (folder / ".env").write_text(TOKEN)
@@ -223,6 +225,7 @@ def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder):
         "README.md", "card.json", "config.json", "generation_config.json", "model.safetensors", "modeling_mhla.py",
         "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "link.md", *binaries,
     }  # fmt: skip
+    assert f"push: checkpoint-10 in {folder} stays here: states of a training run are not shared" in caplog.text
 
 
 def test_records_are_shared_without_the_folders_of_this_computer(tmp_path, monkeypatch):
@@ -360,6 +363,8 @@ HARMLESS = (
     "see https://example.org/home/anna/data and http://a.b/tmp/x",
     "/usr/bin/python, a/tmp/b, out/home/x, 1/2, and/or, ~5 %, /",
     "the token hf_transfer and the module sk-learn, task-based-learning-with-a-very-long-name-indeed-yes",
+    "password: required; the api_key is yours, api_key = os.environ, secret_key=some_variable_of_yours, password=None",
+    '{"password": 30921, "apikey": 118, "api_key": null, "access_token": 1234567890, "passwd": 1030921,"x": 1}',
     "a regular expression such as C:\\d+ and a time 12:30",
 )
 
@@ -379,14 +384,17 @@ def test_harmless_text_passes(monkeypatch):
 SECRETS = (
     "AKIAIOSFODNN7EXAMPLE", "aws_secret_access_key = " + "a1/+" * 10, "ghp_" + "a1B2" * 9, "github_pat_" + "a1_B" * 11,
     "glpat-" + "a1B2c" * 4, "sk-" + "a1B2" * 12, "sk-ant-api-" + "a1B2" * 12, "AIza" + "a1B2c" * 7, "xoxb-" + "1234a" * 5,
-    "WANDB_API_KEY=" + "0a" * 20, "https://anna:geheim@example.org/x", "-----BEGIN RSA PRIVATE KEY-----",
+    "WANDB_API_KEY=" + "0a" * 20, "api_org_" + "AbCd" * 9, "pypi-AgEIcHlwaS5vcmc" + "A1b2" * 20, "npm_" + "a1B2" * 9,
+    "eyJhbGciOiJIUzI1" + ".eyJzdWIiOiIxMjM0" + ".dozjgNryP4J3jVmN", "API_KEY=abcdef0123456789abcdef", "password: hunter2",
+    "my_secret_key: '0123456789abcdef'", "db_password=pa55word",
+    "https://anna:geheim@example.org/x", "-----BEGIN RSA PRIVATE KEY-----",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_secrets_are_found_and_not_repeated(secret):
-    with pytest.raises(ValueError, match=r"config\.json:3 holds what looks like") as caught:
-        check_leaks("config.json", f'{{\n"a": 1,\n"b": "{secret}"}}'.encode())
+    with pytest.raises(ValueError, match=r"notes\.txt:3 holds what looks like") as caught:
+        check_leaks("notes.txt", f'{{\n"a": 1,\n"b": "{secret}"}}'.encode())
     assert secret not in str(caught.value)
 
 
