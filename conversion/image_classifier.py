@@ -31,10 +31,7 @@ RECIPES = Path(__file__).parent / "recipes"
 def from_scratch(settings, pictures):
     """A classifier of the recipe's preset for the classes of `pictures`."""
     settings = dict(settings)
-    names = pictures.names or [str(label) for label in range(int(pictures.labels.max()) + 1)]
-    labels = {"num_labels": len(names), "id2label": dict(enumerate(names))}
-    labels["label2id"] = {name: label for label, name in enumerate(names)}
-    config = mhla_hf.MHLAVisionConfig.preset(settings.pop("preset"), **{**labels, **settings})
+    config = mhla_hf.MHLAVisionConfig.preset(settings.pop("preset"), **{**pictures.classes(), **settings})
     return mhla_hf.MHLAForImageClassification(config)
 
 

@@ -123,7 +123,10 @@ def folder_of(out, row: str, seed: int) -> Path:
 
 
 def open_data(data, size: int):
-    """(train, test, name) of labelled images: the digits at `size` pixels, or what `open_pictures` takes."""
+    """(train, test, name) of labelled images: the digits at `size` pixels, or what `open_pictures` takes.
+
+    ValueError: there is no test split, or it has classes that are not trained.
+    """
     if data is None:
         train, test = load_digits(size)
         return open_pictures(train), open_pictures(test), DIGITS
@@ -132,6 +135,13 @@ def open_data(data, size: int):
         raise ValueError(
             f"data: {str(data)!r} has no split to test on, expected folders train and test, or both splits"
         )
+    if train.names and test.names:
+        test = test.numbered_as(train.names, train.name)
+    classes = train.classes()["num_labels"]
+    for own in (train, test):
+        low, high = int(own.labels.min()), int(own.labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(f"data: {own.name!r} has labels {low} to {high}, expected 0 to {classes - 1}, as trained")
     return train, test, Path(str(data)).name
 
 
@@ -155,6 +165,7 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
         size = max(study.config(row).image_sides())
         opened[row] = opened.get(size) or open_data(data, size)
         opened[size] = opened[row]
+        study.config(row, **_shape(opened[row][0], data))
     out.mkdir(parents=True, exist_ok=True)
     write_json(known, identity | {"sha256": digest})
     for seed in range(study.seeds):
@@ -195,7 +206,7 @@ def _shape(pictures, data):
         return {}
     channels = 3
     standard = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
-    return {"num_labels": int(pictures.labels.max()) + 1, "num_channels": channels, **standard}
+    return {**pictures.classes(), "num_channels": channels, **standard}
 
 
 def _look(folder, test):
@@ -204,6 +215,6 @@ def _look(folder, test):
         model = MHLAForImageClassification.from_pretrained(folder)
     prepared = Preparation(model.config.preprocessing(), model.config.num_channels)
     count = min(LOOKED_AT, len(test))
-    pixels = torch.stack([test.pixels(index, prepared.size, prepared.channels) for index in range(count)])
+    pixels = torch.stack([prepared.whole(test, index) for index in range(count)])
     found = measure_model(model, [{"pixel_values": prepared.finish(pixels)}])
     write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

@@ -1,7 +1,8 @@
 """The task of image models: classifiers (ours or converted) and vision towers, with the losses of both.
 
 Unusual: a classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no
-answers, so it learns its teacher's features.
+answers, so it learns its teacher's features. Classes that have names are numbered as the model numbers them, and only where
+it knows none of them by their order.
 """
 
 import inspect
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..scores.classification import label_order
 from .pictures import PictureReader, Preparation, open_pictures, share_right
 from .tasks import Task
 from .trainable import mhla_attentions
@@ -60,11 +62,19 @@ class ImageTask(Task):
         return Preparation(values, getattr(config, "num_channels", 3))
 
     def open(self, data, stages):
-        """Labelled images, see `open_pictures`."""
+        """Labelled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
+
+        Without a loss that reads labels, classes that the student does not have are let pass; no accuracy is logged then.
+        """
         pictures = open_pictures(data)
         self.pictures_of_test = None if self.test is None else open_pictures(self.test, split="test")
+        self.numbered = True
+        if not is_classifier(self.student):
+            return pictures
+        labelled = any(stage.loss == "labels" or (stage.loss == "logits" and stage.ce_weight) for stage in stages)
+        pictures = self._number(pictures, labelled)
         for name, own in (("data", pictures), ("test", self.pictures_of_test)):
-            if own is not None and is_classifier(self.student):
+            if own is not None:
                 low, high = int(own.labels.min()), int(own.labels.max())
                 if low < 0 or high >= self.student.config.num_labels:
                     raise ValueError(
@@ -72,6 +82,29 @@ class ImageTask(Task):
                         "classes; expected labels that it knows"
                     )
         return pictures
+
+    def _number(self, pictures, labelled):
+        """The training images, and beside them `test`, by the student's numbers; labelled: whether a loss reads them."""
+        test = self.pictures_of_test
+        if test is not None and test.names and not (labelled and pictures.names):
+            self.pictures_of_test = test.renumbered(self._order("test", test.names))
+        if not pictures.names:
+            return pictures
+        try:
+            order = self._order("data", pictures.names)
+        except ValueError:
+            if labelled:
+                raise
+            self.numbered, order = False, [0] * len(pictures.names)
+        if labelled and test is not None and test.names:
+            self.pictures_of_test = test.numbered_as(pictures.names, pictures.name).renumbered(order)
+        return pictures.renumbered(order)
+
+    def _order(self, argument, names):
+        try:
+            return label_order(self.student.config, names)
+        except ValueError as error:
+            raise ValueError(f"{argument}: {str(error).removeprefix('data: ')}") from None
 
     def reader(self, source, stage, number, seed, state):
         """The batches of one stage."""
@@ -84,7 +117,7 @@ class ImageTask(Task):
 
     def objective(self, stage):
         """The losses "transfer", "features", "logits" and "labels"."""
-        return ImageStep(self.student, self.teacher, stage)
+        return ImageStep(self.student, self.teacher, stage, self.numbered)
 
     def judge(self):
         """The accuracy on `test`, if there is any."""
@@ -110,11 +143,14 @@ def tower_of(model):
 
 
 class ImageStep(nn.Module):
-    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned."""
+    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned.
 
-    def __init__(self, student, teacher, stage):
+    numbered: whether the classes of the images are the student's, so that its accuracy on them means something.
+    """
+
+    def __init__(self, student, teacher, stage, numbered=True):
         super().__init__()
-        self.student, self.stage = student, stage
+        self.student, self.stage, self.numbered = student, stage, numbered
         self.__dict__["teacher"] = teacher
         self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
 
@@ -140,7 +176,7 @@ class ImageStep(nn.Module):
         logits = self.student(pixel_values=pixels).logits.float()
         ce = F.cross_entropy(logits, targets, reduction="sum") * row_share
         right = (logits.argmax(-1) == targets.argmax(-1)).sum() * row_share
-        logs = {"ce": ce.detach(), "accuracy": right.detach()}
+        logs = {"ce": ce.detach(), "accuracy": right.detach()} if self.numbered else {}
         if self.stage.loss == "labels":
             return ce, {"loss": ce.detach(), **logs}
         with torch.no_grad():

@@ -17,28 +17,58 @@ from PIL import Image
 from .data import hub_id, load_split
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
+MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 THREADS = 4
 ASPECT = 4 / 3
 
 
 class Preparation:
-    """How pixels become a model's input: side lengths, channels, mean and deviation per channel.
+    """How pixels become a model's input: resizing, the crop out of the middle, channels, mean and deviation per channel.
 
-    values: of an image processor, as a dict ("size", "image_mean", "image_std"). channels: of the model.
+    values: of an image processor, as a dict ("size", "crop_size", "image_mean", ...). channels: of the model.
+    size: height and width of what the model gets. resized: those of the whole image before the crop, or its shortest edge.
     """
 
     def __init__(self, values: dict, channels: int):
         size = values.get("size") or {}
-        side = size.get("shortest_edge")
-        self.size = (size.get("height", side), size.get("width", side))
-        self.channels = channels
-        if not all(self.size):
+        self.resized = size.get("shortest_edge") or (size.get("height"), size.get("width"))
+        if not (isinstance(self.resized, int) or all(self.resized)):
             raise ValueError(f"processor: its size is {size!r}, expected height and width or shortest_edge")
+        self.size, self.cropped = self.resized, bool(values.get("do_center_crop"))
+        if self.cropped:
+            crop = values.get("crop_size")
+            if not isinstance(crop, dict) or not (crop.get("height") and crop.get("width")):
+                raise ValueError(f"processor: its crop_size is {crop!r}, expected height and width, as it crops")
+            self.size = crop["height"], crop["width"]
+        elif isinstance(self.resized, int):
+            raise ValueError(
+                f"processor: its size {size!r} gives images of many shapes, expected height and width, or a crop"
+            )
+        self.resample = Image.Resampling(values.get("resample") or Image.Resampling.BICUBIC)
+        self.channels = channels
+        normal = values.get("do_normalize", True)
         shape = (-1, 1, 1)
-        self.mean = torch.tensor(values.get("image_mean") or [0.5] * channels).view(shape)
-        self.std = torch.tensor(values.get("image_std") or [0.5] * channels).view(shape)
+        self.mean = torch.tensor((values.get("image_mean") or [0.5] * channels) if normal else [0.0] * channels)
+        self.std = torch.tensor((values.get("image_std") or [0.5] * channels) if normal else [1.0] * channels)
+        self.mean, self.std = self.mean.view(shape), self.std.view(shape)
         if len(self.mean) != channels or len(self.std) != channels:
             raise ValueError(f"processor: has {len(self.mean)} channels, and the model {channels}; expected one number")
+
+    def whole(self, pictures, index: int, size=None) -> torch.Tensor:
+        """One image as the processor makes it, before `finish`: resized, then the crop out of its middle.
+
+        size: height and width instead of the processor's; what is resized grows or shrinks with it.
+        """
+        size = self.size if size is None else tuple(size)
+        if not self.cropped:
+            return pictures.pixels(index, size, self.channels, resample=self.resample)
+        shares = [new / own for new, own in zip(size, self.size, strict=True)]
+        if isinstance(self.resized, int):
+            resized = round(self.resized * max(shares))
+        else:
+            resized = [round(side * share) for side, share in zip(self.resized, shares, strict=True)]
+        return middle_of(pictures.pixels(index, resized, self.channels, resample=self.resample), size)
 
     def finish(self, pixels: torch.Tensor) -> torch.Tensor:
         """Values in 0 to 1 `[..., C, H, W]` as the model wants them."""
@@ -70,8 +100,30 @@ class Pictures:
             self.identity = digest.hexdigest()[:32]
         return {"kind": "images", "images": len(self), "sha256": self.identity}
 
-    def pixels(self, index: int, size, channels: int, box=None) -> torch.Tensor:
-        """One image as fp32 `[channels, *size]` in 0 to 1. box: (left, top, right, bottom) in shares of it, or all."""
+    def classes(self) -> dict:
+        """What the configuration of a model from scratch says of these classes."""
+        names = self.names or [str(label) for label in range(int(self.labels.max()) + 1)]
+        numbers = {name: label for label, name in enumerate(names)}
+        return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
+
+    def numbered_as(self, names, what: str):
+        """The same pictures with each class numbered by its place in `names`, which `what` has; ValueError: it lacks one."""
+        odd = next((name for name in self.names if name not in names), None)
+        if odd is not None:
+            raise ValueError(
+                f"test: {self.name!r} has the class {odd!r}, expected some of the {len(names)} that {what!r} trains"
+            )
+        return self.renumbered([list(names).index(name) for name in self.names], names)
+
+    def renumbered(self, order, names=None):
+        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers."""
+        return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
+
+    def pixels(self, index: int, size, channels: int, box=None, resample=Image.Resampling.BICUBIC) -> torch.Tensor:
+        """One image as fp32 `[channels, *size]` in 0 to 1.
+
+        size: height and width, or the length of the shortest edge. box: (left, top, right, bottom) in shares of it, or all.
+        """
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             image = item.float() / 255
@@ -79,16 +131,38 @@ class Pictures:
                 height, width = image.shape[1:]
                 left, top, right, bottom = (round(a * b) for a, b in zip(box, (width, height) * 2, strict=True))
                 image = image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
-            if image.shape[1:] != tuple(size):
-                image = F.interpolate(image[None], size, mode="bicubic", antialias=True, align_corners=False)[0]
+            size = sides_of(size, *image.shape[1:])
+            if image.shape[1:] != size:
+                mode = MODES.get(resample, "bicubic")
+                image = F.interpolate(image[None], size, mode=mode, antialias=True, align_corners=False)[0]
             return image.clamp(0, 1).expand(channels, -1, -1)
         with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
             picture = picture.convert("L" if channels == 1 else "RGB")
             if box is not None:
                 box = tuple(a * b for a, b in zip(box, picture.size * 2, strict=True))
-            array = numpy.asarray(picture.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=box))
+            size = sides_of(size, picture.height, picture.width)
+            array = numpy.asarray(picture.resize((size[1], size[0]), resample, box=box))
         image = torch.from_numpy(array.copy()).float() / 255
         return image[None] if image.ndim == 2 else image.permute(2, 0, 1)
+
+
+def sides_of(size, height: int, width: int) -> tuple[int, int]:
+    """Height and width that an image becomes: `size` itself, or its own in proportion with the shortest edge of `size`."""
+    if not isinstance(size, int):
+        return tuple(size)
+    long = int(size * max(height, width) / min(height, width))
+    return (long, size) if width <= height else (size, long)
+
+
+def middle_of(image: torch.Tensor, size) -> torch.Tensor:
+    """The middle `[C, *size]` of an image `[C, H, W]`, with zeros around it where it is smaller."""
+    (height, width), (rows, columns) = image.shape[1:], size
+    if height < rows or width < columns:
+        more, wider = max(rows - height, 0), max(columns - width, 0)
+        image = F.pad(image, (-(-wider // 2), wider // 2, -(-more // 2), more // 2))
+        height, width = image.shape[1:]
+    top, left = (height - rows) // 2, (width - columns) // 2
+    return image[:, top : top + rows, left : left + columns]
 
 
 def open_pictures(data, split="train") -> Pictures:
@@ -123,8 +197,15 @@ def open_pictures(data, split="train") -> Pictures:
 
 
 def _open_folder(folder, split):
-    aliases = ("train", "training") if split == "train" else ("test", "val", "validation")
-    place = next((folder / name for name in aliases if (folder / name).is_dir()), folder)
+    place = next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
+    if place is None:
+        other = "test" if split == "train" else "train"
+        for name in SPLITS[other]:
+            if (folder / name).is_dir() and any(path.is_dir() for path in (folder / name).iterdir()):
+                raise ValueError(
+                    f"data: {str(folder)!r} has a folder {name!r} and none to {split} on, expected {split}/CLASS in it"
+                )
+        place = folder
     classes = sorted(path for path in place.iterdir() if path.is_dir())
     found = [
         (path, label)
@@ -206,7 +287,10 @@ class PictureReader:
         stage, index = self.stage, self._index(number)
         random = numpy.random.default_rng((*self.key, number, 1))
         box = random_box(random, stage.crop) if stage.crop < 1 else None
-        image = self.pictures.pixels(index, self.size, self.preparation.channels, box)
+        if box is None:
+            image = self.preparation.whole(self.pictures, index, self.size)
+        else:
+            image = self.pictures.pixels(index, self.size, self.preparation.channels, box, self.preparation.resample)
         if stage.flip and random.random() < stage.flip:
             image = image.flip(-1)
         if stage.shift:
@@ -270,11 +354,11 @@ def share_right(model, pictures: Pictures, preparation: Preparation, *, size=Non
     """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode."""
     mode = model.training
     model.eval()
-    right, size = 0, preparation.size if size is None else size
+    right = 0
     try:
         for first in range(0, len(pictures), batch_size):
             numbers = range(first, min(first + batch_size, len(pictures)))
-            batch = torch.stack([pictures.pixels(number, size, preparation.channels) for number in numbers])
+            batch = torch.stack([preparation.whole(pictures, number, size) for number in numbers])
             said = model(pixel_values=preparation.finish(batch).to(model.device)).logits.argmax(-1).cpu()
             right += int((said == pictures.labels[numbers.start : numbers.stop]).sum())
     finally:

@@ -5,6 +5,7 @@ Run: pytest tests/evidence/test_study.py
 
 import json
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -153,9 +154,23 @@ BAD = {
     "scaling with data": ("ablate scaling --data photos", "no --data"),
     "data": ("ablate {here}/tiny.yaml --data ./nowhere", "there is no file or folder './nowhere'"),
     "data without a test": ("ablate {here}/tiny.yaml --data {photos}/train", "has no split to test on"),
+    "a test class that is not trained": (
+        "ablate {here}/tiny.yaml --data {here}/odd",
+        "test: 'odd' has the class 'other', expected some of the 2 that 'odd' trains",
+    ),
+    "nothing to train on": ("ablate {here}/tiny.yaml --data {here}/half", "none to train on, expected train/CLASS"),
+    "labels below zero": ("ablate {here}/tiny.yaml --data someone/odd", "has labels -1 to 1, expected 0 to 1"),
     "out": ("ablate {here}/tiny.yaml --out {here}", "is not a study's"),
     "demo with a model": ("demo --images --model gpt2", "expected no --model"),
 }
+
+
+def odd_table(name, configuration, split):
+    """What `datasets` would give for a data set with unlabelled rows in its test split."""
+    images = [Image.new("RGB", (16, 16), (number, 0, 0)) for number in range(2)]
+    labels = [0, 1] if split == "train" else [-1, 1]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -174,6 +189,10 @@ def test_bad_input_is_one_sentence(photos, tmp_path, capsys, monkeypatch, name):
         ("stage", {"stage": {"batch_size": 0}}),
     ):
         (here / f"{file}.yaml").write_text(yaml.safe_dump({**TINY, **changes}))
+    for place in ("odd/train/dark", "odd/train/light", "odd/test/other", "half/test/dark"):
+        (here / place).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(here / place / f"{place.count('d')}.png")
+    monkeypatch.setattr(datasets, "load_dataset", odd_table)
     arguments, said = BAD[name]
     assert main([*arguments.format(here=here, photos=photos).split(), "--quiet"]) == 2
     printed = capsys.readouterr()

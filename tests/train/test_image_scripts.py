@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 def test_from_scratch_on_a_folder(folder, tmp_path):
     arguments = ["--recipe", folder / "scratch.yaml", "--images", folder / "data", "--out", tmp_path / "out"]
-    train(*arguments, "--test", folder / "data")
+    train(*arguments, "--test", folder / "data" / "train")
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert type(model) is mhla_hf.MHLAForImageClassification
     assert model.config.id2label == {0: "ant", 1: "bee", 2: "cat"} and model.classifier.out_features == 3
