@@ -5,6 +5,7 @@ and only where no name matches by their order, which is how ImageNet's folders a
 """
 
 import dataclasses
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -14,16 +15,19 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from ..checksums import hash_file
 from .features import PICTURES
+from .identity import hash_files, hash_thing
 from .image import VERSION, PipelineJudge, read_protocol
 from .image_metrics import share_error
-from .loading import DTYPES, LOADING_ERRORS, choose_device, first_line
+from .loading import DTYPES, LOADING_ERRORS, check_model_name, check_whole, checked_files, choose_device, first_line
 from .processes import Processes
 from .results import Results
 from .samples import hash_of
 from .subjects import find_subjects
 
 logger = logging.getLogger("mhla_hf")
+READING = "data: reading"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,35 +52,52 @@ def judge_classifiers(models, asked):
     if not protocol.data:
         raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
-    examples = read_examples(protocol, asked.limit)
+    examples = read_examples(protocol, asked.limit, asked.progress)
     return {subject.name: _Judge(subject, asked, protocol, Processes()).run(examples) for subject in subjects}
 
 
-def read_examples(protocol, limit=None):
-    """(images, labels, class names): images are paths or PIL images, labels indices into the names."""
+def read_examples(protocol, limit=None, progress=False):
+    """(images, labels, class names, hash): images are paths or PIL images, labels indices into the names.
+
+    hash: of the images' bytes, 16 hex digits. progress: a bar while they are read for it.
+    """
     folder = Path(protocol.data)
-    if folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        found = [
-            (path, label)
-            for label, name in enumerate(names)
-            for path in sorted((folder / name).iterdir())
-            if path.suffix in PICTURES
-        ]
-        if not found:
-            raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one per class")
-        if limit:  # spread over the classes
-            found = [found[index * len(found) // limit] for index in range(min(limit, len(found)))]
-        return [path for path, _ in found], [label for _, label in found], names
+    if not folder.is_dir():
+        return _read_data_set(protocol, limit, progress)
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    found = [
+        (path, label)
+        for label, name in enumerate(names)
+        for path in sorted((folder / name).iterdir())
+        if path.suffix in PICTURES
+    ]
+    if not found:
+        raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one per class")
+    if limit:  # spread over the classes
+        found = [found[index * len(found) // limit] for index in range(min(limit, len(found)))]
+    images = [path for path, _ in found]
+    return images, [label for _, label in found], names, hash_files(images, folder, READING, progress)
+
+
+def _read_data_set(protocol, limit, progress):
+    """The same of a data set; its images are opened when they are asked for."""
     import datasets
 
     try:
         data = datasets.load_dataset(str(protocol.data), split=protocol.split)
-        images, labels, names = data["image"], data["label"], data.features["label"].names
+        data = data.select(range(min(limit or len(data), len(data))))
+        images, labels, names = data["image"], list(data["label"]), list(data.features["label"].names)
+        stored = data.cast_column("image", datasets.Image(decode=False))["image"]
+        shown = tqdm(stored, desc=READING, disable=not progress)
+        bytes_hash = hash_of([_hash_stored(**image) for image in shown])
     except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f"data: {protocol.data!r} cannot be read: {first_line(error)}") from error
-    end = limit or len(labels)
-    return images[:end], list(labels[:end]), list(names)
+    return images, labels, names, bytes_hash
+
+
+def _hash_stored(bytes, path):
+    """sha256 of an image as a data set stores it: its bytes, or the path of its file."""
+    return hash_file(path) if bytes is None else hashlib.sha256(bytes).hexdigest()
 
 
 class _Judge(PipelineJudge):
@@ -84,9 +105,8 @@ class _Judge(PipelineJudge):
 
     def run(self, examples):
         """The accuracy, from the records or computed."""
-        images, labels, names = examples
-        told = [[image.name if isinstance(image, Path) else n, labels[n]] for n, image in enumerate(images)]
-        task, task_hash = self.protocol.name, hash_of([VERSION, told, names, self.protocol.split])
+        images, labels, names, data = examples
+        task, task_hash = self.protocol.name, hash_of([VERSION, data, labels, names, self._processor_hash()])
         if not self.known(task, "acc", task_hash):
             started = time.perf_counter()
             right = self._right(images, labels, names)
@@ -96,6 +116,13 @@ class _Judge(PipelineJudge):
         return Results(
             r for r in self.kept.of(self.subject.fingerprint) if r.task == task and r.limit == self.asked.limit
         )
+
+    def _processor_hash(self):
+        """Of the image processor; None for the model's own, which the fingerprint of the model covers."""
+        given = self.protocol.processor
+        if isinstance(given, (str, Path)) and Path(given).is_dir():
+            return hash_files([file for file in Path(given).iterdir() if file.is_file()], given)
+        return given if given is None or isinstance(given, str) else hash_thing(given)
 
     def _right(self, images, labels, names):
         """How many images the model names right."""
@@ -115,20 +142,27 @@ class _Judge(PipelineJudge):
         return right
 
     def _load(self):
-        source, where = self.subject.source, {"revision": self.asked.revision}
-        where["trust_remote_code"] = self.asked.trust_remote_code
-        named = self.protocol.processor or (None if self.subject.loaded else str(source))
-        if named is None:
+        source, processor, where = self.subject.source, self.protocol.processor, self.subject.where(self.asked)
+        if processor is None and self.subject.loaded:
             raise ValueError(f"settings: processor is None; a loaded model such as {self.subject.name!r} needs one")
         try:
-            processor = AutoImageProcessor.from_pretrained(named, **where) if isinstance(named, (str, Path)) else named
+            if isinstance(processor, (str, Path)):
+                trust = where["trust_remote_code"]
+                processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=trust)
             if self.subject.loaded:
                 return source.eval(), processor
-            dtype = DTYPES.get(self.subject.dtype, "auto")
-            model = AutoModelForImageClassification.from_pretrained(str(source), dtype=dtype, **where)
-            return model.to(choose_device(self.asked.device)).eval(), processor
+            with checked_files(check_model_name(source), where["revision"]) as files:
+                where |= files
+                processor = processor or AutoImageProcessor.from_pretrained(str(source), **where)
+                options = {"dtype": DTYPES.get(self.subject.dtype, "auto"), "use_safetensors": True, **where}
+                model, info = AutoModelForImageClassification.from_pretrained(
+                    str(source), output_loading_info=True, **options
+                )
+            model = model.to(choose_device(self.asked.device)).eval()
         except LOADING_ERRORS as error:
             raise ValueError(f"model {self.subject.name!r} cannot be loaded: {first_line(error)}") from error
+        check_whole(self.subject.name, info)
+        return model, processor
 
 
 def label_order(config, names):

@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState, PartialState
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from .loading import first_line
@@ -125,6 +126,11 @@ def _load_task(manager, name, num_fewshot):
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
         raise ValueError(f"task {name!r} cannot be loaded: {first_line(error)}") from error
     return Requested(name, loaded)
+
+
+def window_of(config, tokenizer):
+    """Tokens that lm-eval lets a model see at once when it is told none."""
+    return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
 
 
 def task_hash(task):

@@ -152,8 +152,7 @@ class PipelineJudge:
                     self.subject.source,
                     dtype=self.subject.dtype,
                     device=self.device,
-                    revision=asked.revision,
-                    trust_remote_code=asked.trust_remote_code,
+                    **self.subject.where(asked),
                 )
         return self._pipeline
 
@@ -200,7 +199,7 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         "task_version": VERSION,
         "task_hash": task_hash,
         "model": subject.shown,
-        "revision": None,
+        "revision": subject.commit,
         "fingerprint": subject.fingerprint,
         "versions": describe_versions(),
         "commit": source_commit(),

@@ -7,6 +7,7 @@ made here (`needle_*`, RULER) live in a folder for as long as the call.
 """
 
 import contextlib
+import functools
 import logging
 import shlex
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .loading import load_language_model, load_tokenizer
+from .loading import load_config, load_language_model, load_tokenizer
 from .machine import describe_hardware, describe_versions, now, source_commit
 from .needles import LEAST, PREFIX, make_needles, whole_numbers
 from .results import Results
@@ -37,7 +38,8 @@ def judge_language_models(models, asked):
             requested = harness.load_tasks(asked.recipe.tasks, paths, asked.num_fewshot, metadata)
         for subject in subjects:
             kept = Results() if subject.target is None else Results.read(subject.target)
-            missing = [item for item in requested if asked.force or _missing(item, kept, subject, asked)]
+            window = functools.cache(functools.partial(_window, harness, subject, asked))
+            missing = [item for item in requested if asked.force or _missing(item, kept, subject, asked, window)]
             if not missing:
                 logger.info("%s: every score is known already", subject.name)
             else:
@@ -67,10 +69,7 @@ def made_tasks(subjects, asked):
     if not settings:
         yield given, None
         return
-    first = subjects[0].source
-    tokenizer = asked.tokenizer
-    if tokenizer is None:
-        tokenizer = load_tokenizer(first, revision=asked.revision, trust_remote_code=asked.trust_remote_code)
+    tokenizer = asked.tokenizer or load_tokenizer(subjects[0].source, **subjects[0].where(asked))
     with tempfile.TemporaryDirectory(prefix="mhla_hf-tasks-") as place:
         tokenizer.save_pretrained(Path(place) / "tokenizer")
         metadata = {"tokenizer": str(Path(place) / "tokenizer"), "max_seq_lengths": _lengths(settings)}
@@ -80,8 +79,17 @@ def made_tasks(subjects, asked):
         yield given, metadata
 
 
-def _missing(item, kept, subject, asked):
-    """Whether one of the names that `item` scores has no record of exactly what is asked for."""
+def _window(harness, subject, asked):
+    """Tokens that the model will see at once; its configuration and tokenizer are read, not its weights."""
+    if asked.max_length is not None:
+        return asked.max_length
+    source, where = subject.source, subject.where(asked)
+    config = source.config if subject.loaded else load_config(source, **where)
+    return harness.window_of(config, asked.tokenizer or load_tokenizer(source, **where))
+
+
+def _missing(item, kept, subject, asked, window):
+    """Whether one of the names that `item` scores has no record of exactly what is asked for. window: () -> tokens."""
     hashes, shots = item.hashes(), item.shots()
     seed = seed_of(asked)
     for name in item.scored_names():
@@ -91,7 +99,7 @@ def _missing(item, kept, subject, asked):
             and record.shots == shots[name]
             and (record.limit, record.seed, record.dtype) == (asked.limit, seed, subject.dtype)
             and record.fingerprint == subject.fingerprint
-            and asked.max_length in (None, record.window)
+            and record.window == window()
             for record in kept
         )
         if not found:
@@ -120,8 +128,8 @@ def _judge(harness, subject, missing, kept, asked):
     if isinstance(subject.source, torch.nn.Module):
         model, tokenizer, was_training = subject.source, asked.tokenizer, subject.source.training
     else:
-        where = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
-        model, tokenizer = load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **where)
+        how = {"dtype": asked.dtype, "device": asked.device, **subject.where(asked)}
+        model, tokenizer = load_language_model(subject.source, **how)
         was_training = False
     facts = {
         "model": subject.shown,

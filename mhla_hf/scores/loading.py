@@ -1,4 +1,4 @@
-"""Language models from a folder or the Hub, so that a damaged one is noticed; and into a folder, whole or not at all.
+"""Models from a folder or the Hub, so that a damaged one is noticed; and into a folder, whole or not at all.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
 would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -61,6 +61,14 @@ def is_pipeline(name, revision=None):
     return True
 
 
+def load_config(name, *, revision=None, trust_remote_code=False):
+    """The configuration of a folder or Hub id; ValueError in one sentence."""
+    try:
+        return AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ValueError(f"model {str(name)!r}: its configuration cannot be loaded: {first_line(error)}") from error
+
+
 def load_tokenizer(name, *, revision=None, trust_remote_code=False):
     """The tokenizer of a folder or Hub id; ValueError in one sentence."""
     try:
@@ -80,30 +88,45 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
-    options = {"trust_remote_code": trust_remote_code}
-    wanted = DTYPES.get(dtype, "auto")
-    local = isinstance(source, Path)
     try:
-        with without_bars() if local else contextlib.nullcontext():
-            if local:
-                check_sums(source)
-                for index in source.glob("*.safetensors.index.json"):
-                    check_shards(index)
-            else:  # all files from one commit, whatever is pushed meanwhile
-                options["revision"] = find_commit(source, revision)
+        with checked_files(source, revision) as files:
+            options = {"trust_remote_code": trust_remote_code, **files}
             tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
             loaded = AutoModelForCausalLM.from_pretrained(
-                str(source), dtype=wanted, output_loading_info=True, use_safetensors=True, **options
+                str(source), dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, use_safetensors=True, **options
             )
-            if not local:
-                check_download(source, options["revision"])
-            model = loaded[0].to(choose_device(device)).eval()
+        model = loaded[0].to(choose_device(device)).eval()
     except LOADING_ERRORS as error:
-        where = "" if local else " (no folder here has that name, so the Hub was asked)"
+        where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
         raise ValueError(f"model {str(name)!r} cannot be loaded{where}: {first_line(error)}") from error
-    if missing := sorted(loaded[1]["missing_keys"]):
-        raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
+    check_whole(name, loaded[1])
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def checked_files(source, revision=None, index="config.json"):
+    """While the files of a model are loaded: gives the options of `from_pretrained` that take them all from one commit.
+
+    source: as `check_model_name` gives it. revision: of a Hub model. index: a file that every such model has. ValueError,
+    OSError: files are other than SHA256SUMS says (a folder's are compared before, a download's afterwards), or shards lie
+    outside the folder.
+    """
+    if not isinstance(source, Path):
+        commit = find_commit(source, revision, index)
+        yield {"revision": commit}
+        check_download(source, commit)
+        return
+    check_sums(source)
+    for shards in source.rglob("*.safetensors.index.json"):
+        check_shards(shards)
+    with without_bars():
+        yield {}
+
+
+def check_whole(name, info):
+    """ValueError when weights were missing. info: what `from_pretrained` gives with output_loading_info."""
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
 
 
 def check_shards(index):
@@ -125,12 +148,12 @@ def check_shards(index):
     return shards
 
 
-def find_commit(name, revision=None):
+def find_commit(name, revision=None, index="config.json"):
     """The commit that a revision (None: main) of the Hub model `name` is at. OSError or ValueError when it is not there."""
-    config = cached_file(name, "config.json", revision=revision)
-    if config is None:
-        raise ValueError("the repository has no config.json")
-    return Path(config).parent.name
+    found = cached_file(name, index, revision=revision)
+    if found is None:
+        raise ValueError(f"the repository has no {index}")
+    return Path(found).parent.name
 
 
 def check_download(name, commit):

@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 
 from ..files import file_aside, write_json
-from .loading import DTYPES, LOADING_ERRORS, choose_device, first_line
+from .loading import DTYPES, LOADING_ERRORS, check_model_name, check_whole, checked_files, choose_device, first_line
+from .results import PIPELINE
 
 IDENTITY = "samples.json"
 
@@ -65,20 +66,33 @@ def read_json_lines(path):
 
 
 def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
-    """A diffusers pipeline on `device`, from a folder or Hub id. ValueError in one sentence."""
+    """A diffusers pipeline on `device`, from a folder or Hub id.
+
+    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled.
+    """
     from diffusers import DiffusionPipeline
 
+    place = check_model_name(source, pipeline=True)
+    options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
-        pipeline = DiffusionPipeline.from_pretrained(
-            str(source), dtype=DTYPES.get(dtype), revision=revision, trust_remote_code=trust_remote_code
-        )
-        return pipeline.to(choose_device(device))
+        with checked_files(place, revision, PIPELINE) as files:
+            pipeline = DiffusionPipeline.from_pretrained(str(place), **options, **files)
+        if not (missing := _missing_weights(pipeline)):
+            pipeline = pipeline.to(choose_device(device))
     except LOADING_ERRORS as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise ValueError(
                 f"model {str(source)!r} holds the source of its MHLA model; give trust_remote_code to run it"
             ) from error
         raise ValueError(f"model {str(source)!r} cannot be loaded: {first_line(error)}") from error
+    check_whole(source, {"missing_keys": missing})
+    return pipeline
+
+
+def _missing_weights(pipeline):
+    """Names of the weights that diffusers found in no file: it leaves them without data."""
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]
 
 
 def check_conditions(pipeline, plan):

@@ -30,6 +30,16 @@ class Subject:
         return not isinstance(self.source, (str, Path))
 
     @property
+    def commit(self):
+        """Of a Hub model, so that what is loaded is what the fingerprint says; None for others."""
+        mark, _, commit = self.fingerprint.partition(":")
+        return commit if mark == "hub" else None
+
+    def where(self, asked):
+        """The options by which `from_pretrained` finds it, as an `Asked` says."""
+        return {"revision": self.commit, "trust_remote_code": asked.trust_remote_code}
+
+    @property
     def shown(self):
         """What records call the model: the path or id, else the name."""
         return self.name if self.loaded else shown_path(self.source)
@@ -38,11 +48,7 @@ class Subject:
 def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
     if not isinstance(models, dict):
-        listed = models if isinstance(models, (list, tuple)) else [models]
-        models = {}
-        for model in listed:
-            name = _default_name(model)
-            models[name if name not in models else str(model)] = model
+        models = _named(models if isinstance(models, (list, tuple)) else [models])
     if not models:
         raise ValueError("models is empty; expected at least one folder, Hub id or model")
     single_file = output is not None and str(output).endswith(".json")
@@ -55,6 +61,21 @@ def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=
             target = Path(output) if single_file else Path(output) / f"{str(name).replace('/', '--')}.json"
         found.append(_subject(str(name), model, target, dtype, revision, pipeline))
     return found
+
+
+def _named(models):
+    """name -> model: folders of one name get that of the folder above in front, and what is left a number."""
+    named = {}
+    for model in models:
+        name = _default_name(model)
+        if name in named and isinstance(model, (str, Path)) and Path(model).exists():
+            name = "/".join(Path(model).resolve().parts[-2:])
+        unique, number = name, 1
+        while unique in named:
+            number += 1
+            unique = f"{name}-{number}"
+        named[unique] = model
+    return named
 
 
 def _default_name(model):

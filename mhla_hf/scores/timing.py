@@ -65,8 +65,7 @@ def judge_speed(models, asked):
 def _load(subject, asked):
     if isinstance(subject.source, torch.nn.Module):
         return subject.source
-    where = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
-    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **where)[0]
+    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **subject.where(asked))[0]
 
 
 def speed_of_records(columns):

@@ -1,6 +1,7 @@
-"""What reads all of lm-eval's task files is done once."""
+"""What reads all of lm-eval's task files is done once; the Hub of the tests is that of tests/hub."""
 
 import pytest
+from hub.conftest import hub  # noqa: F401
 from lm_eval.tasks import TaskManager
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy
 import pytest
 import torch
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 import mhla_hf
+from mhla_hf.scores import classification
 from mhla_hf.scores.features import Extractor
 from mhla_hf.scores.geneval import geneval_plan, geneval_scores
 from mhla_hf.scores.image_metrics import Moments, frechet_distance, precision_recall
@@ -375,18 +377,63 @@ class Square:
         return {"pixel_values": torch.stack(arrays)}
 
 
-def test_top_1_is_the_share_of_images_named_right(tmp_path):
-    random = numpy.random.default_rng(1)
+class Negative(Square):
+    """The same, upside down."""
+
+    def __call__(self, images, return_tensors):
+        return {"pixel_values": 1 - super().__call__(images, return_tensors)["pixel_values"]}
+
+
+def save_pictures(folder, seed=1):
+    """Four pictures of each of three classes."""
+    random = numpy.random.default_rng(seed)
     for name in ("ant", "bee", "cat"):
-        (tmp_path / "data" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(4):
             image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
-            image.save(tmp_path / "data" / name / f"{number}.png")
+            image.save(folder / name / f"{number}.png")
+
+
+def small_vit():
     torch.manual_seed(0)
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     labels = {0: "cat", 1: "ant", 2: "bee"}
     config = ViTConfig(**small, image_size=8, patch_size=4, id2label=labels, initializer_range=3.0)
-    model = ViTForImageClassification(config).eval()
+    return ViTForImageClassification(config).eval()
+
+
+def test_top_1_is_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
+    runs, true = [], classification._Judge._right
+    monkeypatch.setattr(classification._Judge, "_right", lambda self, *given: runs.append(1) or true(self, *given))
+    model, found = {"vit": small_vit()}, []
+
+    def accuracy(processor=Square, data=tmp_path / "data"):
+        settings = {"data": str(data), "processor": processor()}
+        options = {"recipe": "table_2_imagenet", "output": tmp_path / "vit.json", "progress": False}
+        (record,) = mhla_hf.evaluate(model, settings=settings, **options)["vit"]
+        found.append(record.value)
+        return len(runs)
+
+    save_pictures(tmp_path / "data")
+    assert accuracy() == accuracy() == 1
+    assert accuracy(Negative) == accuracy(Negative) == 2
+    save_pictures(tmp_path / "data", seed=2)
+    assert accuracy() == accuracy() == 3
+    files = sorted((tmp_path / "data").rglob("*.png"))
+    names = ["ant", "bee", "cat"]
+    columns = {"image": list(map(str, files)), "label": [names.index(file.parent.name) for file in files]}
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    rows = datasets.Dataset.from_dict(columns, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    assert accuracy(data="some/data") == accuracy(data="some/data") == 4 and found[-1] == found[-3]
+    save_pictures(tmp_path / "data", seed=3)
+    assert accuracy(data="some/data") == 5
+
+
+def test_top_1_is_the_share_of_images_named_right(tmp_path):
+    save_pictures(tmp_path / "data")
+    model = small_vit()
+    labels = model.config.id2label
     settings = {"data": str(tmp_path / "data"), "processor": Square()}
     options = {"recipe": "table_2_imagenet", "settings": settings, "progress": False, "batch_size": 5}
     compared = mhla_hf.evaluate({"vit": model}, output=tmp_path / "vit.json", **options)

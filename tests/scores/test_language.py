@@ -185,6 +185,34 @@ def test_only_what_is_missing_is_run(fresh, runs):
     assert runs == NAMES
 
 
+def test_a_score_is_known_for_its_window(fresh, runs):
+    task = NAMES[:1]
+    short = values(judge(fresh, "llama", task, max_length=64)["llama"])
+    (record,) = judge(fresh, "llama", task)["llama"]
+    assert runs == task * 2 and record.window == WINDOW and values([record]) != short
+    judge(fresh, "llama", task, max_length=WINDOW)
+    judge(fresh, "llama", task)
+    assert runs == task * 2
+    loaded = {"llama": small_llama()}
+    options = {"include_path": fresh / "tasks", "progress": False, "output": fresh / "llama.json"}
+    for length in (64, None, None):
+        mhla_hf.evaluate(loaded, task, tokenizer=small_tokenizer(), max_length=length, **options)
+    assert runs == task * 4
+
+
+def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_path):
+    options = {"include_path": world / "tasks", "progress": False, "limit": 2, "tokenizer": small_tokenizer()}
+    loaded = mhla_hf.evaluate([small_llama(seed) for seed in range(3)], NAMES[:1], **options)
+    assert list(loaded) == ["LlamaForCausalLM", "LlamaForCausalLM-2", "LlamaForCausalLM-3"]
+    assert len({record.value for records in loaded.values() for record in records}) == 3
+    for place in ("a", "b", "c/b"):
+        shutil.copytree(world / "llama", tmp_path / place / "llama")
+    folders = [tmp_path / place / "llama" for place in ("a", "b", "c/b")]
+    compared = mhla_hf.evaluate(folders, NAMES[:1], output=tmp_path / "out", **options)
+    assert list(compared) == ["llama", "b/llama", "b/llama-2"]
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
 def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
     old = values(judge(fresh)["llama"])
     lines = (fresh / "tasks" / "here_cloze.jsonl").read_text().splitlines(keepends=True)

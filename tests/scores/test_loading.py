@@ -1,0 +1,147 @@
+"""Pipelines and classifiers are loaded as language models are: one commit, no pickle, nothing changed, nothing missing.
+
+Run: pytest tests/scores/test_loading.py
+"""
+
+import json
+import re
+import shutil
+
+import numpy
+import pytest
+import torch
+from huggingface_hub import hf_api
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_pipelines import dit_pipeline
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+import mhla_hf
+from mhla_hf.checksums import SUMS_FILE, hash_file, render_sums
+from mhla_hf.cli import main
+from mhla_hf.scores.features import Extractor
+from mhla_hf.scores.samples import load_pipeline
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+
+
+def save_sums(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    (folder / SUMS_FILE).write_text(render_sums({f.relative_to(folder).as_posix(): hash_file(f) for f in files}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A pipeline, a classifier, its data."""
+    folder = tmp_path_factory.mktemp("saved")
+    dit_pipeline().save_pretrained(folder / "pipeline")
+    config = ViTConfig(**SMALL, image_size=8, patch_size=4, id2label={0: "ant", 1: "bee"})
+    ViTForImageClassification(config).save_pretrained(folder / "classifier")
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder / "classifier")
+    random = numpy.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (folder / "data" / name).mkdir(parents=True)
+        Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8)).save(folder / "data" / name / "0.png")
+    numpy.savez(folder / "reference.npz", arr_0=random.integers(0, 255, (6, 16, 16, 3), dtype=numpy.uint8))
+    save_sums(folder / "pipeline")
+    save_sums(folder / "classifier")
+    return folder
+
+
+def judge(saved, kind, model, place):
+    if kind == "classifier":
+        return mhla_hf.evaluate(
+            model, recipe="table_2_imagenet", settings={"data": str(saved / "data")}, output=place, progress=False
+        )
+    settings = {"reference": str(saved / "reference.npz"), "samples": str(place / "samples"), "images": 4}
+    settings |= {"extractor": Extractor("mean", lambda images: images.float().mean((2, 3)))}
+    settings |= {"sampling.num_inference_steps": 1}
+    options = {"recipe": "table_9_class_to_image", "tasks": ["FID"], "settings": settings, "progress": False}
+    return mhla_hf.evaluate(model, output=place, **options)
+
+
+def weights_of(folder, kind):
+    part = folder if kind == "classifier" else folder / "transformer"
+    return next(part.glob("*.safetensors"))
+
+
+def spoil(folder, kind, how):
+    """Damage a folder. All but "changed" and "outside" say what they are in SHA256SUMS."""
+    file = weights_of(folder, kind)
+    if how == "changed":
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(bytes(data))
+        return
+    weights = load_file(file)
+    (folder / SUMS_FILE).unlink()
+    if how == "pickled":
+        torch.save(weights, file.with_suffix(".bin").with_name(file.name.replace("model.safetensors", f"{BIN[kind]}")))
+        file.unlink()
+    elif how == "one missing":
+        weights.pop(sorted(weights)[0])
+        save_file(weights, file, metadata={"format": "pt"})
+    elif how == "outside":
+        index = {"metadata": {}, "weight_map": {"a": "../secret.safetensors"}}
+        (file.parent / f"{file.name}.index.json").write_text(json.dumps(index))
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:3000])
+
+
+BIN = {"classifier": "pytorch_model.bin", "pipeline": "model.bin"}
+SAID = {
+    "changed": "was changed after the model was pushed: it is not what SHA256SUMS names",
+    "pickled": "no file named|has no .safetensors file",
+    "one missing": "lacks 1 of its weights, such as ",
+    "outside": "names the file '../secret.safetensors', which is not beside it",
+    "truncated": "cannot be loaded",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("kind", ["pipeline", "classifier"])
+def test_a_damaged_folder_gets_one_sentence_and_no_score(saved, tmp_path, kind, how):
+    folder = shutil.copytree(saved / kind, tmp_path / "model")
+    spoil(folder, kind, how)
+    with pytest.raises(ValueError) as caught:
+        judge(saved, kind, folder, tmp_path)
+    text = str(caught.value)
+    assert any(part in text for part in SAID[how].split("|")) and "\n" not in text, text
+    assert not list(tmp_path.rglob("*.png")) and not (tmp_path / "model.json").exists()
+
+
+def test_one_part_of_a_pipeline_that_is_pickled_is_enough(saved, tmp_path):
+    folder = shutil.copytree(saved / "pipeline", tmp_path / "model")
+    spoil(folder, "pipeline", "nothing")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"model '.*' cannot be loaded: .*no file named"):
+        judge(saved, "pipeline", folder, tmp_path)
+
+
+def test_convert_refuses_a_changed_pipeline(saved, tmp_path, capsys):
+    folder = shutil.copytree(saved / "pipeline", tmp_path / "model")
+    spoil(folder, "pipeline", "changed")
+    assert main(["convert", str(folder), str(tmp_path / "mhla")]) != 0
+    assert SAID["changed"] in capsys.readouterr().err and not (tmp_path / "mhla").exists()
+
+
+def test_all_files_come_from_one_commit_of_the_hub_and_are_compared(saved, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.endpoint)  # diffusers asks through this one
+    for kind in ("pipeline", "classifier"):
+        files = {p.relative_to(saved / kind).as_posix(): p for p in (saved / kind).rglob("*") if p.is_file()}
+        files = {path: file.read_bytes() for path, file in files.items()}
+        hub.put(f"tester/{kind}", files)
+        weights = weights_of(saved / kind, kind).relative_to(saved / kind).as_posix()
+        hub.put(f"tester/{kind}-changed", {**files, weights: files[weights][:-1] + b"\1"})
+        with pytest.raises(ValueError, match=f"model 'tester/{kind}-changed' .*was changed after the model was pushed"):
+            judge(saved, kind, f"tester/{kind}-changed", tmp_path)
+        commit = hub.repos[f"tester/{kind}"].refs["refs/heads/main"]
+        (record,) = next(iter(judge(saved, kind, f"tester/{kind}", tmp_path).values()))
+        assert (record.revision, record.fingerprint) == (commit, f"hub:{commit}")
+        asked = [path for _, path, _ in hub.log if re.match(rf"/tester/{kind}/resolve/", path)]
+        assert len(asked) > 3 and all(f"/resolve/{commit}/" in path for path in asked)
+    with pytest.raises(ValueError, match=r"model 'tester/classifier' cannot be loaded: .*model_index"):
+        load_pipeline("tester/classifier", dtype="float32", device="cpu")
