@@ -5,10 +5,13 @@ The Hub client compares sizes, not contents, and a folder can be changed by anyb
 """
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
+ORIGIN = "_name_or_path"  # where diffusers notes the folder or Hub id that a configuration was read from
+NOTED = ("config.json", "model_index.json")  # where it does
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\\\n]+)")
 
 
@@ -26,6 +29,22 @@ def read_sums(text: str, where) -> dict[str, str]:
             raise ValueError(f"{where}: expected lines of a sha256 and a path below the folder, got {line[:80]!r}")
         found[match[2]] = match[1]
     return found
+
+
+def without_origin(data: bytes) -> bytes:
+    """A configuration's bytes without diffusers' note of where it was loaded from, which says nothing about the model.
+
+    A push takes it out and a fingerprint leaves it out, so a pushed model still is the one that was evaluated. Bytes in
+    which there is no such note come back as they are.
+    """
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return data
+    if not isinstance(content, dict) or "_class_name" not in content or ORIGIN not in content:
+        return data
+    del content[ORIGIN]
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def hash_file(path) -> str:

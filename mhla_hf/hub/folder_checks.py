@@ -10,6 +10,7 @@ import logging
 import os
 import pickletools
 import re
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from ..checksums import SUMS_FILE
+from ..checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
 from ..files import SHARD_SIZE
 from ..scores.loading import check_shards
 from .bundle import check_bundle
-from .card import CARD_FILE, check_card
-from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_json, read_person, read_records
+from .card import CARD_FILE, check_card, render_card
+from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
 from .clean_process import check_visit
-from .leaks import check_leaks, check_name, cut_places, local_places
+from .leaks import check_leaks, check_name, cut_places, cut_record, is_absolute, local_places
 from .licences import LICENCES
 
 logger = logging.getLogger("mhla_hf")
@@ -130,6 +131,9 @@ def check_folder(folder, *, repo_id: str | None = None, card: str | None = None,
         if not path.endswith(".safetensors"):
             check_leaks(path, rewritten[path] if path in rewritten else file.read_bytes(), here)
     card = _check_card_of(folder, files, card, repo_id)
+    if PERSON_FILE in files and set(RECORDS) & set(rewritten):
+        card = _card_of_records(files, rewritten)
+        rewritten[CARD_FILE] = card.encode()
     rewritten.setdefault(CARD_FILE, card.encode())
     check_leaks(CARD_FILE, rewritten[CARD_FILE], here)
     _check_measured(folder, kind, draft)
@@ -201,26 +205,37 @@ def _without_origin(files: dict[str, Path]) -> dict[str, bytes]:
     """The configurations in which diffusers noted the folder a model was loaded from, without that note."""
     rewritten = {}
     for path, file in files.items():
-        if Path(path).name in ("config.json", "model_index.json"):
+        if Path(path).name in NOTED:
             content = read_json_file(file)
-            of_diffusers = isinstance(content, dict) and "_class_name" in content
-            origin = content.get("_name_or_path") if of_diffusers else None
-            if isinstance(origin, str) and (LEADS_OUT.search(origin) or Path(origin).exists()):
-                del content["_name_or_path"]
-                rewritten[path] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+            origin = content.get(ORIGIN) if _is_note(ORIGIN, content) else None
+            if isinstance(origin, str) and (LEADS_OUT.search(origin) or is_absolute(origin) or Path(origin).exists()):
+                rewritten[path] = without_origin(file.read_bytes())
     return rewritten
 
 
 def _without_places(files: dict[str, Path], here: tuple[str, ...]) -> dict[str, bytes]:
-    """The records of mhla_hf, and the card that it made of them, with the last part of each local path only."""
-    ours = (*RECORDS, CARD_FILE) if PERSON_FILE in files else RECORDS
+    """The records of mhla_hf, and the card that it made of them, with the last part of each absolute path only."""
     rewritten = {}
-    for path in set(ours) & set(files):
-        text = files[path].read_text(encoding="utf-8")
-        if (cut := cut_places(text, here)) != text:
+    for path in set(RECORDS) & set(files):
+        content = read_json_file(files[path])
+        if (cut := cut_record(content, here)) != content:
             logger.info("push: %s names folders of this computer; only the last part of each is sent", path)
-            rewritten[path] = cut.encode()
+            rewritten[path] = (json.dumps(cut, indent=1, ensure_ascii=False) + "\n").encode()
+    if {CARD_FILE, PERSON_FILE} <= set(files):
+        text = files[CARD_FILE].read_text(encoding="utf-8")
+        if (cut := cut_places(text, here)) != text:
+            rewritten[CARD_FILE] = cut.encode()
     return rewritten
+
+
+def _card_of_records(files: dict[str, Path], rewritten: dict[str, bytes]) -> str:
+    """The card as the records say it that are sent, so that it can be proven from what was sent."""
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-card-") as place:
+        for path in files:
+            if path in RECORDS or path.endswith(NOTED):
+                Path(place, path).parent.mkdir(parents=True, exist_ok=True)
+                Path(place, path).write_bytes(rewritten[path] if path in rewritten else files[path].read_bytes())
+        return render_card(read_facts(place, read_person(place), weights=False))
 
 
 def read_json_file(file: Path):
@@ -275,9 +290,14 @@ def _check_references(path: str, content, files: dict[str, Path]) -> None:
             found = REFERENCE.fullmatch(value)
             if not found or not any(Path(file).name == f"{found[1]}.py" for file in files if file.startswith(beside)):
                 raise ValueError(f"{path}: {key} is {value!r}, expected a class of a modeling_mhla*.py in this folder")
-        configures = Path(path).name.endswith(("config.json", "model_index.json")) and key != "_name_or_path"
-        if configures and LEADS_OUT.search(value):
+        configures = Path(path).name.endswith(NOTED) and not _is_note(key, content)
+        if configures and (LEADS_OUT.search(value) or (key == ORIGIN and is_absolute(value))):
             raise ValueError(f"{path}: {key} is {value!r}, which leads out of the folder")
+
+
+def _is_note(key: str, content) -> bool:
+    """Whether a value is diffusers' note of where a model was loaded from, which no loader reads and `push` takes out."""
+    return key == ORIGIN and isinstance(content, dict) and "_class_name" in content
 
 
 def _check_components(path: str, content, files: dict[str, Path]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
+PLACES = ("model", "student", "teacher", "name", "data", "source", "path")  # keys in records whose value may be a path
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model")
 _KEYS = "api_?key|secret_?key|access_?key|access_?token|auth_?token|client_?secret"
 _GIVEN = r"""(?i:(?<!\w)(?:\w*_)?(?:%s))["']?\s*[:=]\s*["']?"""  # such as HF_API_KEY=, "apikey": or db_password =
@@ -31,12 +32,20 @@ SECRETS = {
 }
 _SECRETS = {what: re.compile(pattern) for what, pattern in SECRETS.items()}
 _TAIL = r"[^\s\"'`,;)\]}>]*"
+_ROOTS = (
+    "home|homes|Users|root|tmp|mnt|media|scratch|private|workspace|work|opt|srv|data|var/folders|var/tmp|Volumes|content|kaggle"
+    "|lustre|nfs|fsx|gpfs|beegfs|ceph|cluster|storage|projects?|share|shared|export|net|network|localscratch|dbfs|efs|nas|raid"
+)
+_BEFORE = r"(?<![\w.~:/\\<-])(?:file://)?"
 _PATH = re.compile(
-    r"(?<![\w.~:/\\-])(?:file://)?/"
-    r"(?:home|Users|root|tmp|mnt|media|scratch|private|workspace|work|opt|srv|data|var/folders|var/tmp)/[\w.@+-]" + _TAIL
+    _BEFORE + rf"/(?:{_ROOTS})/[\w.@+-]" + _TAIL
     + r"|(?<![\w/])~/[\w.@+-]" + _TAIL
     + r"|(?<!\w)[A-Za-z]:\\{1,2}(?:Users|Temp|Documents|Program Files)" + _TAIL
 )  # fmt: skip
+_ABSOLUTE = re.compile(_BEFORE + r"/[\w.@+-]+/[\w.@+-]" + _TAIL)  # whatever its root
+_QUOTED = re.compile(
+    r"""(['"])((?:[^'"\n/]*[=\s,(])?)((?:file://)?(?:~|[A-Za-z]:)?[/\\][\w.@+-][^'"\n]*)\1"""
+)  # spaces may be in it
 
 
 def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
@@ -80,10 +89,31 @@ def _find_secret(text: str) -> tuple[str, int] | None:
 
 
 def cut_places(text: str, here: tuple[str, ...] = ()) -> str:
-    """`text` with the last part in place of every local path: "data/x.txt" stays, "/home/anna/x.txt" becomes "x.txt"."""
-    for pattern in _patterns(here):
-        text = pattern.sub(lambda found: re.split(r"[/\\]+", found[0].rstrip("/\\"))[-1], text)
+    """`text` with the last part in place of every absolute path: "data/x.txt" stays, "/home/anna/x.txt" becomes "x.txt"."""
+    text = _QUOTED.sub(lambda found: f"{found[1]}{found[2]}{_last(found[3])}{found[1]}", text)
+    for pattern in (*_patterns(here), _ABSOLUTE):
+        text = pattern.sub(lambda found: _last(found[0]), text)
     return text
+
+
+def cut_record(content, here: tuple[str, ...] = (), key: str = ""):
+    """A JSON value with `cut_places` in every text; a text that is one path, which may hold spaces, is cut as a whole."""
+    if isinstance(content, dict):
+        return {name: cut_record(value, here, name) for name, value in content.items()}
+    if isinstance(content, list):
+        return [cut_record(value, here, key) for value in content]
+    if not isinstance(content, str):
+        return content
+    return _last(content) if key in PLACES and is_absolute(content) else cut_places(content, here)
+
+
+def is_absolute(text: str) -> bool:
+    """Whether a text is a place on some computer: /a/b, ~/a, C:\\a, file:///a."""
+    return bool(re.match(r"file://|~?/|[A-Za-z]:[/\\]", text))
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]+", path.rstrip("/\\"))[-1]
 
 
 def _patterns(here: tuple[str, ...]) -> list[re.Pattern]:

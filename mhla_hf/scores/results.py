@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..checksums import NOTED, without_origin
 from ..files import write_json
 
 FILE_NAME = "results.json"
@@ -274,6 +275,10 @@ def fingerprint_folder(folder):
         raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
     digest = hashlib.sha256()
     for file in files:
+        if file.name in NOTED:
+            data = without_origin(file.read_bytes())
+            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
+            continue
         digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while chunk := stream.read(1 << 22):

@@ -8,11 +8,13 @@ import json
 import numpy
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
 from small_scores import make_result
 from tiny_pipelines import dit_pipeline, wan_pipeline
 
 import mhla_hf
+from mhla_hf.hub import folder_checks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.folder_checks import check_front_matter
 from mhla_hf.scores.features import Extractor
@@ -64,6 +66,32 @@ def test_the_card_of_an_image_pipeline(folders):
         check_card(mine)
     with pytest.raises(ValueError, match="is a pipeline; expected a recipe for images or videos"):
         mhla_hf.evaluate(mine, ["wikitext"])
+
+
+def test_what_push_sends_of_a_pipeline_proves_its_card(tmp_path, monkeypatch):
+    """diffusers notes in every configuration where it was loaded from; that is not sent, and is no other model."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    pipe = dit_pipeline()
+    mhla_hf.convert(pipe)
+    pipe.save_pretrained(tmp_path / "first")
+    mine, sent = tmp_path / "mhla", tmp_path / "sent"
+    DiffusionPipeline.from_pretrained(tmp_path / "first", trust_remote_code=True).save_pretrained(mine)
+    fingerprint = fingerprint_folder(mine)
+    Results([make_result(fingerprint=fingerprint, task="imagenet_256")]).write(mine)
+    write_card(mine, name="me/dit-mhla", license="apache-2.0")
+    checked = folder_checks.check_folder(mine)
+    assert {"transformer/config.json", "vae/config.json"} <= set(checked.rewritten)
+    for path, file in checked.files.items():
+        (sent / path).parent.mkdir(parents=True, exist_ok=True)
+        (sent / path).write_bytes(checked.rewritten.get(path) or file.read_bytes())
+    assert str(tmp_path) in (mine / "vae" / "config.json").read_text()
+    assert str(tmp_path) not in (sent / "vae" / "config.json").read_text()
+    assert fingerprint_folder(sent) == fingerprint
+    check_card(sent)
+    config = json.loads((sent / "vae" / "config.json").read_text())
+    (sent / "vae" / "config.json").write_text(json.dumps(config | {"scaling_factor": 0.5}))
+    with pytest.raises(ValueError, match="imagenet_256 was scored with other weights than it holds now"):
+        check_card(sent)
 
 
 def test_the_card_of_a_video_pipeline_with_a_kept_layer(tmp_path):

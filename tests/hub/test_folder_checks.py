@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_cards import TRAIN
 from small_repos import CARD, save_carded, save_model, score
 from small_scores import make_result, small_llama
 
@@ -162,6 +163,8 @@ BROKEN = {
         lambda f: edit(f, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.Tokenizer", None]}),
         "tokenizer_config.json: auto_map.AutoTokenizer is 'tokenization_x.Tokenizer'"),
     "a value that leads up": (lambda f: edit(f, "config.json", vocab_file="../../etc/passwd"), "leads out of the folder"),
+    "a model's origin": (
+        lambda f: edit(f, "config.json", _name_or_path="/fsx/anna/a b"), "_name_or_path is '/fsx/anna/a b', which leads"),
     "an absolute value": (lambda f: edit(f, "config.json", data="/etc/passwd"), "data is '/etc/passwd', which leads out"),
     # text
     "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md.*holds what looks like a Hugging Face token|shows"),
@@ -170,6 +173,8 @@ BROKEN = {
     "a private key": (put("notes.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"notes\.txt:1 .*a private key"),
     "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json:1 holds what looks like"),
     "a home folder": (put("notes.txt", "a\nsee /home/anna/data.txt\n"), r"notes\.txt:2 names the local path '/home/anna"),
+    **{f"a folder in {root}": (put("notes.txt", f"x={root}/anna/x"), f"notes\\.txt:1 names the local path '{root}/anna/x'")
+       for root in ("/Volumes", "/content/drive", "/kaggle/input", "/lustre", "/nfs", "/fsx", "/gpfs", "/cluster/u")},
     "a Windows folder": (put("notes.txt", r"C:\Users\anna\x"), r"names the local path 'C:\\\\Users"),
     "a home folder, short": (put("notes.txt", "cp ~/secret.txt ."), "names the local path '~/secret.txt'"),
     "metadata of weights": (
@@ -226,6 +231,36 @@ def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder, caplog)
         "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "link.md", *binaries,
     }  # fmt: skip
     assert f"push: checkpoint-10 in {folder} stays here: states of a training run are not shared" in caplog.text
+
+
+# command -> the same without places: quoted words with spaces, any root, no root
+COMMANDS = {
+    "evaluate '/home/anna/my models/secret client/x' --tasks copa": "evaluate 'x' --tasks copa",
+    "evaluate '--out=/somewhere/anna b/x y' --a \"/c d/e\"": "evaluate '--out=x y' --a \"e\"",
+    "evaluate --x=/somewhere/a/b ~/c /q": "evaluate --x=b c /q",
+    "evaluate 'data/my own.txt' a/b https://a.b/c 'https://a.b/c d' it's": (
+        "evaluate 'data/my own.txt' a/b https://a.b/c 'https://a.b/c d' it's"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_record_of_any_absolute_path_keeps_its_last_part(folder, tmp_path, command):
+    """In train.json, results.json and card.json, and so on the card, which can be proven from what is sent."""
+    Results([dataclasses.replace(r, command=command, model="/no root/x y") for r in Results.read(folder)]).write(folder)
+    (folder / "train.json").write_text(json.dumps(TRAIN | {"command": 'x "/home/a b/c"'}))
+    write_card(folder, name="tester/mhla", license="apache-2.0", limits=["Its texts lay in /somewhere/private/y."])
+    checked = check_folder(folder)
+    sent = {path: checked.rewritten.get(path) or file.read_bytes() for path, file in checked.files.items()}
+    (tmp_path / "sent").mkdir()
+    for path, data in sent.items():
+        (tmp_path / "sent" / path).write_bytes(data)
+    check_card(tmp_path / "sent")
+    assert f"`{COMMANDS[command]}`" in checked.card and "Its texts lay in y." in checked.card
+    assert all(place not in data for data in sent.values() for place in (b"somewhere", b"anna", b"/home", b"no root"))
+    assert {record.command for record in Results.read(tmp_path / "sent")} == {COMMANDS[command]}
+    train = json.loads(sent["train.json"])
+    assert (train["data"]["name"], train["command"]) == ("topics.txt", 'x "c"')
 
 
 def test_records_are_shared_without_the_folders_of_this_computer(tmp_path, monkeypatch):
