@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from diffusers import ModelMixin
@@ -27,7 +28,8 @@ from ..nn.settings import MHLASettings
 from .saving import check_loaded_weights, source_name, write_source
 
 # what diffusers says of a weight of another shape
-MISFIT = re.compile(r"(\S+\.mhla\.\S+) expected shape torch\.Size\((.+?)\), but got torch\.Size\((.+?)\)")
+MISFIT = re.compile(r"(\S+) expected shape torch\.Size\((.+?)\), but got torch\.Size\((.+?)\)")
+ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
 IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 
 
@@ -246,6 +248,12 @@ class MHLATransformerMixin:
         if os.path.isfile(save_directory):
             raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
         self.check_processors()
+        adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
+        if adapted is not None:
+            raise ValueError(
+                f"save_directory: got a model with {adapted}, expected plain weights; fuse_lora() and unload_lora() come "
+                "first, and what is trained whole is freed by requires_grad_(True), not by PEFT's modules_to_save."
+            )
         if is_main_process:
             write_source(self.source_entry, save_directory, source_name(self.source_entry))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -267,6 +275,16 @@ class MHLATransformerMixin:
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        except OSError as error:
+            folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+            if not folder.is_dir():
+                raise
+            weights = any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file()
+            found = str(error).strip(" .\n").partition("\n")[0] if weights else "got config.json and no weights"
+            raise OSError(
+                f"{folder}: {found}, expected config.json and all weights of {cls.__name__}, whole, as save_pretrained "
+                "wrote them."
+            ) from error
         except ValueError as error:
             found = MISFIT.search(str(error))
             if found is None:

@@ -201,6 +201,7 @@ def change_weights(folder, change):
 
 
 MIXING = "blocks.1.attn1.processor.mhla.mixing.weight"
+QUERY = "blocks.0.attn1.to_q.weight"
 DAMAGE = {
     "weights of fewer layers": (lambda folder: change_weights(folder, lambda s: s.pop(MIXING)), f"has no '{MIXING}'"),
     "layers that the weights lack": (lambda folder: change_config(folder, layers=[0, 1, 2]), "has no 'blocks.0.attn1"),
@@ -229,6 +230,10 @@ DAMAGE = {
         lambda folder: change_config(folder, mixing_form="direct"),
         "got negative mixing weights, expected nonnegative ones",
     ),
+    "cropped projection": (
+        lambda folder: change_weights(folder, lambda s: s.update({QUERY: s[QUERY][:12].clone()})),
+        f"{QUERY} is [12, 24], expected [24, 24]",
+    ),
     "newer format": (lambda folder: change_config(folder, format_version=2), "format_version: got 2"),
     "unknown setting": (lambda folder: change_config(folder, tau=1), "unknown setting 'tau'"),
     "wrong axes": (lambda folder: change_config(folder, layout=[150]), "layout: got [150], expected 3 counts"),
@@ -244,6 +249,42 @@ def test_damaged_checkpoints(case, tmp_path):
     with pytest.raises(ValueError) as error:
         MHLAWanTransformer3DModel.from_pretrained(tmp_path)
     assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+HALF_A_FOLDER = {
+    "empty": (lambda folder: [file.unlink() for file in folder.iterdir()], "no file named config.json"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "got config.json and no weights"),
+    "half a file": (lambda folder: cut(folder / WEIGHTS, 9000), f"{WEIGHTS}', expected"),
+    "no byte": (lambda folder: cut(folder / WEIGHTS, 0), f"{WEIGHTS}', expected"),
+    "half a config": (lambda folder: cut(folder / "config.json", 30), "is not a valid JSON file"),
+}
+
+
+def check_half(folder, words):
+    with pytest.raises(OSError) as error:
+        MHLAWanTransformer3DModel.from_pretrained(folder)
+    text = str(error.value)
+    assert words in text and "expected config.json and all weights" in text and text.count(". ") == 0, text
+
+
+@pytest.mark.parametrize("case", HALF_A_FOLDER)
+def test_half_a_folder(case, tmp_path):
+    change, words = HALF_A_FOLDER[case]
+    converted().save_pretrained(tmp_path)
+    change(tmp_path)
+    check_half(tmp_path, words)
+
+
+def test_a_shard_is_missing(tmp_path):
+    converted().save_pretrained(tmp_path, max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("*-00002-of-*.safetensors"))[0]
+    shard.unlink()
+    check_half(tmp_path, shard.name)
 
 
 def test_a_stock_checkpoint_is_not_an_mhla_model(tmp_path):
