@@ -1,13 +1,17 @@
-"""Scores as a picture: one panel per score with the models as points and their standard errors, and recall by depth.
+"""Scores as a picture: one panel per score with the models as points and their standard errors; curves where a score was
+taken at several places: recall by depth, speed and memory by length.
 
-Unusual: with a recipe that has the layout of a published table, its columns are the panels; otherwise every task and metric
-is one, and more than can be read are refused rather than left out.
+Unusual: with a recipe that has the layout of a published table, its columns are the panels, where any of them has a score;
+otherwise every task and metric is one, and more than can be read are refused rather than left out.
 """
 
 import math
+import os
+from pathlib import Path
 
 from ..plots import COLOURS, STYLE, pyplot, save_figure
 from .results import paper_values
+from .timing import TASK as SPEED
 
 MOST = 24
 EXTRA = ("#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a", "#33363d")
@@ -17,30 +21,40 @@ DEPTH = "_back_"
 def plot_scores(path, models, columns=None):
     """Write a PNG of a comparison.
 
-    path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; None or
-    empty: every task and metric. ValueError: there is nothing to draw, or more than 24 panels.
+    path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; every task
+    and metric where it is None or empty, or none of its columns has a score: such as those of a part of VBench's
+    dimensions. ValueError: there is nothing to draw, or more than 24 panels.
     """
-    panels = _column_panels(models, columns) if columns else _panels(models)
-    depths = _depths(models)
-    if not panels and not depths:
+    panels = _column_panels(models, columns or {}) or _panels(models)
+    curves = _curves(models)
+    if not panels and not curves:
         raise ValueError("plot: no score is there to draw; expected at least one")
     if len(panels) > MOST:
         raise ValueError(f"plot: {len(panels)} scores are too many for one figure; choose at most {MOST} by tasks")
     colours = colours_of(models)
     plt = pyplot()
     with plt.rc_context(STYLE):
-        across = min(4, len(panels) + len(depths))
-        down = math.ceil((len(panels) + len(depths)) / across)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(models), 2.2 if depths else 0) * down + 0.5)
+        count = len(panels) + len(curves)
+        across = min(4, count)
+        down = math.ceil(count / across)
+        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(models), 2.2 if curves else 0) * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         axes = [cell for row in grid for cell in row]
         for cell, (title, values, better) in zip(axes, panels, strict=False):
             _draw_points(cell, title, values, better, colours)
-        for cell, (title, curves) in zip(axes[len(panels) :], depths, strict=False):
-            _draw_depth(cell, title, curves, colours)
-        for cell in axes[len(panels) + len(depths) :]:
+        for cell, (title, found) in zip(axes[len(panels) :], curves.items(), strict=False):
+            _draw_curves(cell, title, found, colours)
+        for cell in axes[count:]:
             cell.set_visible(False)
         save_figure(figure, path)
+
+
+def check_plot(path):
+    """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
+    pyplot()
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 
 
 def colours_of(models):
@@ -58,7 +72,7 @@ def _panels(models):
     found = {}
     for name, records in models.items():
         for record in records:
-            if DEPTH not in record.metric and record.value is not None:
+            if _place(record) is None and record.value is not None:
                 key = (record.task, record.metric, record.shots)
                 values = found.setdefault(key, (f"{record.task}\n{record.metric}", {}, record.higher_is_better))
                 values[1][name] = (record.value, record.stderr)
@@ -76,16 +90,21 @@ def _column_panels(models, columns):
     return panels
 
 
-def _depths(models):
-    """(title, model -> [(tokens back, value, error)]) for every task that was measured by depth."""
+def _place(record):
+    """(score, where it was taken) of a score that was taken at several depths or lengths, else None."""
+    score, mark, place = record.metric.rpartition("_" if record.task == SPEED else DEPTH)
+    return (score, int(place)) if mark and place.isdecimal() else None
+
+
+def _curves(models):
+    """(task, score) -> model -> [(place, value, error)] of the scores that were taken at several places."""
     found = {}
     for name, records in models.items():
         for record in records:
-            metric, mark, back = record.metric.partition(DEPTH)
-            if mark and back.isdecimal() and record.value is not None:
-                curves = found.setdefault((record.task, metric), {})
-                curves.setdefault(name, []).append((int(back), record.value, record.stderr or 0.0))
-    return [(f"{task}\n{metric}, by depth", curves) for (task, metric), curves in found.items()]
+            if record.value is not None and (taken := _place(record)):
+                curve = found.setdefault((record.task, taken[0]), {}).setdefault(name, [])
+                curve.append((taken[1], record.value, record.stderr or 0.0))
+    return found
 
 
 def _draw_points(axes, title, values, better, colours):
@@ -105,11 +124,20 @@ def _draw_points(axes, title, values, better, colours):
     axes.margins(x=0.2)
 
 
-def _draw_depth(axes, title, curves, colours):
+def _draw_curves(axes, title, curves, colours):
+    task, score = title
     for name, points in curves.items():
-        back, values, errors = zip(*sorted(points), strict=True)
-        axes.errorbar(back, values, yerr=errors, color=colours[name], marker="o", markersize=4, capsize=2, label=name)
-    axes.set_title(title, fontsize=9.5)
-    axes.set(xlabel="tokens from the fact to the question", ylim=(-0.05, 1.05))
+        places, values, errors = zip(*sorted(points), strict=True)
+        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colours[name], "label": name}
+        axes.errorbar(places, values, yerr=errors, **look)
     axes.grid(True)
     axes.legend(fontsize=8)
+    if task != SPEED:
+        axes.set(xlabel="tokens from the fact to the question", ylim=(-0.05, 1.05))
+        axes.set_title(f"{task}\n{score}, by depth", fontsize=9.5)
+        return
+    places = sorted({place for points in curves.values() for place, _, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places], fontsize=8)
+    axes.set(xlabel="tokens", ylim=(0, None))
+    axes.set_title(f"{task}\n{score}, by length ↓", fontsize=9.5)

@@ -3,12 +3,15 @@
 Run: pytest tests/scores/test_figures.py
 """
 
+import sys
+
 import pytest
 from PIL import Image
 from small_scores import make_result
 
+from mhla_hf.scores import figures
 from mhla_hf.scores.evaluation import Comparison
-from mhla_hf.scores.figures import colours_of, plot_scores
+from mhla_hf.scores.figures import check_plot, colours_of, plot_scores
 from mhla_hf.scores.recipes import read_score_recipe
 from mhla_hf.scores.results import Results
 
@@ -29,6 +32,56 @@ def test_a_recipe_gives_the_panels(tmp_path):
     plot_scores(tmp_path / "table.png", {"mhla": records}, recipe.columns)
     with Image.open(tmp_path / "table.png") as picture:
         assert picture.size[1] > 600
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figure that was written last."""
+    seen = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: seen.append(figure))
+    return lambda: [axes for axes in seen[-1].axes if axes.get_visible()]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "metrics"),
+    [
+        ("table_9_class_to_image", "imagenet_256", ["Fréchet distance (judge)", "precision (judge)"]),
+        ("table_5_vbench", "vbench", ["temporal_flickering", "scene", "color"]),
+    ],
+)
+def test_scores_that_fill_no_column_of_the_recipe_are_drawn_by_their_names(drawn, recipe, task, metrics):
+    models = {name: [make_result(task=task, metric=metric) for metric in metrics] for name in ("teacher", "mhla")}
+    plot_scores("any.png", models, read_score_recipe(recipe).columns)
+    assert [axes.get_title("left") for axes in drawn()] == [f"{task}\n{metric} ↑" for metric in metrics]
+
+
+def test_speed_is_a_curve_by_length_for_each_metric(drawn):
+    models = {}
+    for name, rate in (("teacher", 2.0), ("mhla", 1.0)):
+        models[name] = [
+            make_result(task="speed", metric=f"{metric}_{length}", value=rate * length, higher_is_better=False)
+            for metric in ("forward_ms", "decode_ms", "cache_mib")
+            for length in (1024, 256, 512)
+        ]
+    plot_scores("any.png", models)
+    titles = [axes.get_title("left") for axes in drawn()]
+    assert titles == [f"speed\n{metric}, by length ↓" for metric in ("forward_ms", "decode_ms", "cache_mib")]
+    for axes in drawn():
+        curves = {curve.get_label(): curve.lines[0].get_xydata().tolist() for curve in axes.containers}
+        assert curves == {
+            "teacher": [[256, 512], [512, 1024], [1024, 2048]],
+            "mhla": [[256, 256], [512, 512], [1024, 1024]],
+        }
+
+
+def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch):
+    check_plot(tmp_path / "plot.png")
+    for place in (tmp_path, tmp_path / "nowhere" / "plot.png"):
+        with pytest.raises(ValueError, match=r"plot: '.*' cannot be written; expected the name of a PNG in a folder"):
+            check_plot(place)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install"):
+        check_plot(tmp_path / "plot.png")
 
 
 def test_too_much_and_nothing_are_refused(tmp_path):
