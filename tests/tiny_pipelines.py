@@ -250,6 +250,14 @@ CALLS["SanaVideoPipeline"] |= {"complex_human_instruction": [], "use_resolution_
 CALLS["PixArtSigmaPipeline"] |= {"clean_caption": False}
 
 
+def at_fresh_addresses(pipe):
+    """The pipeline, its weights copied: those read from a file lie at addresses at which products may round differently."""
+    for part in pipe.components.values():
+        for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
+            parameter.data = parameter.data.clone()
+    return pipe
+
+
 @torch.no_grad()
 def generate(pipe, **overrides) -> torch.Tensor:
     """Two steps with classifier-free guidance and a fixed seed: the pictures `[N, ...]` as the pipeline's "pt" or "np"."""

@@ -22,10 +22,12 @@ from diffusers import (
 )
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
@@ -380,6 +382,14 @@ def test_threads_share_a_model_with_grids_of_their_own():
     with ThreadPoolExecutor(2) as pool:
         wrong = [*itertools.chain(*pool.map(request, sizes))]
     assert max(wrong) <= 1e-6 and model.mhla_state.grid is None
+
+
+def test_checkpointing_of_torch_alone_is_told_what_to_use():
+    model = converted()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, WanTransformerBlock))
+    loss = model(**inputs("wan")).sample.sum()
+    with pytest.raises(ValueError, match=r"grid: got none, expected .*enable_gradient_checkpointing"):
+        loss.backward()
 
 
 def test_a_backward_pass_in_another_thread_has_the_grid_of_its_call():
