@@ -321,7 +321,10 @@ def run_distill(given, command):
 def run_evaluate(given, command):
     """mhla-hf evaluate"""
     from .scores.evaluation import evaluate
+    from .scores.figures import check_plot
 
+    if given.plot:
+        check_plot(given.plot)
     limit = given.limit
     compared = evaluate(
         given.models,
