@@ -1,9 +1,9 @@
 """The authors' Wan and DiT checkpoints as MHLA transformers of diffusers, every key accounted for.
 
 Unusual: nothing is skipped and nothing is guessed. A key without a place, and a place without a key, is an error that names
-it in the authors' spelling. The released DiT code normalises otherwise than the paper (`normalize="official"`) and has one
-LayerNorm more; the released Wan code has neither a denominator nor a scale, so its mixing is multiplied by the root of the
-head's width, which the operator divides by.
+the key in the authors' spelling and the place in diffusers'. The released DiT code normalises otherwise than the paper
+(`normalize="official"`) and has one LayerNorm more; the released Wan code has neither a denominator nor a scale, so its
+mixing is multiplied by the root of the head's width, which the operator divides by.
 """
 
 import math

@@ -12,6 +12,7 @@ from huggingface_hub import hf_api
 from tiny_pipelines import dit_pipeline, generate, wan_pipeline
 
 import mhla_hf
+from mhla_hf.hub import folder_checks
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,20 @@ def test_pushed_by_diffusers_and_loaded_by_id(hub, tmp_path):
         again["transformer/diffusion_pytorch_model.safetensors"]
         == files["transformer/diffusion_pytorch_model.safetensors"]
     )
+
+
+def test_the_card_of_a_pushed_pipeline_says_how_to_load_it_and_how_not(hub, monkeypatch):
+    """By mhla_hf.push; diffusers' own push_to_hub writes a card of its own in its place."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    mhla_hf.push(mhla_hf.convert(wan_pipeline()), "tester/wan", license="apache-2.0", progress=False)
+    card = hub.repos["tester/wan"].files()["README.md"].decode()
+    for words in (
+        "`WanPipeline` with [MHLA",
+        "DiffusionPipeline.from_pretrained('tester/wan', trust_remote_code=True)",
+        "a transformer class of diffusers itself would find its weights here",
+        "license: apache-2.0",
+    ):
+        assert words in card, card
 
 
 def test_a_transformer_alone_is_pushed_with_its_source(hub, tmp_path):

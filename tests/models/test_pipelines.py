@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoModel, DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoModel,
+    DiffusionPipeline,
+    PixArtAlphaPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVideoToVideoPipeline,
+)
 from safetensors.torch import load_file
 from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
@@ -19,7 +26,7 @@ from mhla_hf import MHLASettings
 from mhla_hf.nn.grid import GridMHLA
 
 VISITOR = """
-import json, os, sys
+import json, os, pickle, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("mhla_hf", "triton"):
@@ -37,6 +44,7 @@ for family in sorted(os.listdir(source)):
     pipe = DiffusionPipeline.from_pretrained(f"{source}/{family}", trust_remote_code=True)
     classes[family] = sys.modules[type(pipe.transformer).__module__].__name__
     pictures[family] = generate(at_fresh_addresses(pipe)).contiguous()
+    assert type(pickle.loads(pickle.dumps(pipe.transformer))) is type(pipe.transformer)
     pipe.save_pretrained(f"{target}/{family}")
 save_file(pictures, f"{target}.safetensors")
 print(json.dumps([classes, [name for name in ("mhla_hf", "triton") if name in sys.modules]]))
@@ -329,6 +337,16 @@ def test_other_ways_to_load(tmp_path):
     for load in (DiffusionPipeline.from_pretrained, WanPipeline.from_pretrained):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             load(tmp_path / "mhla")
+
+
+@pytest.mark.parametrize(("family", "relative"), [("wan", WanVideoToVideoPipeline), ("pixart", PixArtAlphaPipeline)])
+def test_another_pipeline_is_given_the_transformer(family, relative):
+    """`from_pipe` alone hands on models of the very classes that it names, not of those derived from them."""
+    pipe = mhla_hf.convert(PIPELINES[family]())
+    other = relative.from_pipe(pipe, transformer=pipe.transformer)
+    assert other.transformer is pipe.transformer and other.vae is pipe.vae
+    with pytest.raises((TypeError, ValueError), match="transformer"):
+        relative.from_pipe(pipe)
 
 
 def test_a_stock_class_would_drop_the_mhla_weights_with_a_warning(tmp_path, caplog):
