@@ -78,9 +78,11 @@ def config_for(kind, width, other, dot, chip):
         config["BY"] = min(config["BY"], lanes_for(other))
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1
-    if INTERPRETED:
+    if INTERPRETED:  # every tile costs the same there: fewer and larger ones
         config |= {name: 32 for name in ("BT", "BM", "BN") if name in config}
-        config |= {"BX": 2048} if kind in ("mix", "mix_grads") else {}
+        config |= {"BX": 8192} if kind in ("mix", "mix_grads") else {}
+        config |= {"BX": min(128, inner)} if kind == "summaries" else {}
+        config |= {"BY": min(128, lanes_for(other))} if "BY" in config else {}
     return config
 
 
