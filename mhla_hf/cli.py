@@ -193,8 +193,8 @@ def _analyze_options(sub):
     sub.add_argument("--random", action="store_true", help="no model: random features, 64 to 4096 tokens")
     sub.add_argument("--out", help="folder for JSON and figures")
     sub.add_argument("--data", help="text or images to look at (default: the Python language reference, the digits)")
-    sub.add_argument("--samples", type=int, default=8, help="sequences or images (default: 8)")
-    sub.add_argument("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
+    sub.add_argument("--samples", type=int, help="sequences or images (default: 8)")
+    sub.add_argument("--length", type=int, help="tokens in a sequence (default: 256)")
     sub.add_argument("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
     sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
@@ -377,7 +377,12 @@ def run_analyze(given, command):
     """mhla-hf analyze"""
     if given.random == bool(given.models):
         raise ValueError("models: expected either folders of models or --random")
+    settings = {name: getattr(given, name) for name in ("data", "samples", "length", "tolerance", "device")}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if given.random:
+        if settings:
+            name, value = next(iter(settings.items()))
+            raise ValueError(f"{name}: got {value!r}, expected none with --random, which looks at random features")
         from .evidence.random_rank import render_random_rank, study_random_rank
 
         out = given.out or "out/rank"
@@ -388,15 +393,11 @@ def run_analyze(given, command):
 
     record = analyze(
         given.models,
-        data=given.data,
         out=given.out,
-        samples=given.samples,
-        length=given.length,
-        tolerance=given.tolerance,
-        device=given.device,
         trust_remote_code=given.trust_remote_code,
         progress=not given.quiet,
         command=command,
+        **settings,
     )
     print(render_analysis(record))
 

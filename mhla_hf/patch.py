@@ -42,6 +42,11 @@ def check_tower(settings: MHLASettings) -> None:
     """What only a vision tower refuses."""
     if settings.layout is None or len(settings.layout) != 2:
         raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
+    for name in ("block_size", "num_blocks"):
+        if getattr(settings, name) != getattr(MHLASettings, name):
+            raise ValueError(
+                f"{name}: got {getattr(settings, name)}, expected none: a vision tower's blocks are its layout."
+            )
     if settings.normalize == "official":
         raise ValueError(
             'normalize: got "official", expected true or false: class tokens have no place in the authors\' denominator.'

@@ -114,7 +114,7 @@ def _prepare(given, inputs, data, samples, length, device, trust_remote_code):
         if model is None:
             raise ValueError(f"models: {type(run).__name__} has no transformer, expected a pipeline with one")
         run.to(device)
-    model = model.to(device).eval()
+    model = model.to(device)
     kind = kind_of(type(model).__name__)
     if inputs is not None:
         return model, run, dict(inputs), "given by the caller"
@@ -184,8 +184,13 @@ def render_analysis(record):
     lines = [
         "  ".join([*map(str.ljust, row[:3], widths[:3]), *map(str.rjust, row[3:], widths[3:])]).rstrip() for row in rows
     ]
-    first = next(iter(record["models"].values()))["layers"][0]
-    lines += ["", f"rank at {first['tolerance']:.1e} of the largest singular value; entropy in nats"]
+    tolerances = {
+        label: dict.fromkeys(f"{layer['tolerance']:.1e}" for layer in model["layers"])
+        for label, model in record["models"].items()
+    }
+    several = {tuple(own) for own in tolerances.values()}
+    told = [" and ".join(own) + (f" ({label})" if len(several) > 1 else "") for label, own in tolerances.items()]
+    lines += ["", f"rank at {', '.join(dict.fromkeys(told))} of the largest singular value; entropy in nats"]
     if any(layer["part"] != "whole" for model in record["models"].values() for layer in model["layers"]):
         lines.append("causal layers: the rank is that of the second half of the text on the first")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.evidence.digits import load_digits
 from mhla_hf.evidence.figures import choose_colours, tiled
+from mhla_hf.evidence.report import render_analysis
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 
@@ -85,6 +86,24 @@ def test_any_model_with_its_inputs():
     assert list(record["models"]) == ["before", "after"] and record["inputs"]["after"] == "given by the caller"
 
 
+def test_a_live_model_keeps_its_mode():
+    for training in (True, False):
+        model = softmax_model().train(training)
+        mhla_hf.analyze(model, inputs={"input_ids": tokens(1, 40), "use_cache": False}, progress=False)
+        assert model.training is training and {module.training for module in model.modules()} == {training}
+
+
+def test_every_models_tolerance_is_told():
+    model = {"input_ids": tokens(1, 40), "use_cache": False}
+    short = mhla_hf.analyze({"short": softmax_model()}, model, progress=False)
+    long = mhla_hf.analyze({"long": softmax_model()}, model | {"input_ids": tokens(1, 80)}, progress=False)
+    assert "rank at 2.4e-06 of the largest" in render_analysis(short)
+    both = {"models": {**short["models"], **long["models"]}}
+    assert "rank at 2.4e-06 (short), 4.8e-06 (long) of the largest" in render_analysis(both)
+    twice = {"models": {"a": short["models"]["short"], "b": short["models"]["short"]}}
+    assert "rank at 2.4e-06 of the largest" in render_analysis(twice)
+
+
 BAD = {
     "nothing": ("", "either folders of models or --random"),
     "both": ("{shelf}/mhla --random", "either folders of models or --random"),
@@ -99,6 +118,9 @@ BAD = {
     "out a file": ("{shelf}/mhla --out {shelf}/file", "file"),
     "data missing": ("{shelf}/llama --length 64 --data ./none.txt", "none.txt"),
     "pictures missing": ("{shelf}/mhla --data ./no/such/place", "./no/such/place"),
+    "data with --random": ("--random --data x.txt", "data: got 'x.txt', expected none with --random"),
+    "samples with --random": ("--random --samples 4", "samples: got 4, expected none with --random"),
+    "tolerance with --random": ("--random --tolerance 0.1", "tolerance: got 0.1, expected none with --random"),
     "no pictures": ("{shelf}/mhla --data {shelf}/empty", "empty"),
 }
 

@@ -10,6 +10,7 @@ from small_towers import converted_tower, images, small_classifier, softmax_towe
 from transformers import (
     AutoModelForImageClassification,
     CLIPConfig,
+    CLIPForImageClassification,
     CLIPModel,
     ResNetConfig,
     ResNetForImageClassification,
@@ -123,6 +124,24 @@ def small_clip():
     return CLIPModel(CLIPConfig(text_config={**small, "vocab_size": 20}, vision_config={**small, "image_size": 32}))
 
 
+@pytest.mark.parametrize("whole", [CLIPModel, CLIPForImageClassification])
+def test_a_tower_inside_a_larger_model_is_not_saved_with_it(whole, tmp_path):
+    """Its folder would be read as softmax, the mixing left out."""
+    model = whole(small_clip().config)
+    mhla_hf.convert(model.vision_model)
+    with pytest.raises(ValueError) as error:
+        model.save_pretrained(tmp_path / "whole")
+    one_sentence(error, f"{whole.__name__} holds a converted MHLACLIPVisionModel", "'vision_model'")
+    assert not list((tmp_path / "whole").glob("*.safetensors"))
+    model.vision_model.save_pretrained(tmp_path / "tower")
+    fresh = whole(small_clip().config)
+    kept = {name: value for name, value in model.state_dict().items() if ".mhla." not in name}
+    fresh.load_state_dict(kept)
+    fresh.vision_model = mhla_hf.MHLACLIPVisionModel.from_pretrained(tmp_path / "tower")
+    said = [own.eval().vision_model(images()).pooler_output for own in (model, fresh)]
+    assert torch.equal(*said)
+
+
 CONVERT = [
     (small_resnet, {}, "'resnet'"),
     (small_clip, {}, "'clip'"),
@@ -131,6 +150,8 @@ CONVERT = [
     (lambda: softmax_tower("ViTModel"), {"layers": [2]}, "layers: got index 2"),
     (lambda: softmax_tower("ViTModel"), {"layout": None}, "layout: got None"),
     (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
+    (lambda: softmax_tower("ViTModel"), {"block_size": 32}, "block_size: got 32"),
+    (lambda: softmax_tower("ViTModel"), {"num_blocks": 4}, "num_blocks: got 4"),
     (lambda: softmax_tower("ViTModel"), {"rope": "after"}, "rope"),
     (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
     (lambda: softmax_tower("ViTModel"), {"grid": [4, 4]}, "'grid'"),
