@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..nn.settings import MHLASettings
 from ..scores.results import Result, Results, fingerprint_folder
 from ..scores.timing import speed_of_records
+from .licences import LICENCES
 
 PERSON_FILE = "card.json"
 PERSON_FORMAT = 1
@@ -232,10 +233,10 @@ def find_licence(base_model, teacher, given: dict) -> dict:
     if given["license"] is not None and stated is not None and given["license"] != stated["license"]:
         raise ValueError(f"license {given['license']!r} is not what {where} states: {stated['license']!r}")
     found = stated or given
-    if not isinstance(found["license"], str) or not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", found["license"]):
-        raise ValueError(f"license must be a Hub identifier such as apache-2.0, got {found['license']!r}")
     if found["license"] == "unknown":
         raise ValueError("license 'unknown' is no licence: ask the authors of the base, then give license=...")
+    if found["license"] not in LICENCES if isinstance(found["license"], str) else True:
+        raise ValueError(f"license is {found['license']!r}, expected an identifier of the Hub such as apache-2.0")
     if found["license"] == "other" and not found["license_name"]:
         raise ValueError("license 'other' needs license_name (and license_link, where the text can be read)")
     return found

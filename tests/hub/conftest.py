@@ -9,6 +9,9 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from loopback_hub import TOKEN, LoopbackHub
+from loopback_schema import refusals
+
+from mhla_hf.hub import card, card_shelf
 
 BLOCKED = ("mhla_hf", "triton", "diffusers")
 
@@ -37,6 +40,18 @@ def clean_python(tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def every_card_is_valid(monkeypatch):
+    """Whatever card a test makes, the server's schema takes it."""
+
+    def check_for_the_server(text, facts, check=card.check_front):
+        check(text, facts)
+        assert refusals(text) == []
+
+    for module in (card, card_shelf):
+        monkeypatch.setattr(module, "check_front", check_for_the_server)
 
 
 @pytest.fixture

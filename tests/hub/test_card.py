@@ -23,7 +23,7 @@ def folders(tmp_path):
     (mine / "speed.json").write_text(json.dumps(SPEED))
     return mine, {
         "teacher": save_model(
-            tmp_path / "teacher", scores(1.9003, 0.87), readme="---\nlicense: psf-2.0\n---\n# Teacher\n"
+            tmp_path / "teacher", scores(1.9003, 0.87), readme="---\nlicense: afl-3.0\n---\n# Teacher\n"
         ),
         "hybrid": save_model(tmp_path / "hybrid", scores(1.9049, 0.86)),
         "plain linear": save_model(tmp_path / "linear", scores(1.9412, 0.22)),
@@ -76,13 +76,13 @@ def test_settings_recipe_and_speed(card):
 
 def test_loading_licence_citation(card):
     assert 'name = "somebody/toy-mhla"' in card and card.count("from_pretrained(name, trust_remote_code=True)") == 2
-    assert "Weights: psf-2.0, that of the base model." in card
+    assert "Weights: afl-3.0, that of the base model." in card
     assert "arXiv:2601.07832" in card and "https://arxiv.org/abs/2601.07832" in card
 
 
 def test_front_matter_is_model_card_data(card):
     data = ModelCard(card).data
-    assert data.license == "psf-2.0" and data.library_name == "transformers" and data.language == ["en"]
+    assert data.license == "afl-3.0" and data.library_name == "transformers" and data.language == ["en"]
     index = data.to_dict()["model-index"][0]
     assert index["name"] == "toy-mhla"
     assert [entry["dataset"]["config"] for entry in index["results"]] == ["topics_bpb", "topics_cloze", "topics_recall"]
@@ -147,7 +147,7 @@ def test_card_is_proven_from_the_folder_alone(folders, card, tmp_path):
         ("+1.31 %", "+0.31 %", r"shows 0\.31 where the files say 1\.31"),
         ("| block size | 64 |", "| block size | 32 |", "shows 32 where the files say 64"),
         ("MHLA from 2048 on", "MHLA from 1024 on", "shows 1024 where the files say 2048"),
-        ("license: psf-2.0", "license: mit", "is 'license: mit' where the files say 'license: psf-2.0'"),
+        ("license: afl-3.0", "license: mit", "is 'license: mit' where the files say 'license: afl-3.0'"),
         ("knows one book", "knows all books", "where the files say '- It knows one book.'"),
     ],
 )
@@ -226,8 +226,13 @@ BAD = {
         {"base_model": "somebody/base"},
         r"the card of somebody/base \(not readable: \w+\) states no licence",
     ),
-    "another licence": (lambda m, c: None, {"license": "mit"}, "license 'mit' is not what .* states: 'psf-2.0'"),
-    "licence in prose": (lambda m, c: c.clear(), {"license": "Free for all"}, "must be a Hub identifier"),
+    "another licence": (lambda m, c: None, {"license": "mit"}, "license 'mit' is not what .* states: 'afl-3.0'"),
+    "licence in prose": (lambda m, c: c.clear(), {"license": "Free for all"}, "expected an identifier of the Hub"),
+    "licence the Hub does not know": (
+        lambda m, c: c.clear(),
+        {"license": "psf-2.0"},
+        "license is 'psf-2.0', expected an",
+    ),
     "unknown licence": (lambda m, c: c.clear(), {"license": "unknown"}, "'unknown' is no licence"),
     "other licence": (lambda m, c: c.clear(), {"license": "other"}, "'other' needs license_name"),
     "broken base card": (

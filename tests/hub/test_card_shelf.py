@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from small_cards import SPEED, TRAIN, result, save_model, scores
 
 from mhla_hf.cli import main
@@ -40,6 +41,18 @@ def test_every_card_is_what_was_measured(name):
         ):
             assert said in told, (record.task, said)
         assert f"{record.value:.4f}" in text
+
+
+@pytest.mark.parametrize("name", shelved(SHELF))
+def test_the_hub_takes_every_card(hub, name):
+    """Over HTTP, by the real client; the scores come back as they were measured."""
+    facts = shelved_facts(SHELF, name)
+    sent = ModelCard((SHELF / f"{name}.md").read_text(encoding="utf-8"))
+    sent.validate()
+    assert hub.sent("POST", "/api/validate-yaml") == 1
+    shown = {(score.dataset_type, score.metric_type): score.metric_value for score in sent.data.eval_results}
+    assert shown and shown.items() <= {(record.task, record.metric): record.value for record in facts.records}.items()
+    assert (sent.data.library_name, sent.data.pipeline_tag) == ("transformers", "text-generation")
 
 
 @pytest.mark.parametrize("name", shelved(SHELF))

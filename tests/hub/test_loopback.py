@@ -4,6 +4,7 @@ Run: pytest tests/hub/test_loopback.py
 """
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,61 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import get_session
+from loopback_schema import refusals
 
 WEIGHTS = random.Random(0).randbytes(300_000)
 FILES = {"config.json": b"{}\n", "sub/notes.txt": b"words\n", "model.safetensors": WEIGHTS}
+
+
+GOOD = """license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-video
+base_model: user/model
+language: [en]
+tags: [mhla]
+model-index:
+- name: toy
+  results:
+  - task: {type: text-to-video}
+    dataset: {name: vbench, type: vbench}
+    metrics:
+    - {type: total, value: 0.8}
+"""
+# a change to GOOD -> what the server says
+FAULTS = {
+    "apache-2.0": ("apache2", '"license" must be one of'),
+    "license: apache-2.0\n": ("license: other\n", '"license_name" is required'),
+    "text-to-video\nbase": ("text2video\nbase", '"pipeline_tag" must be one of'),
+    "library_name: diffusers": ("library_name: Diffusers 0.42", '"library_name": .* fails to match'),
+    "user/model": ("../model", '"base_model": .* fails to match'),
+    "[en]": ("[en-US]", '"language": .* fails to match'),
+    "tags: [mhla]": ("tags: mhla", '"tags" must be an array'),
+    "language: [en]": ("language:", '"language" is not allowed to be empty'),
+    "name: toy": ("title: toy", r'"model-index\[0\]\.name" is required'),
+    "{type: text-to-video}": ("{type: 3}", r"results\[0\]\.task\.type"),
+    "type: vbench": ("type: a b/c", r"results\[0\]\.dataset\.type"),
+    "value: 0.8": ("value: true", "needs a type and a value"),
+}
+
+
+@pytest.mark.parametrize("before", FAULTS)
+def test_what_is_wrong_with_a_card_is_said(hub, before):
+    after, said = FAULTS[before]
+    ModelCard(f"---\n{GOOD}---\n").validate()
+    changed = GOOD.replace(before, after, 1)
+    assert changed != GOOD
+    asked = {"content": f"---\n{changed}---\n", "repoType": "model"}
+    answer = get_session().post(f"{hub.endpoint}/api/validate-yaml", json=asked)
+    messages = [error["message"] for error in answer.json()["errors"]]
+    assert answer.status_code == 400 and len(messages) == 1 and re.search(said, messages[0]), messages
+
+
+def test_a_card_without_front_matter_or_scores_is_refused():
+    assert refusals("# A model\n") == ["front matter is missing or no object"]
+    assert "front matter" in refusals("---\nlicense: [\n---\n")[0]
+    assert "with results" in refusals("---\nlicense: mit\nmodel-index: [{name: a}]\n---\n")[0]
+    assert refusals("---\nlicense: mit\nmodel-index: 3\n---\n") == ['"model-index" must be an array']
 
 
 @pytest.fixture

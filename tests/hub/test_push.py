@@ -11,7 +11,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import HfApi, ModelCard, snapshot_download
+from safetensors.torch import load
 from small_repos import CARD, save_carded, save_model
 from small_scores import small_llama, small_tokenizer
 
@@ -243,6 +245,8 @@ def test_other_files_in_the_commit_than_were_sent(hub, checked, monkeypatch):
 
 
 def test_the_hubs_own_opinion_of_the_card(hub, shelf, elsewhere, tmp_path):
+    """A server that does not know this licence yet."""
+    hub.licences = hub.licences - {"gemma"}
     folder = shutil.copytree(shelf / "new", tmp_path / "mine")
     for name in ("card.json", "results.json"):
         (folder / name).unlink()
@@ -315,20 +319,28 @@ def test_the_licence_of_a_published_base_is_taken_from_its_card(hub, elsewhere):
         push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
 
 
-def test_files_over_the_limit_are_refused_and_shards_are_not(tmp_path, monkeypatch):
+def test_files_over_the_limit_are_refused(tmp_path, monkeypatch):
     folder = save_model(tmp_path / "big", converted())
     (folder / "README.md").write_text(CARD)
     monkeypatch.setattr(folder_checks, "LARGEST", 100_000)
     (folder / "modeling_mhla.py").rename(tmp_path / "aside.py")
     with pytest.raises(ValueError, match=r"model\.safetensors has 0\.0 GB, .*max_shard_size='5GB'"):
         push(folder, NAME, draft=True)
-    monkeypatch.undo()
-    converted().save_pretrained(tmp_path / "parts", max_shard_size="60KB")
-    shards = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
-    assert len(shards) > 2
-    (tmp_path / "parts" / "README.md").write_text(CARD)
-    files = folder_checks.list_files(tmp_path / "parts")
-    assert folder_checks.check_weights(files) == "float32" and set(shards) <= set(files)
+
+
+def test_a_large_model_in_memory_arrives_in_parts(hub, elsewhere, tmp_path, monkeypatch):
+    """SHARD_SIZE decides: 5 GB, here 60 kB. Every weight is in the part that the index names."""
+    assert room.SHARD_SIZE == "5GB" and folder_checks.LARGEST == 5 * 10**9
+    monkeypatch.setattr(room, "SHARD_SIZE", "60KB")
+    model = converted()
+    push(model, NAME, license="apache-2.0", draft=True, progress=False)
+    files = hub.repos[NAME].files()
+    index = json.loads(files["model.safetensors.index.json"])["weight_map"]
+    parts = {path: load(data) for path, data in files.items() if path.endswith(".safetensors")}
+    assert len(parts) > 2 and set(parts) == set(index.values())
+    assert all(len(files[path]) < 80_000 for path in parts)
+    assert set(index) == set(model.state_dict()) - {"lm_head.weight"}  # tied to the embedding
+    assert all(torch.equal(parts[part][name], model.state_dict()[name]) for name, part in index.items())
 
 
 def under_fire(hub, checked, seed):
