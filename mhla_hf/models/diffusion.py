@@ -40,7 +40,7 @@ class GridState(threading.local):
         self.grid = None
 
     def __reduce__(self):
-        return GridState, ()  # a copy, or a pickle, runs nothing
+        return type(self), ()  # a copy, or a pickle, runs nothing
 
     def run(self, grid, function, *args, **kwargs):
         """`function(*args, **kwargs)` with this grid; the one before is back when it ends, however it ends."""
@@ -131,6 +131,12 @@ class MHLAAttnProcessor(nn.Module):
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
+
+
+def holds_mhla(processor) -> bool:
+    """Whether an attention's processor is MHLA's, by what it has: diffusers runs a checkpoint's file again at each load, and
+    the class of an earlier model is then no longer the one that bears its name."""
+    return hasattr(processor, "mhla")
 
 
 def rotate_both(rotary_emb, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,7 +269,7 @@ class MHLATransformerMixin:
         attentions = self_attentions(self)
         for index in self.config.mhla["layers"]:
             found = attentions[index].processor
-            if not isinstance(found, MHLAAttnProcessor):
+            if not holds_mhla(found):
                 raise ValueError(
                     f"model: got {type(found).__name__} in layer {index}, expected its MHLAAttnProcessor, whose weights are "
                     "lost; load or convert the model again."
@@ -343,7 +349,7 @@ def processors_kept(base: type):
 
     @functools.wraps(base.set_attn_processor)
     def set_attn_processor(self, processor):
-        own = {name: found for name, found in self.attn_processors.items() if isinstance(found, MHLAAttnProcessor)}
+        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
         if isinstance(processor, dict):
             taken = next((name for name, found in own.items() if processor.get(name, found) is not found), None)
             if taken is not None:

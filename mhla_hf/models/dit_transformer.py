@@ -8,7 +8,7 @@ from diffusers import DiTTransformer2DModel
 from torch import nn
 
 from ..nn.settings import MHLASettings
-from .diffusion import GridState, MHLAAttnProcessor, MHLATransformerMixin
+from .diffusion import GridState, MHLATransformerMixin, holds_mhla
 from .diffusion_dig import DIG_SETTINGS, LocalConv, become_dig_block
 
 DIT_SIZES = {
@@ -61,7 +61,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         super().install_mhla(settings)
         for block in self.transformer_blocks:
             block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
-            if self.config.get("input_norm", False) and isinstance(block.attn1.processor, MHLAAttnProcessor):
+            if self.config.get("input_norm", False) and holds_mhla(block.attn1.processor):
                 block.attn1.input_norm = nn.LayerNorm(self.inner_dim)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from diffusers import PixArtTransformer2DModel
 
-from .diffusion import MHLAAttnProcessor, MHLATransformerMixin, self_attentions
+from .diffusion import MHLATransformerMixin, holds_mhla, self_attentions
 
 
 class MHLAPixArtTransformer2DModel(MHLATransformerMixin, PixArtTransformer2DModel):
@@ -15,7 +15,7 @@ class MHLAPixArtTransformer2DModel(MHLATransformerMixin, PixArtTransformer2DMode
         """As the base, which brings back the processors it found when it fused, perhaps before the conversion; MHLA layers
         keep theirs, and read from the attention whether it is fused."""
         if self.original_attn_processors is not None:
-            own = {name: found for name, found in self.attn_processors.items() if isinstance(found, MHLAAttnProcessor)}
+            own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
             self.original_attn_processors = {**self.original_attn_processors, **own}
         super().unfuse_qkv_projections()
         for attn in self_attentions(self):

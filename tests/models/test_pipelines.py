@@ -339,6 +339,28 @@ def test_other_ways_to_load(tmp_path):
             load(tmp_path / "mhla")
 
 
+@pytest.mark.parametrize("family", ["wan", "pixart"])
+def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
+    """diffusers runs the file of a checkpoint anew for each load, in the same module: every class is another one then."""
+    shaken(mhla_hf.convert(tiny_transformer(family))).save_pretrained(tmp_path / "saved")
+    first, second = (AutoModel.from_pretrained(str(tmp_path / "saved"), trust_remote_code=True) for _ in range(2))
+    assert type(first) is not type(second)
+    first.enable_gradient_checkpointing()
+    copied = copy.deepcopy(first)
+    for model in (first, copied):
+        model.fuse_qkv_projections()
+        model.unfuse_qkv_projections()
+    with torch.no_grad():
+        expected = second(**inputs(family)).sample
+        for model in (first, copied):
+            close(model(**inputs(family)).sample, expected, 1e-6)
+    copied(**inputs(family)).sample.sum().backward()
+    first.save_pretrained(tmp_path / "again")
+    state = first.state_dict()
+    again = type(second).from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in again.items())
+
+
 @pytest.mark.parametrize(("family", "relative"), [("wan", WanVideoToVideoPipeline), ("pixart", PixArtAlphaPipeline)])
 def test_another_pipeline_is_given_the_transformer(family, relative):
     """`from_pipe` alone hands on models of the very classes that it names, not of those derived from them."""
