@@ -1,4 +1,4 @@
-"""Needles: questions of the length asked for, answers that only memory gives, depth by depth; and RULER by its name.
+"""Needles: questions of the length asked for, answers that only memory gives, depth by depth.
 
 Run: pytest tests/scores/test_needles.py
 """
@@ -11,9 +11,7 @@ import pytest
 from small_scores import WINDOW, small_llama, small_tokenizer
 
 import mhla_hf
-from mhla_hf.scores.harness import load_tasks, task_hash
 from mhla_hf.scores.needles import make_needles
-from mhla_hf.scores.recipes import read_score_recipe
 
 TOKENIZER = small_tokenizer()
 
@@ -85,14 +83,3 @@ def test_the_recipe_makes_them_scores_them_and_throws_the_data_away():
         mhla_hf.evaluate(small_llama(), settings={"items": 1}, **options)
     with pytest.raises(ValueError, match="settings: unknown 'length'"):
         mhla_hf.evaluate(model, settings={"length": [256]}, **options)
-
-
-@pytest.mark.slow
-def test_ruler_by_lm_evals_own_code_gives_the_same_questions_each_time(tmp_path):
-    pytest.importorskip("wonderwords")
-    TOKENIZER.save_pretrained(tmp_path)
-    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": [512]}
-    assert "niah_single_1" in read_score_recipe("ruler").tasks
-    (first,) = load_tasks({"niah_single_1": 0}, metadata=metadata)
-    (second,) = load_tasks({"niah_single_1": 0}, metadata=metadata)
-    assert task_hash(first.tasks["niah_single_1"]) == task_hash(second.tasks["niah_single_1"])
