@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from small_scores import make_result
 
+from mhla_hf.cli import main
 from mhla_hf.scores import figures
 from mhla_hf.scores.evaluation import Comparison
 from mhla_hf.scores.figures import check_plot, colours_of, plot_scores
@@ -74,11 +75,13 @@ def test_speed_is_a_curve_by_length_for_each_metric(drawn):
         }
 
 
-def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch):
+def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch, capsys):
     check_plot(tmp_path / "plot.png")
     for place in (tmp_path, tmp_path / "nowhere" / "plot.png"):
         with pytest.raises(ValueError, match=r"plot: '.*' cannot be written; expected the name of a PNG in a folder"):
             check_plot(place)
+        assert main(["evaluate", "no-model", "--tasks", "copa", "--plot", str(place)]) != 0
+        assert "cannot be written" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install"):
         check_plot(tmp_path / "plot.png")
