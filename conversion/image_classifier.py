@@ -1,13 +1,15 @@
-"""An image classifier from scratch with the paper's settings, or a pretrained one converted and distilled from itself.
+"""An image classifier from scratch with the paper's settings, or a pretrained one (or a vision tower) distilled from itself.
 
     python conversion/image_classifier.py --images FOLDER_OR_DATASET --out out/mine --model google/vit-base-patch16-224
     python conversion/image_classifier.py --recipe conversion/recipes/image_deit_tiny_scratch.yaml --images DATA --out out/t
+    python conversion/image_classifier.py --recipe conversion/recipes/image_features.yaml --images DATA --out out/tower
     torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --images imagenet/ --out out/t
     python conversion/image_classifier.py --costs            parameters and multiply-adds beside the paper's table 2
 
 A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
-on. Unusual: the classes of a model from scratch are those of the images; a converted one keeps its own. Afterwards
-`mhla_hf.evaluate(out, recipe="table_2_imagenet", settings={"data": ...})` gives top-1.
+on. Unusual: the classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has
+none (DINOv3, CLIP, SigLIP) and learns its original's features. Afterwards
+`mhla_hf.evaluate(out, recipe="table_2_imagenet", settings={"data": "DATA/val"})` gives a classifier's top-1.
 """
 
 import argparse
@@ -17,11 +19,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 import mhla_hf
 from mhla_hf.files import write_json
 from mhla_hf.flops import classifier_costs, costs_table
+from mhla_hf.models.configuration import CONVERTIBLE_VISION_TYPES
+from mhla_hf.models.converted import base_model_classes
 from mhla_hf.training.pictures import open_pictures
 from mhla_hf.training.recipe import read_recipe
 
@@ -35,11 +39,29 @@ def from_scratch(settings, pictures):
     return mhla_hf.MHLAForImageClassification(config)
 
 
+def load_softmax(name, classes):
+    """The softmax original: a classifier; or, where no loss asks for `classes`, a vision tower (of CLIP or SigLIP too)."""
+    config = AutoConfig.from_pretrained(name)
+    named = (config.architectures or ["model of unknown class"])[0]
+    if classes:
+        if "ForImageClassification" not in named:
+            raise ValueError(
+                f"model: {name!r} is a {named}, which has no classes; expected an image classifier, or a recipe with the "
+                "losses transfer and features, such as conversion/recipes/image_features.yaml"
+            )
+        return AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+    kind = getattr(config, "vision_config", config).model_type
+    if kind not in CONVERTIBLE_VISION_TYPES:
+        raise ValueError(f"model: {name!r} is a {kind}, expected one of {', '.join(CONVERTIBLE_VISION_TYPES)}")
+    towers = base_model_classes(kind)
+    return towers.get(named, next(iter(towers.values()))).from_pretrained(name, dtype=torch.float32)
+
+
 def main(arguments=None):
     """Run the script; returns the trained model, or the rows of `--costs`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=RECIPES / "image_distil.yaml", help="YAML file of stages")
-    parser.add_argument("--model", help="folder or Hub id of the softmax classifier; default: the recipe's base")
+    parser.add_argument("--model", help="folder or Hub id of the softmax original; default: the recipe's base")
     parser.add_argument("--images", help="folder or dataset to train on; default: the recipe's data")
     parser.add_argument("--test", help="folder or dataset; its accuracy is in every entry of the history")
     parser.add_argument("--out", help="folder to make; with --costs a JSON file")
@@ -65,7 +87,7 @@ def main(arguments=None):
     elif name is None:
         parser.error(f"--model is needed: {given.recipe} names no base")
     else:
-        student = AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        student = load_softmax(name, any(stage.loss in ("logits", "labels") for stage in recipe.stages))
         half = recipe.run.get("mixed_precision") == "bf16"
         teacher = copy.deepcopy(student).to(torch.bfloat16 if half else torch.float32)
         processor = AutoImageProcessor.from_pretrained(name)

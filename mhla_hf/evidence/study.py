@@ -133,7 +133,8 @@ def open_data(data, size: int):
     train, test = open_pictures(data), open_pictures(data, split="test")
     if train.describe() == test.describe():
         raise ValueError(
-            f"data: {str(data)!r} has no split to test on, expected folders train and test, or both splits"
+            f"data: {str(data)!r} has no split to test on, expected the folder above train and test, or both splits "
+            "(mhla_hf.evaluate takes a folder of classes)"
         )
     if train.names and test.names:
         test = test.numbered_as(train.names, train.name)
@@ -146,7 +147,11 @@ def open_data(data, size: int):
 
 
 def train_cells(study: Study, out, *, data=None, progress=True, command=None, say=print):
-    """Train and look at every cell of the table that is not there yet. ValueError: `out` is another study's."""
+    """Train and look at every cell of the table that is not there yet. ValueError: `out` is another study's.
+
+    Returns:
+        How many cells were trained.
+    """
     out = Path(out)
     identity = {key: getattr(study, key) for key in ("model", "mhla", "positions", "stage", "epochs", "rows")}
     identity["data"] = str(data or DIGITS)
@@ -168,6 +173,7 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
         study.config(row, **_shape(opened[row][0], data))
     out.mkdir(parents=True, exist_ok=True)
     write_json(known, identity | {"sha256": digest})
+    trained = 0
     for seed in range(study.seeds):
         for row in study.rows:
             train, test, _ = opened[row]
@@ -175,8 +181,10 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
             if not (folder / RECORD).exists():
                 say(f"{row}, seed {seed}")
                 _train(study, row, seed, train, test, folder, data, progress, command)
+                trained += 1
             if not (folder / ANALYSIS).exists():
                 _look(folder, test)
+    return trained
 
 
 def _train(study, row, seed, train, test, folder, data, progress, command):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def run_study(
         seeds, epochs: instead of the study's. threads: CPU threads of torch. progress: show bars.
 
     Returns:
-        What results.json holds.
+        What results.json holds; "call" is this call's wall clock, pictures included, and how many cells it trained.
 
     Raises:
         ValueError, TypeError, ImportError: one sentence, before anything is trained. KeyboardInterrupt: on Ctrl-C; the same
@@ -44,12 +45,14 @@ def run_study(
         raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1")
     study = read_study(name, epochs=epochs, seeds=seeds)
     torch.set_num_threads(threads)
-    train_cells(study, out, data=data, progress=progress, command=command, say=say)
+    started = time.perf_counter()
+    trained = train_cells(study, out, data=data, progress=progress, command=command, say=say)
     results = collect_study(study, out, data=data, command=command)
     out = Path(out)
-    write_json(out / "results.json", results)
     write_text(out / "table.md", render_study(results) + "\n")
     draw_study(results, out)
+    results["call"] = {"seconds": round(time.perf_counter() - started, 1), "trained": trained}
+    write_json(out / "results.json", results)
     return results
 
 

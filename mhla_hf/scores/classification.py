@@ -72,7 +72,10 @@ def read_examples(protocol, limit=None, progress=False):
         if path.suffix in PICTURES
     ]
     if not found:
-        raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one per class")
+        raise ValueError(
+            f"data: {str(folder)!r} holds no folders of images; expected one per class, such as in photos/test (the folder "
+            "above train and test is what training and ablate take)"
+        )
     if limit:  # spread over the classes
         found = [found[index * len(found) // limit] for index in range(min(limit, len(found)))]
     images = [path for path, _ in found]

@@ -63,6 +63,16 @@ def test_the_ranks_are_those_of_table_1():
         assert row["rank"] == row["bound"] and row["rank"]["linear"] <= row["width"]
 
 
+def test_the_times_that_are_told_are_measured():
+    rows = {row["tokens"]: row for row in read("scaling/scaling.json")["rows"]}
+    taken = {cell["blocks"]: cell["seconds"] for cell in rows[4096]["mhla"]}
+    more = {blocks: 100 * (seconds / taken[1] - 1) for blocks, seconds in taken.items()}
+    assert f"4 blocks cost {more[4]:.1f} % and 16 blocks {more[16]:.1f} % more than plain linear" in TEXT
+    seconds = [row["seconds"]["values"] for row in read("images/results.json")["rows"].values()]
+    first, last = (sum(sum(values[own]) for values in seconds) for own in (slice(0, 3), slice(3, 5)))
+    assert f"took {first:.0f} s of training" in TEXT and f"of seeds 3 and 4 {last:.0f} s" in TEXT
+
+
 def test_a_wrong_number_is_found():
     results = read("start/results.json")
     results["rows"]["MHLA"]["accuracy"]["mean"] += 0.002

@@ -74,6 +74,9 @@ def test_a_stopped_study_ends_as_the_one_that_was_not(photos, tmp_path, monkeypa
     assert len(calls) == 2 + 1 and stable(whole) == stable(again)
     for name in ("accuracy.png", "layers.png", "mixing.png", "table.md"):
         assert (tmp_path / "part" / name).stat().st_size > 100
+    written = json.loads((tmp_path / "part" / "results.json").read_text())["call"]
+    assert whole["call"]["trained"] == 2 and written == again["call"] and again["call"]["trained"] == 1
+    assert written["seconds"] > 0
     row = again["rows"]["MHLA, learned"]
     assert len(row["by_epoch"]) == 2 and row["by_epoch"][-1] == row["accuracy"] and row["mixing_moved"][0]["mean"] > 0
     assert again["data"] == {"name": photos.name, "train": 16, "test": 8}
@@ -153,7 +156,10 @@ BAD = {
     "threads": ("ablate start --threads 0", "threads: got 0"),
     "scaling with data": ("ablate scaling --data photos", "no --data"),
     "data": ("ablate {here}/tiny.yaml --data ./nowhere", "there is no file or folder './nowhere'"),
-    "data without a test": ("ablate {here}/tiny.yaml --data {photos}/train", "has no split to test on"),
+    "data without a test": (
+        "ablate {here}/tiny.yaml --data {photos}/train",
+        "has no split to test on, expected the folder above",
+    ),
     "a test class that is not trained": (
         "ablate {here}/tiny.yaml --data {here}/odd",
         "test: 'odd' has the class 'other', expected some of the 2 that 'odd' trains",

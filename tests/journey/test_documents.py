@@ -63,6 +63,16 @@ def test_the_image_tables_are_measured():
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
     costs, digits = (read(ROOT / "docs" / "images" / name) for name in ("costs.json", "digits_vit.json"))
     assert f"\n{costs_table(costs['rows'])}\n" in page and costs["command"].split(" --out")[0] in page
+    more = {}
+    for row in costs["rows"]:
+        if row["padded_size"] != 224:
+            more.setdefault(row["attention"], []).append(100 * (row["padded_flops"] / row["flops"] - 1))
+    low, high = ({kind: f"{edge(values):.0f}" for kind, values in more.items()} for edge in (min, max))
+    told = f"{low['mhla']} to {high['mhla']} % more with MHLA, {low['linear']} % with plain linear attention and "
+    assert f"{told}{low['softmax']} to {high['softmax']} % with softmax" in page and low["linear"] == high["linear"]
+    tiny = next(row for row in costs["rows"] if (row["preset"], row["attention"]) == ("vlt-t", "mhla"))
+    beyond = 100 * (tiny["parameters"] / tiny["paper_parameters"] - 1)
+    assert f"MHLA-VLT-T has {tiny['parameters'] / 1e6:.2f} M here, {beyond:.1f} % more" in page
     script = runpy.run_path(str(ROOT / "conversion" / "digits_vit.py"), run_name="digits_vit")
     assert f"\n{script['table'](digits)}\n" in page
     for key in ("hardware", "command"):

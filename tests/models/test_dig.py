@@ -1,6 +1,7 @@
 """DiG-S/2 with its gated linear attention replaced (table 3): sizes, the block's formula, starting, saving."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ def test_size_of_dig_s_2():
     block = gla + 3 * d * 1024 + 6 * d * d + 6 * d + 10 * d
     rest = embeddings + 4 * 4 * d + d + 2 * d * d + 2 * d + d * 32 + 32  # embeddings, patches, last layer
     assert counted - 11 * embeddings == pytest.approx(12 * block + rest, rel=0.02)
+    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
+    assert f"{counted / 1e6:.2f} M parameters as it is saved" in page
+    assert f"{(counted - 11 * embeddings) / 1e6:.2f} M with one of them" in page
     assert model.config.mhla["gate"] and model.config.mhla["output_norm"] and not model.config.mhla["normalize"]
 
 

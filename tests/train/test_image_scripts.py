@@ -8,7 +8,15 @@ import pytest
 import torch
 from PIL import Image
 from small_towers import softmax_tower
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessorPil
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+    ViTImageProcessorPil,
+)
 
 import mhla_hf
 from mhla_hf.training.recipe import read_recipe
@@ -44,6 +52,8 @@ def folder(tmp_path_factory):
     (place / "scratch.yaml").write_text(f"{scratch}stages: [{stage.replace('LOSS', 'labels')}]\n")
     transfer = "{name: t, loss: transfer, trainable: mhla, steps: 2, lr: 1e-3, batch_size: 4}"
     (place / "distil.yaml").write_text(f"task: images\nstages: [{transfer}, {stage.replace('LOSS', 'logits')}]\n")
+    features = stage.replace("LOSS", "features").replace("mixup: 0.8, cutmix: 1", "ema: 0.5")
+    (place / "features.yaml").write_text(f"task: images\nstages: [{transfer}, {features}]\n")
     return place
 
 
@@ -75,6 +85,27 @@ def test_converted_and_distilled_without_labels(folder, tmp_path):
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "MHLAViTForImageClassification" and model.config.mhla["layers"] == [0, 1]
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 32
+
+
+def siglip():
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**small, "image_size": 32, "patch_size": 4}
+    return SiglipModel(SiglipConfig(text_config={**small, "vocab_size": 20}, vision_config=vision))
+
+
+@pytest.mark.parametrize("make", [siglip, lambda: softmax_tower("CLIPVisionModel")])
+def test_a_tower_learns_its_features(make, folder, tmp_path):
+    """Of a whole SigLIP its vision tower is taken, as `AutoModel` finds it afterwards."""
+    make().save_pretrained(tmp_path / "base")
+    SiglipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
+    arguments = ["--images", folder / "data", "--model", tmp_path / "base", "--out", tmp_path / "out"]
+    with pytest.raises(ValueError, match=r"image_features\.yaml"):
+        train("--recipe", folder / "distil.yaml", *arguments)
+    train("--recipe", folder / "features.yaml", *arguments)
+    record = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert [made["name"] for made in record["stages"]] == ["t", "a"]
+    tower = AutoModel.from_pretrained(tmp_path / "out")
+    assert type(tower).__name__ in ("MHLASiglipVisionModel", "MHLACLIPVisionModel")
 
 
 BAD = [
@@ -112,11 +143,12 @@ def test_our_recipes_are_sound(path):
         assert stage.batch_size == 1024 and stage.lr == 1e-3 and stage.ema
         assert stage.steps == round(300 * 1_281_167 / 1024) and stage.mixup and stage.cutmix and stage.erase
     else:
-        assert recipe.base and {stage.loss for stage in recipe.stages} == {"transfer", "logits"}
+        wanted = "features" if path.stem == "image_features" else "logits"
+        assert recipe.base and [stage.loss for stage in recipe.stages] == ["transfer", wanted]
 
 
 def test_there_are_recipes():
-    assert len(RECIPES) == 3
+    assert len(RECIPES) == 4
 
 
 @pytest.mark.slow

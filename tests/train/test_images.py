@@ -213,7 +213,8 @@ PROCESSOR = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "imag
 @pytest.mark.parametrize(
     "tower, losses",
     [("ViTForImageClassification", ("transfer", "logits")), ("Dinov2WithRegistersForImageClassification", ("transfer",)),
-     ("CLIPVisionModel", ("features",)), ("DINOv3ViTModel", ("features",))],
+     ("CLIPVisionModel", ("features",)), ("DINOv3ViTModel", ("features",)),
+     ("SiglipVisionModel", ("features",))],
 )  # fmt: skip
 def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower, losses):
     teacher = softmax_tower(tower)
