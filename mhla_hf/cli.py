@@ -25,6 +25,7 @@ CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
+  mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --set layout=4,4
 A converted model has to be distilled before it is good again: mhla-hf distill.
 """
 DISTILL = """\
@@ -108,7 +109,7 @@ def build_parser():
         return sub
 
     _demo_options(add("demo", run_demo, "Train, convert, distil, judge and share a small model, with figures.", DEMO))
-    _convert_options(add("convert", run_convert, "Turn a softmax language model into an MHLA model.", CONVERT))
+    _convert_options(add("convert", run_convert, "Turn a softmax model into an MHLA model.", CONVERT))
     _distill_options(add("distill", run_distill, "Train an MHLA model from its softmax original.", DISTILL))
     _evaluate_options(add("evaluate", run_evaluate, "Score language, image and video models side by side.", EVALUATE))
     _card_options(add("card", run_card, "Write a model's card from its scores, or prove one.", CARD))
@@ -130,9 +131,11 @@ def _demo_options(sub):
 
 
 def _convert_options(sub):
-    sub.add_argument("model", metavar="DIR_OR_ID", help="folder or Hub id of a causal language model or a pipeline")
+    sub.add_argument(
+        "model", metavar="DIR_OR_ID", help="folder or Hub id of a language model, an image classifier or a pipeline"
+    )
     sub.add_argument("out", metavar="OUT", help="folder to make")
-    sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; image pipelines: all)')
+    sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--seed", type=int, default=0, help="of the new parameters' start (default: 0)")
@@ -265,6 +268,7 @@ def run_convert(given, command):
 
     import torch
 
+    from .evidence.inputs import is_classifier_name, load_classifier
     from .patch import convert
     from .scores.loading import check_new_folder, is_pipeline, load_language_model, save_language_model, save_pipeline
     from .scores.samples import load_pipeline
@@ -278,24 +282,35 @@ def run_convert(given, command):
         chosen = model.config.mhla["layers"]
         print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distil it: conversion/")
         return
-    model, tokenizer = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
+    if is_classifier_name(given.model, given.revision):
+        model, tools = load_classifier(given.model, dtype=given.dtype, revision=given.revision)
+        further = "conversion/image_classifier.py"
+    else:
+        model, tools = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
+        further = f"mhla-hf distill {given.out} --teacher ..."
     torch.manual_seed(given.seed)
     convert(model, layers=layers, **settings)
-    save_language_model(model, tokenizer, given.out, given.overwrite)
+    save_language_model(model, tools, given.out, given.overwrite)
     layers, total = model.config.mhla["layers"], model.config.num_hidden_layers
-    print(f"{given.out}: layers {layers} of {total} are MHLA; now distil it: mhla-hf distill {given.out} --teacher ...")
+    print(f"{given.out}: layers {layers} of {total} are MHLA; now distil it: {further}")
 
 
 def run_distill(given, command):
     """mhla-hf distill"""
     import torch
 
+    from .evidence.inputs import is_classifier_name
     from .patch import convert
     from .scores.loading import load_language_model
     from .training.loop import distill
     from .training.recipe import read_recipe
 
     recipe = read_recipe(given.recipe)
+    if is_classifier_name(given.student):
+        raise ValueError(
+            f"student {given.student!r} is an image classifier; expected a causal language model (for classifiers there is "
+            "conversion/image_classifier.py)"
+        )
     student, tokenizer = load_language_model(given.student, dtype="float32", device="cpu")
     softmax = not hasattr(student.config, "mhla")
     if softmax:

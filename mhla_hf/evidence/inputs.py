@@ -8,7 +8,16 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from ..scores.loading import LOADING_ERRORS, check_model_name, first_line, load_language_model, without_bars
+from ..models.configuration import CONVERTIBLE_VISION_TYPES
+from ..scores.loading import (
+    DTYPES,
+    LOADING_ERRORS,
+    check_model_name,
+    check_whole,
+    checked_files,
+    first_line,
+    load_language_model,
+)
 from ..training.data import hub_id, load_split, open_text
 from .digits import DIGITS, load_digits
 
@@ -66,13 +75,39 @@ def load_any(name, trust_remote_code=False):
             f"model {str(name)!r} is a {found}; expected a causal language model, an image classifier, or a loaded model "
             "with its inputs"
         )
+    return load_classifier(name, dtype="float32", trust_remote_code=trust_remote_code)
+
+
+def load_classifier(name, *, dtype="auto", revision=None, trust_remote_code=False):
+    """(model in eval mode, image processor) of an image classifier, on the CPU; as `load_language_model` for the rest."""
+    source = check_model_name(name)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
     try:
-        with without_bars():
-            processor = AutoImageProcessor.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-            model = AutoModelForImageClassification.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        with checked_files(source, revision) as files:
+            options = {"trust_remote_code": trust_remote_code, **files}
+            processor = AutoImageProcessor.from_pretrained(str(source), **options)
+            options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
+            model, info = AutoModelForImageClassification.from_pretrained(str(source), **options)
     except LOADING_ERRORS as error:
         raise ValueError(f"model {str(name)!r} cannot be loaded: {first_line(error)}") from error
-    return model, processor
+    check_whole(name, info)
+    return model.eval(), processor
+
+
+def is_classifier_name(name, revision=None) -> bool:
+    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
+    try:
+        config = AutoConfig.from_pretrained(str(name), revision=revision)
+    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
+        return False
+    named = (config.architectures or [""])[0]
+    if kind_of(named) != "images" and config.model_type in CONVERTIBLE_VISION_TYPES:
+        raise ValueError(
+            f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
+            "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"
+        )
+    return kind_of(named) == "images"
 
 
 def text_batch(model, tokenizer, data, samples: int, length: int):

@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
-from transformers import AutoModelForCausalLM
+from small_towers import softmax_tower
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    ViTImageProcessorPil,
+)
 
 from mhla_hf.cli import main, parse_layers, parse_settings
 from mhla_hf.scores.local_tasks import make_tasks
@@ -61,6 +67,25 @@ def shelf(tmp_path_factory):
     (folder / "full" / "letter.txt").write_text("mine")
     (folder / "file").write_text("")
     return folder
+
+
+def test_an_image_classifier_is_converted(tmp_path, capsys):
+    softmax_tower("ViTForImageClassification").save_pretrained(tmp_path / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    assert main(["convert", str(tmp_path / "vit"), str(tmp_path / "out"), "--set", "layout=2,2"]) == 0
+    assert "layers [0, 1] of 2 are MHLA" in capsys.readouterr().out
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.mhla["layout"] == [2, 2]
+    assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 32
+    softmax_tower("SiglipVisionModel").save_pretrained(tmp_path / "tower")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
+    printed = capsys.readouterr().err
+    assert "'" + str(tmp_path / "tower") + "' is a SiglipVisionModel; expected" in printed and printed.count("\n") == 1
+    distil = ["distill", str(tmp_path / "vit"), "--recipe", str(ROOT / "conversion/recipes/language_cpu.yaml")]
+    assert main([*distil, "--text", "notes.txt", "--out", str(tmp_path / "new")]) == 2
+    assert "is an image classifier; expected a causal language model" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture
