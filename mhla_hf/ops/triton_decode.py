@@ -254,6 +254,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
         SHARED=mixing.dim() == 2,
         PRECISION=dot_precision("fp32"),
         num_warps=4,
+        num_stages=2,
     )
     state.count_to(state.length + 1)
     return out
