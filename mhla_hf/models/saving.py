@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..ops.namespace import NAMESPACE
 
@@ -50,6 +51,16 @@ def write_source(entry: str, folder: str | os.PathLike, name: str = SOURCE_FILE)
         shutil.copyfile(__file__, aside)
     os.replace(aside, target)
     return target
+
+
+def check_whole_files(folder: str | os.PathLike) -> None:
+    """One sentence if a safetensors file in or below `folder` is cut short or no such file."""
+    for file in sorted(Path(folder).rglob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no whole safetensors file: {error}.") from None
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..checksums import SUMS_FILE, check_sums
 from ..files import SHARD_SIZE, folder_aside
+from ..models.saving import check_whole_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
@@ -119,6 +120,7 @@ def checked_files(source, revision=None, index="config.json"):
     check_sums(source)
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
+    check_whole_files(source)
     with without_bars():
         yield {}
 

@@ -141,7 +141,7 @@ BAD = {
     "model a file": ("convert train.txt new", "'train.txt' is a file"),
     "model empty": ("convert empty new", "'empty' has no config.json"),
     "model without config": ("convert no_config new", "'no_config' has no config.json"),
-    "model truncated": ("convert truncated new", "'truncated' cannot be loaded"),
+    "model truncated": ("convert truncated new", "truncated/model.safetensors is no whole safetensors file"),
     "model lacking": ("convert lacking new", "'lacking' lacks 1 of its weights"),
     "model converted already": ("convert mhla new", "is an MHLA model already"),
     "model not on the hub": ("convert nobody/nothing new", "'nobody/nothing' cannot be loaded"),

@@ -71,11 +71,13 @@ def kill_and_go_on(lab, whole, out, after):
 
 @pytest.mark.parametrize("part", [0.35, 0.6, 0.85])
 def test_kill_and_go_on(lab, whole, tmp_path, part):
+    """Three fixed moments of the run, for the quick suite; twenty random ones are the next test's, which is slow."""
     kill_and_go_on(lab, whole[0], tmp_path / "out", part * whole[1])
 
 
 @pytest.mark.slow
 def test_kill_at_twenty_moments(lab, whole, tmp_path):
+    """Twenty random moments; too long for the quick suite, so it runs with the slow tests only."""
     moments = random.Random(0)
     for number in range(20):
         kill_and_go_on(lab, whole[0], tmp_path / str(number) / "out", moments.uniform(0.02, 1.0) * whole[1])
