@@ -116,7 +116,10 @@ class Pictures:
         return self.renumbered([list(names).index(name) for name in self.names], names)
 
     def renumbered(self, order, names=None):
-        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers."""
+        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers. ValueError: no class."""
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < 0 or high >= len(order):
+            raise ValueError(f"data: {self.name!r} has labels {low} to {high}, expected 0 to {len(order) - 1}")
         return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
 
     def pixels(self, index: int, size, channels: int, box=None, resample=Image.Resampling.BICUBIC) -> torch.Tensor:

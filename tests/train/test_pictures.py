@@ -14,7 +14,7 @@ from transformers import BitImageProcessorPil, CLIPImageProcessorPil, DeiTImageP
 
 import mhla_hf
 from mhla_hf.training.images import ImageTask
-from mhla_hf.training.pictures import PictureReader, Preparation, open_pictures
+from mhla_hf.training.pictures import PictureReader, Pictures, Preparation, open_pictures
 from mhla_hf.training.recipe import ImageStage
 
 PROCESSORS = {
@@ -162,6 +162,13 @@ def test_test_classes_have_the_numbers_of_the_training_classes(tmp_path):
         ValueError, match="test: 'other' has the class 'd', expected some of the 3 that 'photos' trains"
     ):
         opened(model, data, test=other)
+
+
+def test_rows_without_a_label_are_no_class():
+    """Test splits on the Hub say -1 where they keep the answer."""
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="'hidden' has labels -1 to 1, expected 0 to 1"):
+        opened(always_the_first(["dog", "cat"]), Pictures(images, [-1, 1], "hidden", ["cat", "dog"]))
 
 
 def test_half_a_folder_is_refused(tmp_path):
