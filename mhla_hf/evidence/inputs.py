@@ -18,6 +18,7 @@ from ..scores.loading import (
     first_line,
     load_language_model,
 )
+from ..scores.samples import load_pipeline
 from ..training.data import hub_id, load_split, open_text
 from .digits import DIGITS, load_digits
 
@@ -37,15 +38,6 @@ def is_pipeline_folder(name) -> bool:
     return (Path(name) / "model_index.json").is_file()
 
 
-def _load_pipeline(name, trust_remote_code):
-    from diffusers import DiffusionPipeline
-
-    try:
-        return DiffusionPipeline.from_pretrained(str(name), trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"model {str(name)!r} cannot be loaded: {first_line(error)}") from error
-
-
 def pipeline_call(pipe, data, samples: int):
     """Arguments of two steps of a pipeline, and what they are: its first classes, or `data` as the prompt."""
     call = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0), "output_type": "np"}
@@ -61,7 +53,7 @@ def load_any(name, trust_remote_code=False):
     pipeline = is_pipeline_folder(name)
     source = check_model_name(name, pipeline=pipeline)
     if pipeline:
-        return _load_pipeline(name, trust_remote_code), None
+        return load_pipeline(name, dtype="float32", device="cpu", trust_remote_code=trust_remote_code), None
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
