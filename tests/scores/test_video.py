@@ -238,6 +238,7 @@ def test_results_that_are_none_are_refused(tmp_path, content):
 
 def test_the_script_of_a_family_judges_what_it_trained_and_writes_the_card(tmp_path, python, monkeypatch):
     scripts = Path(__file__).parents[2] / "conversion"
+    monkeypatch.chdir(tmp_path)  # samples go to out/
     monkeypatch.syspath_prepend(scripts)
     spec = importlib.util.spec_from_file_location("script_that_judges", scripts / "wan.py")
     script = importlib.util.module_from_spec(spec)
