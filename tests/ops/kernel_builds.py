@@ -39,7 +39,8 @@ HEADER = """# Kernels: registers and shared memory
 
 Made by `python tests/ops/kernel_builds.py --chips {chips}` with triton {version}: compiled offline, no GPU was used. Every
 launch of a forward and a backward pass is compiled with the configuration it would have: without causality, in the
-quadratic form, causal with blocks of 64 and of 256, without a denominator and with one of other features, and decoding.
+quadratic form, both also with relu inside, causal with blocks of 64 and of 256, without a denominator and with one of
+other features, and decoding.
 A cell is the most that any launch of a kernel needs, registers of a thread and KiB of shared memory of a block; "spills"
 are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
 
@@ -47,8 +48,11 @@ The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, 
 to 128. fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly
 and has room for what is between them. Heads wider than 64 are then taken 64 lanes at a time.
 
-By hand, with `--quick` (bf16 heads of width 64): triton 3.6.0 compiles for sm_90 without a spill too; sm_86, sm_100 and
-sm_120 have none; gfx942 compiles, and has no such count.
+Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of
+`mhla`; forms "mapped", in the same rows), and its derivative where they write gradients: the mapped features are neither
+written nor kept. Where a rotation comes between, as in Wan and in language models, the map stays outside.
+
+By hand: triton 3.6.0 compiles every shape for sm_90 without a spill too.
 """
 WITHOUT_PRODUCTS = ("prepare", "decode")
 SPILL_FREE = (80, 86, 90, 100)  # on the others the table shows what is left to tune
