@@ -70,6 +70,9 @@ def test_the_times_that_are_told_are_measured():
     assert f"4 blocks cost {more[4]:.1f} % and 16 blocks {more[16]:.1f} % more than plain linear" in TEXT
     seconds = [row["seconds"]["values"] for row in read("images/results.json")["rows"].values()]
     first, last = (sum(sum(values[own]) for values in seconds) for own in (slice(0, 3), slice(3, 5)))
+    call = read("images/three_seeds.json")
+    assert call["call"] == {"seconds": call["call"]["seconds"], "trained": 9} and call["seeds"] == [0, 1, 2]
+    assert f"the nine runs of seeds 0 to 2 in {call['call']['seconds']:.0f} s" in TEXT
     assert f"took {first:.0f} s of training" in TEXT and f"of seeds 3 and 4 {last:.0f} s" in TEXT
 
 
