@@ -11,12 +11,12 @@ import torch
 
 from .triton_common import INTERPRETED, TILE_TOKENS, lanes_for
 
-SMALL_SHARED_MEMORY = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
+SMALL_SHARED_MEMORY = {(0, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}  # (0, 0): AMD
 
 
 # What the general rules of `config_for` would spill: (8 for chips without warp-group products, else the chip's major, kind,
 # lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind
-# (on sm_90 with triton 3.6 too).
+# (on sm_90 with triton 3.6 too). Those of 12 come on top of those of 8.
 EXCEPTIONS = {
     **{(8, "summaries", lanes, False, "fp16"): {"num_stages": 1} for lanes in (64, 128, 256)},
     (8, "summaries", 128, True, "tf32"): {"num_warps": 4, "num_stages": 1},
@@ -46,6 +46,15 @@ EXCEPTIONS = {
     (10, "attend_long", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_stages": 2},
     (10, "attend_long_keys", 32, False, "bf16"): {"num_stages": 2},
     (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_stages": 1},
+    (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
+    (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
+    (12, "attend", 128, True, "bf16"): {"BY": 32},
+    (12, "attend_own", 64, False, "tf32"): {"BY": 16},
+    (12, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 16},
+    (12, "attend_own", 256, False, "bf16"): {"num_stages": 2},
+    (12, "attend_own_keys", 32, False, "fp32"): {"num_stages": 2},
+    (12, "attend_long", 128, True, "bf16"): {"BY": 16},
+    (12, "attend_long", 128, False, "bf16"): {"BT": 16, "num_warps": 4, "num_stages": 2},
     (9, "summaries", 32, False, "fp32"): {"BT": 64},
     **{(9, kind, 32, False, "fp32"): {"num_warps": 4, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 8, "num_stages": 2},
@@ -91,11 +100,13 @@ def config_for(kind, width, other, dot, chip):
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
         config |= attend_tiles(kind, inner, dot, width < inner, family == 8)
-    config |= EXCEPTIONS.get((family, kind, inner, width < inner, dot), {})
-    if "BY" in config:
-        config["BY"] = min(config["BY"], lanes_for(other))
+    place = kind, inner, width < inner, dot
+    config |= EXCEPTIONS.get((family, *place), {})
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1
+    config |= EXCEPTIONS.get((12, *place), {}) if chip[0] == 12 else {}
+    if "BY" in config:
+        config["BY"] = min(config["BY"], lanes_for(other))
     if INTERPRETED:  # every tile costs the same there: fewer and larger ones
         config |= {name: 32 for name in ("BT", "BM", "BN") if name in config}
         config |= {"BX": 8192} if kind in ("mix", "mix_grads") else {}

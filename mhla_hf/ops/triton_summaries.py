@@ -158,5 +158,6 @@ def prepare(grad, o, inv, dtype):
     rows, lanes = batch * tokens * heads, lanes_for(width)
     rows_at_once = max(16, 2048 // lanes)
     arguments = (as_argument(grad), o, inv, out, r, rows, tokens, heads)
-    launch(prepare_kernel, tiles(rows, rows_at_once), o.device, *arguments, Y=width, BT=rows_at_once, BY=lanes)
+    sizes = {"Y": width, "BT": rows_at_once, "BY": lanes, "num_warps": 8}
+    launch(prepare_kernel, tiles(rows, rows_at_once), o.device, *arguments, **sizes)
     return out, r
