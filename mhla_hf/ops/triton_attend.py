@@ -99,8 +99,7 @@ def attend_kernel(
     y_tiles: constexpr = (Y + BY - 1) // BY
     program = tl.program_id(0)
     y_tile, part, item = program % y_tiles, program // y_tiles % parts, program // y_tiles // parts
-    block, head = item % blocks, (item // blocks % heads).to(tl.int64)
-    row = (item // blocks // heads).to(tl.int64)
+    block, head, row = item % blocks, (item // blocks % heads).to(tl.int64), (item // blocks // heads).to(tl.int64)
     x, y = tl.arange(0, BX), y_tile * BY + tl.arange(0, BY)
     offset = (row * (heads // share) + head // share) * blocks + block
     tile, z_x, z_y = load_state(state, state_z, offset, x, y, X, Y, DEN, RANK)
