@@ -28,6 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 import mhla_hf
+from mhla_hf.cli import script
 from mhla_hf.files import file_aside, write_json
 from mhla_hf.plots import STYLE, pyplot, save_figure
 from mhla_hf.scores.image_metrics import Moments, frechet_distance
@@ -304,10 +305,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
+    script(main)

@@ -20,6 +20,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
+from mhla_hf.cli import script
 from mhla_hf.evidence.digits import load_digits
 from mhla_hf.files import write_json
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
@@ -114,10 +115,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
+    script(main)

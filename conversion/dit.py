@@ -8,7 +8,9 @@ From scratch the base gives VAE and noise schedule only. Latents stand beside `c
 original samples its own classes. The steps are in `journey.py`; a small real one on one CPU core is `digits_dit.py`.
 """
 
-from journey import run, script
+from journey import run
+
+from mhla_hf.cli import script
 
 
 def main(arguments=None):

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 import mhla_hf
+from mhla_hf.cli import script
 from mhla_hf.files import write_json
 from mhla_hf.flops import classifier_costs, costs_table
 from mhla_hf.models.configuration import CONVERTIBLE_VISION_TYPES
@@ -106,10 +107,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
+    script(main)

@@ -72,14 +72,3 @@ def run(about, recipe, arguments=None):
         words = given.out.name, "pipeline", type(student).__name__
         write_text(given.out / "README.md", plain_card(*words, license=given.license, base_model=recipe.base))
     return student
-
-
-def script(main):
-    """Call `main` as a script does: bad input ends with one sentence, Ctrl-C with how to go on."""
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
+from mhla_hf.cli import script
 from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -58,10 +59,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt as error:
-        print(error, file=sys.stderr)
-        sys.exit(130)
+    script(main)

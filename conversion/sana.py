@@ -7,7 +7,9 @@ The converted model starts as the stock one, to rounding: uniform mixing is plai
 transfer, and training goes on from where Sana's ended. Latents stand beside a `prompt`; the steps are in `journey.py`.
 """
 
-from journey import run, script
+from journey import run
+
+from mhla_hf.cli import script
 
 
 def main(arguments=None):

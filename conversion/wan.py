@@ -8,7 +8,9 @@ No video is needed: prompts alone mean that the softmax original samples, and th
 on its way. Latents are for the paper's own training. The steps are in `journey.py`.
 """
 
-from journey import run, script
+from journey import run
+
+from mhla_hf.cli import script
 
 
 def main(arguments=None):

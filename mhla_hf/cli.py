@@ -505,6 +505,17 @@ def parse_layers(text):
     return [int(part) for part in parts]
 
 
+def script(main):
+    """Call `main` as the scripts of conversion/ do: bad input ends with one sentence, Ctrl-C with how to go on."""
+    try:
+        main()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+    except KeyboardInterrupt as error:
+        print(error, file=sys.stderr)
+        sys.exit(130)
+
+
 def parse_settings(pairs):
     """`NAME=VALUE` texts as a dict; numbers, true, false and lists with commas are read as such. ValueError without =."""
     settings = {}
