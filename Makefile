@@ -14,6 +14,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	# apart, for one test: beside the rest, without a torchvision made for this torch, torchmetrics could not be imported
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --target $(VENV)/torch-fidelity torch-fidelity
 	touch $@
 
 demo: $(VENV)/.demo  ## train, convert, distil, judge, load elsewhere: everything lands in out/

@@ -6,6 +6,7 @@ Unusual: a name is earned. Only Inception with the published weights (recognised
 
 import dataclasses
 import importlib
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def inception(weights=None, device="cpu"):
     """FID's Inception by torch-fidelity: features `[B, 2048]`, logits without bias `[B, 1008]`, spatial `[B, 2023]`.
 
     weights: a local file; None: torch-fidelity fetches it once. The spatial features are the first 7 channels of the 1x1
-    branch of the block that TensorFlow calls mixed_6, 17 x 17, as in ADM's evaluator. Images may have any size.
+    branch of the block that TensorFlow calls mixed_6, 17 x 17, as in ADM's evaluator and in its order, channels last, which
+    the moments of its reference files have. Images may have any size.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -93,6 +95,7 @@ def inception(weights=None, device="cpu"):
             "FID needs torch-fidelity and a torchvision that fits torch, of which one is missing "
             f"({first_line(error)}): pip install 'mhla_hf[images]'"
         ) from error
+    _check_weights(weights)
     try:
         network = FeatureExtractorInceptionV3(
             "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
@@ -108,10 +111,23 @@ def inception(weights=None, device="cpu"):
     def extract(images):
         with torch.inference_mode():
             features, logits = network(images.to(device))
-        return {"features": features, "logits": logits, "spatial": kept["spatial"][:, :7].flatten(1)}
+        return {
+            "features": features,
+            "logits": logits,
+            "spatial": kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1),
+        }
 
     genuine = weights is None or hash_file(weights).startswith(INCEPTION_SHA256)
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, genuine)
+
+
+def _check_weights(weights):
+    """ValueError for a file that holds more than tensors: torch-fidelity unpickles it, whatever it does."""
+    try:
+        if weights is not None and Path(weights).is_file():
+            torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(f"weights: {str(weights)!r} holds more than tensors: {first_line(error)}") from error
 
 
 def read_image(image):

@@ -11,6 +11,8 @@ import warnings
 
 import torch
 
+from .loading import first_line
+
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
@@ -55,16 +57,20 @@ def frechet_distance(sample, reference):
 
 
 def inception_score(logits, splits=10, seed=0):
-    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y). logits `[N, C]`."""
+    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y). logits `[N, C]`.
+
+    The error of a single part is None.
+    """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message="Metric `InceptionScore` will save all")
+        warnings.filterwarnings("ignore", message="std\\(\\): degrees of freedom")
         torch.manual_seed(seed)
         metric = _inception_score()(feature=_Given(logits.shape[1]), splits=splits, sync_on_compute=False)
         metric.update(logits.double())
         mean, spread = metric.compute()
-    return mean.item(), spread.item() / math.sqrt(splits)
+    return mean.item(), spread.item() / math.sqrt(splits) if splits > 1 else None
 
 
 def precision_recall(sample, reference, neighbours=3, chunk=2048):
@@ -118,6 +124,8 @@ def share_error(share, count):
 def _inception_score():
     try:
         from torchmetrics.image.inception import InceptionScore
-    except ImportError as error:
-        raise ImportError("IS needs torchmetrics, which is missing: pip install 'mhla_hf[images]'") from error
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
+        raise ImportError(
+            f"IS needs torchmetrics, which cannot be imported ({first_line(error)}): pip install 'mhla_hf[images]'"
+        ) from error
     return InceptionScore

@@ -14,7 +14,7 @@ from PIL import Image
 from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPConfig, CLIPModel
 
-from mhla_hf.scores.features import Extractor, find_extractor, inception
+from mhla_hf.scores.features import Extractor, find_extractor
 from mhla_hf.scores.image_metrics import (
     Moments,
     clip_scores,
@@ -116,7 +116,7 @@ def test_a_clip_score_is_the_cosine_of_the_projected_embeddings():
     assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-5) and found.dtype == torch.float64
 
 
-def test_a_name_is_earned(tmp_path):
+def test_a_name_is_earned():
     judge = Extractor("digits judge", lambda images: images.flatten(1))
     assert judge.label("FID") == "Fréchet distance (digits judge)"
     assert judge.label("IS") == "classifier score (digits judge)"
@@ -128,30 +128,6 @@ def test_a_name_is_earned(tmp_path):
         find_extractor("digits")
     with pytest.raises(ValueError, match="extractor 'math:nothing' is not there"):
         find_extractor("math:nothing")
-
-
-def test_inception_is_torch_fidelitys_with_adms_spatial_features(tmp_path):
-    """Random weights: the shapes, the names and where the spatial features come from; no weights can be fetched here."""
-    pytest.importorskip(
-        "torch_fidelity", reason="needs torch-fidelity and a torchvision that fits torch", exc_type=ImportError
-    )
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3 as Network
-
-    true, weights = Network.load_state_dict, tmp_path / "weights.pth"
-    try:
-        torch.save({}, weights)
-        Network.load_state_dict = lambda self, state: None
-        torch.save(Network("x", ["2048"], feature_extractor_weights_path=str(weights)).state_dict(), weights)
-    finally:
-        Network.load_state_dict = true
-    extractor = inception(str(weights))
-    found = extractor(torch.randint(256, (2, 3, 40, 50), dtype=torch.uint8))
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        "features": (2, 2048),
-        "logits": (2, 1008),
-        "spatial": (2, 2023),
-    }
-    assert extractor.label("FID") == "Fréchet distance (Inception, other weights)"
 
 
 @pytest.mark.parametrize(
