@@ -7,15 +7,26 @@ scikit-learn's 1,797 handwritten digits, 8 x 8 pixels scaled to 16 x 16, are wha
 matching in pixel space: an 8 x 8 grid of tokens, MHLA in 4 x 4 blocks of 2 x 2. Then the trained softmax model is
 converted and distilled, on the digits and on nothing but its own trajectories. Who judges: a small network trained here on
 the same 1,300 digits, never shown a sample. Unusual: the distance in that judge's features is a Fréchet distance, and not
-FID, which means Inception's features. Results: `digits.json`, `digits.png` and a table.
+FID, which means Inception's features. Results: `digits.json`, `digits.png` and a table. The model that was distilled on the
+digits with seed 0 has its scores and the others' beside it and a card, for
+
+    mhla-hf card out/digits/MHLA-distilled-on-the-digits-0/transformer --shelve model_cards/digits_dit \
+        --over-seeds out/digits/digits.json
+
+It is the transformer that has them, not the pipeline: diffusers' `DiTPipeline` asks for a VAE, which pixels do not need, and
+does not sample flow matching. That is why the scores are taken here and not by `mhla_hf.evaluate`.
 """
 
 import argparse
 import copy
+import math
 import re
 import shlex
+import shutil
 import statistics
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy
@@ -30,9 +41,14 @@ from tqdm import tqdm
 import mhla_hf
 from mhla_hf.cli import script
 from mhla_hf.files import file_aside, write_json
+from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.plots import STYLE, pyplot, save_figure
-from mhla_hf.scores.image_metrics import Moments, frechet_distance
+from mhla_hf.scores.image import keep_scores
+from mhla_hf.scores.image_metrics import Moments, frechet_distance, share_error
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.results import Results, fingerprint_model
+from mhla_hf.scores.samples import hash_of
+from mhla_hf.scores.subjects import find_subjects
 from mhla_hf.training.denoising import NoiseProcess, predict, trajectory
 from mhla_hf.training.recipe import DiffusionStage
 
@@ -47,6 +63,24 @@ FROM_SCRATCH = {
     "MHLA + CPE + gate": {**MHLA, "cpe": 3, "gate": True},
 }
 DISTILLED = {"MHLA, distilled on the digits": True, "MHLA, distilled without data": False}
+CARD = "MHLA, distilled on the digits"
+COMPARED = {
+    "teacher": SOFTMAX,
+    "plain linear, from scratch": "plain linear",
+    "MHLA, from scratch": "MHLA",
+    "MHLA + CPE + gate, from scratch": "MHLA + CPE + gate",
+    "MHLA, distilled without data": "MHLA, distilled without data",
+}
+ABOUT = (
+    "Made by `python conversion/digits_dit.py`, a small experiment on scikit-learn's handwritten digits, 16 x 16 pixels; "
+    "too small to be useful. It learned flow matching in pixel space: there is no VAE, and the function `samples` of that "
+    "script samples it, which diffusers' DiTPipeline does not."
+)
+LIMITS = [
+    "The judge is a small network trained on the same digits as the models. A distance in its features is no FID, and "
+    "compares only with those of the same judge.",
+    "Sampled without guidance; the loss is that of flow matching on digits that no model was trained on.",
+]
 COLOURS = {SOFTMAX: "#33363d", "plain linear": "#d08a1d", "MHLA": "#2563c9", "MHLA + CPE + gate": "#2f9468"}
 
 
@@ -162,19 +196,40 @@ def samples(pipe, file, count, seed):
 
 @torch.no_grad()
 def score(pipe, judge, images):
-    """Percent of the samples that the judge takes for the wished digit, the distance of its features, the loss."""
+    """Percent of the samples that the judge takes for the wished digit, the distance of its features, the loss.
+
+    With the standard errors, over samples and over digits, of what is a mean.
+    """
     known = Moments.of(judge.features(digits()[2]))
-    hits = judge(images).argmax(1) == torch.arange(len(images)) % CLASSES
+    share = (judge(images).argmax(1) == torch.arange(len(images)) % CLASSES).double().mean().item()
+    losses = held_out_losses(pipe)
     return {
-        "accuracy": 100 * hits.double().mean().item(),
+        "accuracy": 100 * share,
+        "accuracy_stderr": 100 * share_error(share, len(images)),
         "frechet": frechet_distance(Moments.of(judge.features(images)), known),
-        "loss": held_out_loss(pipe),
+        "loss": losses.mean().item(),
+        "loss_stderr": (losses.std() / math.sqrt(len(losses))).item(),
     }
 
 
+def keep(row, folder, judge, count, seed, started, command):
+    """A model's scores as the package keeps them, beside its transformer's weights; how it was trained goes with them."""
+    place = folder / "transformer"
+    shutil.copyfile(folder / "train.json", place / "train.json")
+    scores = {
+        "accuracy (digits judge)": (row["accuracy"] / 100, row["accuracy_stderr"] / 100, True, count),
+        "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
+        "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
+    }
+    (subject,) = find_subjects(place)
+    asked = types.SimpleNamespace(limit=None, seed=seed, command=command)
+    task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
+    keep_scores(Results(), subject, asked, "digits", scores, task_hash, started, "cpu")
+
+
 @torch.no_grad()
-def held_out_loss(pipe):
-    """The flow-matching loss on the held-out digits, twice each, with the same noise and times for every model."""
+def held_out_losses(pipe):
+    """The flow-matching loss of each held-out digit, mean of two, with the same noise and times for every model."""
     pipe.transformer.eval()
     _, _, images, labels = digits()
     process, random, losses = NoiseProcess(pipe.scheduler), torch.Generator().manual_seed(0), []
@@ -184,8 +239,8 @@ def held_out_loss(pipe):
         mixed = [process.mix(*given) for given in zip(images[part], noise, times, strict=True)]
         noisy, target = (torch.stack(values) for values in zip(*mixed, strict=True))
         said = predict(pipe.transformer, noisy, torch.tensor(times), {"class_labels": labels[part]})
-        losses.append((said - target).square().mean())
-    return torch.stack(losses).mean().item()
+        losses.append((said - target).square().mean((1, 2, 3)))
+    return torch.cat(losses).view(2, -1).mean(0)
 
 
 def run(given, command):
@@ -197,7 +252,7 @@ def run(given, command):
     for name, seed in [
         (name, seed) for part in (FROM_SCRATCH, DISTILLED) for seed in range(given.seeds) for name in part
     ]:
-        folder = given.out / folder_of(name, seed)
+        folder, started = given.out / folder_of(name, seed), time.perf_counter()
         if name in FROM_SCRATCH:
             pipe = train(pipeline(seed, FROM_SCRATCH[name], given.width), folder, seed, given.steps, command)
         else:
@@ -207,6 +262,7 @@ def run(given, command):
         parameters[name] = pipe.transformer.num_parameters()
         images = samples(pipe, folder / "samples.safetensors", given.samples, seed)
         rows[name].append(score(pipe, judge, images))
+        keep(rows[name][-1], folder, judge, given.samples, seed, started, command)
         print(f"{name}, seed {seed}: {rows[name][-1]}", file=sys.stderr)
     images, _, held, wanted = digits()
     with torch.no_grad():
@@ -247,6 +303,14 @@ def render(results):
         f"{judge['train_to_held_out_frechet']:6.2f}"
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+def make_card(out):
+    """The card of the model that was distilled on the digits with seed 0, beside its weights and scores."""
+    mine, *others = (out / folder_of(name, 0) / "transformer" for name in (CARD, *COMPARED.values()))
+    compared = dict(zip(COMPARED, others, strict=True))
+    write_card(mine, name="digits-dit-mhla", license="apache-2.0", compared=compared, about=ABOUT, limits=LIMITS)
+    check_card(mine)
 
 
 def draw(results, folder, path):
@@ -300,6 +364,7 @@ def main(arguments=None):
     results = run(given, shlex.join(["python", *sys.argv]))
     write_json(given.out / "digits.json", results)
     draw(results, given.out, given.out / "digits.png")
+    make_card(given.out)
     print(render(results))
     return results
 

@@ -6,7 +6,10 @@
 scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on, 497 to judge. The teacher is a
 plain `ViTForImageClassification` of transformers, a class token and 8 x 8 patches. Students: MHLA (4 x 4 blocks of 2 x 2
 patches, relu, normalised, locality start) and plain linear attention, which is MHLA with one block. Both learn each layer's
-attention output first, and then the teacher's classes. Results: `digits_vit.json` and a table.
+attention output first, and then the teacher's classes. Results: `digits_vit.json` and a table; the MHLA student of seed 0,
+`MHLA-0`, has its scores and the teacher's beside it and a card, for
+
+    mhla-hf card out/digits_vit/MHLA-0 --shelve model_cards/digits_vit --over-seeds out/digits_vit/digits_vit.json
 """
 
 import argparse
@@ -17,12 +20,14 @@ import sys
 from pathlib import Path
 
 import torch
+from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
 from mhla_hf.cli import script
 from mhla_hf.evidence.digits import load_digits
-from mhla_hf.files import write_json
+from mhla_hf.files import folder_aside, write_json
+from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
 from mhla_hf.training.pictures import Preparation, open_pictures, share_right
 from mhla_hf.training.recipe import ImageStage
@@ -33,6 +38,11 @@ STUDENTS = {
     "plain linear": {"layout": [1, 1], "mixing_start": "uniform", "learn_mixing": False},
 }
 NORMAL = {"image_mean": [0.5], "image_std": [0.5]}
+ABOUT = (
+    "Made by `python conversion/digits_vit.py`, which shows on scikit-learn's handwritten digits how a softmax ViT is "
+    "converted and distilled from itself without a label; too small to be useful."
+)
+LIMITS = ["It reads one handwritten digit at a time, grey, 32 x 32 pixels, enlarged from 8 x 8."]
 COMMON = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
@@ -44,6 +54,11 @@ def softmax_vit(seed):
         num_channels=1, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTForImageClassification(config)
+
+
+def folder_of(name, seed):
+    """The name of a student's folder."""
+    return f"{name.replace(' ', '-')}-{seed}"
 
 
 def run(out, seeds, steps, distil_steps, command):
@@ -68,7 +83,7 @@ def run(out, seeds, steps, distil_steps, command):
         for seed in range(seeds):
             student = mhla_hf.convert(copy.deepcopy(teacher), **settings)
             row = {"attention": name, "seed": seed, "untrained": accuracy(student)}
-            folder = out / f"{name.replace(' ', '-')}-{seed}"
+            folder = out / folder_of(name, seed)
             mhla_hf.distill(student, teacher, out=folder, stages=stages, seed=seed, **options)
             record["students"].append(row | {"distilled": accuracy(student)})
             write_json(out / "digits_vit.json", record)
@@ -76,7 +91,24 @@ def run(out, seeds, steps, distil_steps, command):
     record |= facts | {"hardware": describe_hardware("cpu"), "versions": describe_versions()}
     record |= {"commit": source_commit(), "command": command, "date": now()}
     write_json(out / "digits_vit.json", record)
+    make_card(out, test)
     return record
+
+
+def make_card(out, test):
+    """Scores of the teacher and both students of seed 0 by the package's own evaluation, and the MHLA student's card."""
+    place = out / "test"
+    if not place.exists():
+        with folder_aside(place) as aside:
+            for number, (image, label) in enumerate(zip(*test, strict=True)):
+                (aside / str(label.item())).mkdir(exist_ok=True)
+                Image.fromarray(image[0].numpy()).save(aside / str(label.item()) / f"{number:03d}.png")
+    folders = {"teacher": out / "teacher", **{name: out / folder_of(name, 0) for name in STUDENTS}}
+    settings = {"name": "digits", "data": str(place)}
+    mhla_hf.evaluate(folders, recipe="table_2_imagenet", settings=settings, progress=False)
+    mine = folders.pop("MHLA")
+    write_card(mine, name="digits-vit-mhla", license="apache-2.0", compared=folders, about=ABOUT, limits=LIMITS)
+    check_card(mine)
 
 
 def table(record) -> str:

@@ -1,7 +1,8 @@
 """Judging image classifiers: top-1 accuracy on labelled images, as in table 2 of the paper.
 
-The model's own image processor prepares the images. Unusual: folders of classes are matched to the model's labels by name,
-and only where no name matches by their order, which is how ImageNet's folders are numbered.
+The model's own image processor prepares the images, in colour or, for a model of one channel, in grey. Unusual: folders
+of classes are matched to the model's labels by name, and only where no name matches by their order, which is how
+ImageNet's folders are numbered.
 """
 
 import dataclasses
@@ -131,10 +132,11 @@ class _Judge(PipelineJudge):
         """How many images the model names right."""
         model, processor = self._load()
         order = label_order(model.config, names)
+        mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
         right, size = 0, self.asked.batch_size
         with tqdm(total=len(labels), desc=self.subject.name, disable=not self.asked.progress) as bar:
             for start in range(0, len(labels), size):
-                batch = [_opened(image) for image in images[start : start + size]]
+                batch = [_opened(image, mode) for image in images[start : start + size]]
                 pixels = processor(images=batch, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
                 with torch.inference_mode():
                     found = model(pixel_values=pixels).logits.argmax(-1).tolist()
@@ -181,5 +183,5 @@ def label_order(config, names):
     return list(range(len(names)))
 
 
-def _opened(image):
-    return Image.open(image).convert("RGB") if isinstance(image, (str, Path)) else image.convert("RGB")
+def _opened(image, mode):
+    return Image.open(image).convert(mode) if isinstance(image, (str, Path)) else image.convert(mode)

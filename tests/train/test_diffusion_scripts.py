@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import AutoModel, DiffusionPipeline
 from safetensors.torch import save_file
 from tiny_pipelines import PIPELINES, generate
 
 import mhla_hf
+from mhla_hf.hub.card import check_card
 from mhla_hf.models.dit_transformer import dit_preset
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.scores.results import Results
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -121,3 +123,18 @@ def test_digits_in_seconds(tmp_path, capsys):
     assert digits.render(json.loads((tmp_path / "out" / "digits.json").read_text())) in capsys.readouterr().out
     assert (tmp_path / "out" / "digits.png").stat().st_size > 10_000
     assert mhla_hf.MHLADiTTransformer2DModel.from_pretrained(tmp_path / "out" / "MHLA-0", subfolder="transformer")
+    place = tmp_path / "out" / "MHLA-distilled-on-the-digits-0" / "transformer"
+    check_card(place)
+    card = (place / "README.md").read_text()
+    assert "| digits | Fréchet distance (digits judge) ↓ | 0 | 20 |" in card and " FID " not in card.replace(
+        "no FID", ""
+    )
+    for label in ("teacher", *digits.COMPARED):
+        assert f"- {label}, digits: float32 on " in card
+    for name, (row,) in results["models"].items():
+        scores = {r.metric: r for r in Results.read(tmp_path / "out" / digits.folder_of(name, 0) / "transformer")}
+        accuracy, loss = scores["accuracy (digits judge)"], scores["held-out loss"]
+        assert (100 * accuracy.value, loss.value, loss.samples) == (row["accuracy"], row["loss"], 497)
+        assert scores["Fréchet distance (digits judge)"].value == row["frechet"]
+        assert accuracy.stderr is not None and loss.stderr > 0
+    assert type(AutoModel.from_pretrained(str(place), trust_remote_code=True)).__name__ == "MHLADiTTransformer2DModel"

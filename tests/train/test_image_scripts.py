@@ -19,6 +19,8 @@ from transformers import (
 )
 
 import mhla_hf
+from mhla_hf.hub.card import check_card
+from mhla_hf.scores.results import Results
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +164,15 @@ def test_digits_in_small_and_again(tmp_path, capsys):
     shown = capsys.readouterr().out
     again = digits.main(arguments)
     assert again["students"] == first["students"] and capsys.readouterr().out == shown
+    card = (tmp_path / "out" / "MHLA-0" / "README.md").read_text()
+    check_card(tmp_path / "out" / "MHLA-0")
+    assert "| digits | acc ↑ | 0 | 497 |" in card and "| teacher | MHLA | plain linear |" in card
+    for folder, accuracy in (
+        ("teacher", record["teacher"]),
+        *((f"{row['attention'].replace(' ', '-')}-0", row["distilled"]) for row in record["students"]),
+    ):
+        (score,) = Results.read(tmp_path / "out" / folder)
+        assert (score.task, score.metric, score.value) == ("digits", "acc", accuracy), folder
 
 
 def test_digits_without_seeds(tmp_path):
