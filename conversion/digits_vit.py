@@ -88,7 +88,8 @@ def run(out, seeds, steps, distil_steps, command):
             record["students"].append(row | {"distilled": accuracy(student)})
             write_json(out / "digits_vit.json", record)
     facts = {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
-    record |= facts | {"hardware": describe_hardware("cpu"), "versions": describe_versions()}
+    record |= facts | {"seeds": list(range(seeds))}
+    record |= {"hardware": describe_hardware("cpu"), "versions": describe_versions()}
     record |= {"commit": source_commit(), "command": command, "date": now()}
     write_json(out / "digits_vit.json", record)
     make_card(out, test)
