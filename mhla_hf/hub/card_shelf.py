@@ -32,7 +32,7 @@ def shelved(root) -> list[str]:
         if path.stem not in names:
             raise ValueError(f"{path} has no {root / RESULTS / path.stem}.json: a card says what was measured")
     if not names:
-        raise ValueError(f"{root} holds no {RESULTS}/*.json: put a model there with --add NAME=FOLDER")
+        raise ValueError(f"{root} holds no {RESULTS}/*.json: put a model there with mhla-hf card FOLDER --shelve")
     return names
 
 
