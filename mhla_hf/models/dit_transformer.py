@@ -42,13 +42,15 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     """`DiTTransformer2DModel` with MHLA in the layers that `mhla` lists.
 
     The paper's CPE and gate are the settings `cpe=3` and `gate=True`. `dig_block=True` gives every block DiG's form, for
-    training from scratch (`from_preset("DiG-S/2")`). Two arguments are for the authors' checkpoints: `input_norm` puts a
-    LayerNorm before the projections of MHLA layers, `timestep_freq_shift=0` gives the timesteps the frequencies of the
+    training from scratch (`from_preset("DiG-S/2")`). `shared_embeddings=True` gives all blocks one embedding of time and
+    class, as DiT and DiG have and table 1 of the DiT paper counts; diffusers' class has one in every block, in its files
+    equal copies, and so have the files of such a model. Two arguments are for the authors' checkpoints: `input_norm` puts
+    a LayerNorm before the projections of MHLA layers, `timestep_freq_shift=0` gives the timesteps the frequencies of the
     original DiT, from which diffusers' differ by a little.
     """
 
     source_entry = "models.dit_transformer"
-    mhla_arguments = {"input_norm": False, "timestep_freq_shift": 1, "dig_block": False}
+    mhla_arguments = {"input_norm": False, "timestep_freq_shift": 1, "dig_block": False, "shared_embeddings": False}
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]
 
@@ -58,6 +60,10 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         if self.config.get("dig_block", False):
             for block in self.transformer_blocks:
                 become_dig_block(block, self.mhla_state)
+        if self.config.get("shared_embeddings", False):
+            for block in self.transformer_blocks[1:]:
+                block.norm1.emb = self.transformer_blocks[0].norm1.emb
+            self.register_state_dict_post_hook(_copy_embeddings)
         super().install_mhla(settings)
         for block in self.transformer_blocks:
             block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
@@ -68,7 +74,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     def from_preset(
         cls, preset: str, *, input_size: int = 32, num_classes: int = 1000, mhla: dict | None = None, **kwargs
     ):
-        """A model from scratch, with DiT's start of weights.
+        """A model from scratch, with DiT's start of weights and one embedding of time and class for all blocks.
 
         Args:
             preset: "DiT-S/2" and the like: size S, B, L or XL, patch 2, 4 or 8; "DiG-S/2" for DiG's blocks.
@@ -78,7 +84,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
                 its norm per head in place of the normaliser.
             **kwargs: further arguments of `DiTTransformer2DModel`; out_channels is twice in_channels unless given.
         """
-        sizes = {"in_channels": 4, **dit_preset(preset), **kwargs}
+        sizes = {"in_channels": 4, "shared_embeddings": True, **dit_preset(preset), **kwargs}
         if sizes.get("dig_block"):
             mhla = {**DIG_SETTINGS, **(mhla or {})}
         sizes.setdefault("out_channels", 2 * sizes["in_channels"])
@@ -119,3 +125,10 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
                 "diffusers' DiT puts its patches back as one."
             )
         return grid
+
+
+def _copy_embeddings(model, state, prefix, metadata):
+    """A state dict holds the shared embedding once for every block: files have diffusers' names, and no shared memory."""
+    for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
+        if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):
+            state[name] = state[name].clone()
