@@ -7,8 +7,10 @@ of images and seed, and a distance in other features than Inception's is never c
 
 import dataclasses
 import logging
+import math
 import shlex
 import time
+import zipfile
 from pathlib import Path
 
 import numpy
@@ -16,7 +18,7 @@ import torch
 from PIL import Image
 
 from ..checksums import hash_file
-from .features import PICTURES, extract_features, find_extractor
+from .features import PICTURES, extract_features, find_extractor, read_image
 from .geneval import judge_geneval
 from .identity import hash_files, hash_thing
 from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
@@ -104,6 +106,7 @@ def judge_image_pipelines(models, asked):
         if set(asked.recipe.tasks) & set(FEATURE_METRICS):
             device = choose_device(processes.device(asked.device))
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
+            _try_extractor(extractor, protocol, asked.recipe.tasks)
         content = _content(protocol, extractor, asked.progress and processes.first)
         for subject in subjects:
             compared[subject.name] = _Judge(subject, asked, protocol, processes, extractor, content).run()
@@ -128,6 +131,41 @@ def _check(protocol, asked):
             path = getattr(protocol, name)
             if path is None or not Path(path).is_file():
                 raise ValueError(f"settings: {name} is {path!r}; expected a file of a GenEval installation")
+
+
+def _try_extractor(extractor, protocol, wanted):
+    """ValueError when a user's extractor does not give what a score needs: tried on one image of the reference.
+
+    Without one, as for IS alone or with ADM's moments, it is known only when there are samples.
+    """
+    image = None if extractor.genuine or protocol.reference is None else _first_image(Path(protocol.reference))
+    if image is not None:
+        _check_given(extractor, extractor(image[None]), wanted)
+
+
+def _first_image(path):
+    """uint8 `[3, H, W]`, the first of a reference, without reading the others; None where there is none."""
+    if path.is_dir():
+        files = _images(path)
+        return read_image(files[0]) if files else None
+    with zipfile.ZipFile(path) as archive:
+        if "arr_0.npy" not in archive.namelist():
+            return None
+        with archive.open("arr_0.npy") as stream:
+            version = numpy.lib.format.read_magic(stream)
+            read = {(1, 0): numpy.lib.format.read_array_header_1_0}.get(version, numpy.lib.format.read_array_header_2_0)
+            shape, by_columns, dtype = read(stream)
+            if by_columns or dtype != numpy.uint8 or len(shape) != 4 or not shape[0]:
+                return None
+            pixels = stream.read(math.prod(shape[1:]))
+    return read_image(numpy.frombuffer(bytearray(pixels), dtype).reshape(shape[1:]))
+
+
+def _check_given(extractor, found, wanted):
+    """ValueError when what an extractor gave is not enough for the scores `wanted`."""
+    for name in wanted:
+        if name in NEEDS and NEEDS[name] not in found:
+            raise ValueError(f"extractor {extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
 
 
 class PipelineJudge:
@@ -169,11 +207,11 @@ class PipelineJudge:
         """What decides samples besides their plan and the pipeline's arguments."""
         return {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype}
 
-    def keep(self, task, scores, task_hash, started):
+    def keep(self, task, scores, task_hash, started, beside=False):
         """Put scores into the model's file. scores: metric -> (value, standard error, higher is better, samples)."""
-        writes = self.processes.first
+        how = {"writes": self.processes.first, "beside": beside}
         self.kept = keep_scores(
-            self.kept, self.subject, self.asked, task, scores, task_hash, started, self.device, writes
+            self.kept, self.subject, self.asked, task, scores, task_hash, started, self.device, **how
         )
 
 
@@ -187,10 +225,11 @@ def known_score(kept, subject, asked, task, metric, task_hash):
     )
 
 
-def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True):
+def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
     """`kept` with new scores, written to the model's file where it has one.
 
-    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter.
+    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
+    other numbers of samples stay.
     """
     facts = {
         "task": task,
@@ -214,7 +253,7 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
         for metric, (value, error, better, samples) in scores.items()
     ]
-    kept = kept.of(subject.fingerprint).merge(records)
+    kept = kept.of(subject.fingerprint).merge(records, beside)
     if subject.target is not None and writes:
         subject.target.parent.mkdir(parents=True, exist_ok=True)
         kept.write(subject.target)
@@ -265,7 +304,9 @@ class _Judge(PipelineJudge):
             judge_geneval(self)
         names = {(protocol.name, label) for label in labels.values()}
         shown = [
-            r for r in self.kept.of(self.subject.fingerprint) if (r.task, r.metric) in names or r.task == "geneval"
+            r
+            for r in self.kept.of(self.subject.fingerprint)
+            if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
         ]
         return Results(r for r in shown if r.limit == self.asked.limit and ("GenEval" in wanted or r.task != "geneval"))
 
@@ -308,7 +349,7 @@ class _Judge(PipelineJudge):
         if "CLIP score" in missing and self.processes.first:
             scores["CLIP score"] = self._clip(plan, paths)
         if self.processes.first:
-            self.keep(self.protocol.name, scores, self.hash, started)
+            self.keep(self.protocol.name, scores, self.hash, started, beside=True)
 
     def _feature_scores(self, missing, paths, cache):
         """Of the images at `paths`. cache: for features, in the folder of the images, so that they go with them."""
@@ -322,9 +363,7 @@ class _Judge(PipelineJudge):
             reference = _reference(protocol.reference, extractor, cache / "reference", how, missing)
         if not self.processes.first:
             return {}
-        for name in missing:
-            if name in NEEDS and NEEDS[name] not in sample:
-                raise ValueError(f"extractor {extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
+        _check_given(extractor, sample, missing)
         scores, count = {}, len(paths)
         for name, part in (("FID", "features"), ("sFID", "spatial")):
             if name in missing:

@@ -76,8 +76,8 @@ class Result:
 
     @property
     def identity(self):
-        """(task, metric, shots, limit): two records with the same identity are two measurements of one thing."""
-        return (self.task, self.metric, self.shots, self.limit)
+        """(task, metric, shots, limit, samples): two records with the same identity are two measurements of one thing."""
+        return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
     def from_dict(cls, values):
@@ -97,8 +97,8 @@ class Result:
 class Results:
     """The scores of one model: a list of `Result`, read from and written to one JSON file.
 
-    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces records of the same
-    identity. `write` goes aside and renames, so a reader never sees half a file.
+    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces what was measured again.
+    `write` goes aside and renames, so a reader never sees half a file.
     """
 
     def __init__(self, records=()):
@@ -123,11 +123,15 @@ class Results:
             )
         return cls(Result.from_dict(record) for record in content["results"])
 
-    def merge(self, new):
-        """Put `new` records in, each in place of one of the same identity. Returns self."""
-        kept = {record.identity: record for record in self.records}
-        for record in new:
-            kept[record.identity] = record
+    def merge(self, new, beside=False):
+        """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.
+
+        beside: those with another number of samples stay: a score of 1,000 images is no new measurement of 50,000.
+        """
+        fields = 5 if beside else 4
+        replaced = {record.identity[:fields] for record in new}
+        kept = [record for record in self.records if record.identity[:fields] not in replaced]
+        kept = {record.identity: record for record in [*kept, *new]}
         self.records = sorted(kept.values(), key=lambda record: tuple(map(str, record.identity)))
         return self
 
@@ -136,11 +140,13 @@ class Results:
         return Results(record for record in self.records if record.fingerprint == fingerprint)
 
     def find(self, task, metric, shots=None, limit=None):
-        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots."""
-        for record in self.records:
-            if (record.task, record.metric, record.limit) == (task, metric, limit) and shots in (None, record.shots):
-                return record
-        return None
+        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots.
+
+        Of several, that with the most samples.
+        """
+        wanted = (task, metric, limit)
+        found = [r for r in self.records if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
+        return max(found, key=lambda record: record.samples, default=None)
 
     def write(self, path):
         """Write all records to `path` (a file, or an existing folder), aside and renamed. Returns the file's path."""

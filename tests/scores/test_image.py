@@ -27,6 +27,7 @@ from transformers import (
     CLIPTokenizer,
     ViTConfig,
     ViTForImageClassification,
+    ViTImageProcessorPil,
 )
 
 import mhla_hf
@@ -156,10 +157,27 @@ def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, t
     few = distance(pipeline, tmp_path, reference)
     many = distance(pipeline, tmp_path, reference, settings={"images": 12})
     assert many != few and len(list((tmp_path / "samples").rglob("*.png"))) == 18
-    assert len(Results.read(tmp_path / "dit.json")) == 1
+    kept = {record.samples: record.value for record in Results.read(tmp_path / "dit.json")}
+    assert kept == {6: few, 12: many}, "fewer images are no new measurement of more, nor more of fewer"
     other = Extractor("colour judge", lambda images: 3 * colours(images)["features"])
     assert distance(pipeline, tmp_path, reference) == few
     assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
+
+
+@pytest.mark.parametrize("place", ["npz", "folder"])
+def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(pipeline, tmp_path, reference, place):
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(reference[0][0]).save(tmp_path / "pictures" / "0.png")
+    where = (None, {"npz": reference[1], "folder": str(tmp_path / "pictures")}[place])
+    features = Extractor("only features", lambda images: images.float().mean((2, 3)))
+    for task, part in (("sFID", "spatial"), ("IS", "logits")):
+        with pytest.raises(ValueError, match=f"extractor 'only features' gives no {part}, which {task} needs"):
+            judge(pipeline, tmp_path, where, settings={"extractor": features}, tasks=["FID", task])
+    assert not (tmp_path / "samples").exists()
+    given = []
+    seen = Extractor("seen", lambda images: given.append(images) or colours(images))
+    judge(pipeline, tmp_path, where, settings={"extractor": seen}, tasks=["IS"])
+    assert torch.equal(given[0], torch.from_numpy(reference[0][:1]).permute(0, 3, 1, 2))
 
 
 def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, reference):
@@ -400,6 +418,19 @@ def small_vit():
     labels = {0: "cat", 1: "ant", 2: "bee"}
     config = ViTConfig(**small, image_size=8, patch_size=4, id2label=labels, initializer_range=3.0)
     return ViTForImageClassification(config).eval()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_classifier_of_one_channel_sees_grey_pictures(tmp_path, channels):
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = ViTConfig(**small, image_size=8, patch_size=4, num_channels=channels, num_labels=3)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    normal = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal).save_pretrained(tmp_path / "vit")
+    save_pictures(tmp_path / "data")
+    options = {"recipe": "table_2_imagenet", "settings": {"data": str(tmp_path / "data")}, "progress": False}
+    (record,) = mhla_hf.evaluate(tmp_path / "vit", **options)["vit"]
+    assert 0 <= record.value <= 1 and record.samples == len(list((tmp_path / "data").rglob("*.png")))
 
 
 def test_top_1_is_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):

@@ -25,6 +25,8 @@ from mhla_hf.scores.results import (
     score_rows,
 )
 
+SAMPLES = make_result().samples
+
 
 def test_a_file_gives_back_what_was_written(tmp_path):
     records = [make_result(), make_result(metric="ppl", value=None, stderr=None, limit=0.5, seconds=1.5, window=512)]
@@ -39,15 +41,24 @@ def test_merge_replaces_only_the_same_thing():
     old = Results([make_result(), make_result(shots=5), make_result(limit=10), make_result(metric="f1")])
     old.merge([make_result(value=0.75), make_result(task="arc")])
     assert {record.identity: record.value for record in old} == {
-        ("arc", "acc", 0, None): 0.5,
-        ("copa", "acc", 0, None): 0.75,
-        ("copa", "acc", 0, 10): 0.5,
-        ("copa", "acc", 5, None): 0.5,
-        ("copa", "f1", 0, None): 0.5,
+        ("arc", "acc", 0, None, SAMPLES): 0.5,
+        ("copa", "acc", 0, None, SAMPLES): 0.75,
+        ("copa", "acc", 0, 10, SAMPLES): 0.5,
+        ("copa", "acc", 5, None, SAMPLES): 0.5,
+        ("copa", "f1", 0, None, SAMPLES): 0.5,
     }
     assert old.find("copa", "acc", shots=0).value == 0.75
     assert old.find("copa", "acc", limit=10).value == 0.5
     assert old.find("copa", "acc", shots=3) is None
+
+
+def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
+    """A task whose data changed is measured anew; images are made in any number."""
+    for beside, kept in ((False, [7]), (True, [7, SAMPLES])):
+        both = Results([make_result()]).merge([make_result(samples=7)], beside=beside)
+        assert sorted(record.samples for record in both) == kept
+    assert both.merge([make_result(samples=7, value=0.25)], beside=True).find("copa", "acc").samples == SAMPLES
+    assert [record.value for record in both if record.samples == 7] == [0.25]
 
 
 def test_scores_of_other_weights_are_told_apart():
