@@ -40,10 +40,10 @@ class Comparison(dict):
         return render_rows(header, rows, style=style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path):
-        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any."""
+        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns all PNGs."""
         from .figures import plot_scores
 
-        plot_scores(path, self, self.recipe and self.recipe.columns)
+        return plot_scores(path, self, self.recipe and self.recipe.columns)
 
     def __str__(self):
         return self.table()

@@ -2,7 +2,7 @@
 taken at several places: recall by depth, speed and memory by length.
 
 Unusual: with a recipe that has the layout of a published table, its columns are the panels, where any of them has a score;
-otherwise every task and metric is one, and more than can be read are refused rather than left out.
+otherwise every task and metric is one, and what is more than can be read in one picture goes into further ones.
 """
 
 import math
@@ -19,32 +19,39 @@ DEPTH = "_back_"
 
 
 def plot_scores(path, models, columns=None):
-    """Write a PNG of a comparison.
+    """Write a PNG of a comparison; where it has more than 24 panels, further ones: scores.png, scores-2.png. Returns all.
 
     path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; every task
     and metric where it is None or empty, or none of its columns has a score: such as those of a part of VBench's
-    dimensions. ValueError: there is nothing to draw, or more than 24 panels.
+    dimensions. ValueError: there is nothing to draw.
     """
+    path = Path(path)
     panels = _column_panels(models, columns or {}) or _panels(models)
     curves = _curves(models)
     if not panels and not curves:
         raise ValueError("plot: no score is there to draw; expected at least one")
-    if len(panels) > MOST:
-        raise ValueError(f"plot: {len(panels)} scores are too many for one figure; choose at most {MOST} by tasks")
     colours = colours_of(models)
+    parts = [(_draw_points, panel) for panel in panels] + [(_draw_curves, curve) for curve in curves.items()]
+    pages = [parts[start : start + MOST] for start in range(0, len(parts), MOST)]
+    paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(pages) + 1))]
+    for page, place in zip(pages, paths, strict=True):
+        _draw_page(page, place, colours)
+    return paths
+
+
+def _draw_page(parts, path, colours):
+    """One PNG. parts: (function that draws a panel, what it draws)."""
     plt = pyplot()
     with plt.rc_context(STYLE):
-        count = len(panels) + len(curves)
-        across = min(4, count)
-        down = math.ceil(count / across)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(models), 2.2 if curves else 0) * down + 0.5)
+        across = min(4, len(parts))
+        down = math.ceil(len(parts) / across)
+        curves = any(draw is _draw_curves for draw, _ in parts)
+        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colours), 2.2 if curves else 0) * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         axes = [cell for row in grid for cell in row]
-        for cell, (title, values, better) in zip(axes, panels, strict=False):
-            _draw_points(cell, title, values, better, colours)
-        for cell, (title, found) in zip(axes[len(panels) :], curves.items(), strict=False):
-            _draw_curves(cell, title, found, colours)
-        for cell in axes[count:]:
+        for cell, (draw, part) in zip(axes, parts, strict=False):
+            draw(cell, *part, colours)
+        for cell in axes[len(parts) :]:
             cell.set_visible(False)
         save_figure(figure, path)
 

@@ -87,12 +87,16 @@ def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch, capsys):
         check_plot(tmp_path / "plot.png")
 
 
-def test_too_much_and_nothing_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="25 scores are too many for one figure; choose at most 24"):
-        plot_scores(tmp_path / "a.png", {"mhla": [make_result(task=f"t{number}") for number in range(25)]})
+def test_what_is_too_much_for_one_picture_goes_on_in_the_next(tmp_path):
+    """25 panels in two pictures, none left out; nothing to draw is refused."""
+    scores = [make_result(task=f"t{number}") for number in range(25)]
+    paths = Comparison({"mhla": Results(scores)}).plot(tmp_path / "a.png")
+    assert paths == [tmp_path / "a.png", tmp_path / "a-2.png"] == sorted(tmp_path.iterdir(), reverse=True)
+    sizes = [Image.open(path).size for path in paths]
+    assert sizes[0][1] > 3 * sizes[1][1] and sizes[0][0] > 3 * sizes[1][0]
     with pytest.raises(ValueError, match="no score is there to draw"):
-        plot_scores(tmp_path / "a.png", {"mhla": [make_result(value=None)]})
-    assert not list(tmp_path.iterdir())
+        plot_scores(tmp_path / "b.png", {"mhla": [make_result(value=None)]})
+    assert not (tmp_path / "b.png").exists()
 
 
 def test_a_model_has_the_colour_of_all_our_figures():
