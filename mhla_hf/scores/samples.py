@@ -7,11 +7,14 @@ that a run that was stopped gives the same files as one that was not, on any num
 
 import dataclasses
 import hashlib
+import importlib.util
 import inspect
 import json
 from pathlib import Path
 
 import torch
+import transformers
+from huggingface_hub import hf_hub_download
 from tqdm import tqdm
 
 from ..files import file_aside, write_json
@@ -76,8 +79,9 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
     options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
         with checked_files(place, revision, PIPELINE) as files:
-            pipeline = DiffusionPipeline.from_pretrained(str(place), **options, **files)
-        if not (missing := _missing_weights(pipeline)):
+            missing = _missing_in_transformers(place, files)
+            pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
+        if not (missing := missing or _missing_weights(pipeline)):
             pipeline = pipeline.to(choose_device(device))
     except LOADING_ERRORS as error:
         if "trust_remote_code" in str(error) and not trust_remote_code:
@@ -89,8 +93,28 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
     return pipeline
 
 
+def _missing_in_transformers(place, files):
+    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
+
+    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
+    """
+    index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
+    parts = json.loads(Path(index).read_text(encoding="utf-8"))
+    nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
+    missing = []
+    for part, told in parts.items():
+        kind = (
+            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
+        )
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
+            _, info = kind.from_pretrained(str(place), **how)
+            missing += [f"{part}.{name}" for name in info["missing_keys"]]
+    return missing
+
+
 def _missing_weights(pipeline):
-    """Names of the weights that diffusers found in no file: it leaves them without data."""
+    """Names of the weights of its own models that diffusers found in no file: it leaves them without data."""
     parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
     return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]
 

@@ -13,12 +13,13 @@ import torch
 from huggingface_hub import hf_api
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import dit_pipeline
+from tiny_pipelines import dit_pipeline, sana_pipeline, wan_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
 from mhla_hf.checksums import SUMS_FILE, hash_file, render_sums
 from mhla_hf.cli import main
+from mhla_hf.hub.clean_process import check_visit
 from mhla_hf.scores.features import Extractor
 from mhla_hf.scores.samples import load_pipeline
 
@@ -119,6 +120,36 @@ def test_one_part_of_a_pipeline_that_is_pickled_is_enough(saved, tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"model '.*' cannot be loaded: .*no file named"):
         judge(saved, "pipeline", folder, tmp_path)
+
+
+def without_a_weight(folder, part):
+    """The name of a weight that was taken out of a part of a saved pipeline."""
+    (file,) = (folder / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = sorted(weights)[0]
+    weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("make", [wan_pipeline, sana_pipeline])
+def test_a_text_encoder_that_lacks_a_weight_is_not_filled_at_random(make, tmp_path):
+    """transformers only warns of it, inside diffusers too."""
+    make().save_pretrained(tmp_path / "model")
+    assert load_pipeline(tmp_path / "model", dtype="float32", device="cpu").text_encoder.dtype == torch.float32
+    name = without_a_weight(tmp_path / "model", "text_encoder")
+    with pytest.raises(ValueError, match=f"lacks 1 of its weights, such as 'text_encoder.{re.escape(name)}'"):
+        load_pipeline(tmp_path / "model", dtype="float32", device="cpu")
+
+
+def test_a_visitor_of_a_pipeline_misses_a_weight_of_its_text_encoder(tmp_path):
+    pipe = sana_pipeline()
+    mhla_hf.convert(pipe)
+    pipe.save_pretrained(tmp_path / "model")
+    check_visit(tmp_path / "model", "pipeline")
+    name = without_a_weight(tmp_path / "model", "text_encoder")
+    with pytest.raises(ValueError, match=f"the model lacks the weight 'text_encoder.{re.escape(name)}'"):
+        check_visit(tmp_path / "model", "pipeline")
 
 
 def test_convert_refuses_a_changed_pipeline(saved, tmp_path, capsys):
