@@ -22,6 +22,7 @@ from mhla_hf.hub.leaks import check_leaks
 SHELF = Path(__file__).parents[2] / "model_cards"
 TAGS = {  # what the Hub is told, and how many rows of the card's tables hold a number at least
     "demo": ("transformers", "text-generation", 40),
+    "digits_dit": ("diffusers", "unconditional-image-generation", 16),
     "digits_vit": ("transformers", "image-classification", 12),
 }
 
@@ -85,6 +86,16 @@ def test_the_classifiers_scores_are_seed_0_of_all_seeds():
     scores, over = scores_of("digits_vit")
     students = {row["attention"]: row["distilled"] for row in over["students"] if row["seed"] == 0}
     assert {label: found["acc"] for label, found in scores.items()} == {"teacher": over["teacher"], **students}
+
+
+def test_the_digit_painters_scores_are_seed_0_of_all_seeds():
+    scores, over = scores_of("digits_dit")
+    names = {"MHLA": "MHLA, distilled on the digits", "teacher": "softmax"}
+    for label, found in scores.items():
+        row = over["models"][names.get(label, label.removesuffix(", from scratch"))][0]
+        assert found["Fréchet distance (digits judge)"] == row["frechet"] and found["held-out loss"] == row["loss"]
+        assert found["accuracy (digits judge)"] == row["accuracy"] / 100
+    assert len(scores) == len(over["models"]) == 6
 
 
 @pytest.mark.parametrize("name", shelved(SHELF))
