@@ -28,6 +28,7 @@ TABLES = {
     "start/results.json": render_study,
     "cpe/results.json": render_study,
     "blocks/results.json": render_study,
+    "resolution/results.json": render_study,
     "scaling/scaling.json": render_scaling,
 }
 
@@ -41,7 +42,7 @@ def test_tables_are_measured(name):
     assert record["command"] in TEXT and record["hardware"] in TEXT
 
 
-@pytest.mark.parametrize("name", ["images", "start", "cpe", "blocks"])
+@pytest.mark.parametrize("name", ["images", "start", "cpe", "blocks", "resolution"])
 def test_what_was_concluded_follows_from_the_seeds(name):
     results = read(f"{name}/results.json")
     for claim in results["claims"]:
