@@ -270,7 +270,7 @@ def loading(facts: CardFacts) -> str:
     """How to load it, by what a reader can paste."""
     imports, call = LOADING[facts.kind]
     if facts.kind != "language":
-        lines = f"{imports}\n\n{call.format(name=facts.name)}  # the Hub id, or the folder"
+        lines = f"{imports}\n\n# the Hub id, or the folder\n{call.format(name=facts.name)}"
         needs = "torch, transformers 5 and diffusers 0.42" if "diffusers" in imports else "torch and transformers 5"
         source = "`modeling_mhla*.py` beside the weights"
         warning = f"\n\n{STOCK_CLASS}" if "diffusers" in imports else ""

@@ -18,23 +18,23 @@ PIPELINES = (
 LOADING = {
     "language": (
         "from transformers import AutoModelForCausalLM",
-        "model = AutoModelForCausalLM.from_pretrained({name!r}, trust_remote_code=True)",
+        'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)',
     ),
     "image": (
         "from transformers import AutoModelForImageClassification",
-        "model = AutoModelForImageClassification.from_pretrained({name!r}, trust_remote_code=True)",
+        'model = AutoModelForImageClassification.from_pretrained("{name}", trust_remote_code=True)',
     ),
     "tower": (
         "from transformers import AutoModel",
-        "model = AutoModel.from_pretrained({name!r}, trust_remote_code=True)",
+        'model = AutoModel.from_pretrained("{name}", trust_remote_code=True)',
     ),
     "model": (
         "from diffusers import AutoModel",
-        "model = AutoModel.from_pretrained({name!r}, trust_remote_code=True)",
+        'model = AutoModel.from_pretrained("{name}", trust_remote_code=True)',
     ),
     "pipeline": (
         "from diffusers import DiffusionPipeline",
-        "pipe = DiffusionPipeline.from_pretrained({name!r}, trust_remote_code=True)",
+        'pipe = DiffusionPipeline.from_pretrained("{name}", trust_remote_code=True)',
     ),
 }
 

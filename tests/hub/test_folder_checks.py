@@ -452,7 +452,7 @@ def test_a_card_without_a_number():
     text = plain_card("tester/wan", "pipeline", "WanPipeline", license="apache-2.0", base_model=None)
     check_front_matter(text, "README.md")
     assert "pipeline_tag: text-to-video" in text and "library_name: diffusers" in text
-    assert "DiffusionPipeline.from_pretrained('tester/wan', trust_remote_code=True)" in text
+    assert 'DiffusionPipeline.from_pretrained("tester/wan", trust_remote_code=True)' in text
     assert "a transformer class of diffusers itself would find its weights here" in text
     with pytest.raises(ValueError, match="license is missing"):
         plain_card("tester/wan", "pipeline", "WanPipeline", license=None)

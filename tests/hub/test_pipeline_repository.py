@@ -49,7 +49,7 @@ def test_the_card_of_a_pushed_pipeline_says_how_to_load_it_and_how_not(hub, monk
     card = hub.repos["tester/wan"].files()["README.md"].decode()
     for words in (
         "`WanPipeline` with [MHLA",
-        "DiffusionPipeline.from_pretrained('tester/wan', trust_remote_code=True)",
+        'DiffusionPipeline.from_pretrained("tester/wan", trust_remote_code=True)',
         "a transformer class of diffusers itself would find its weights here",
         "license: apache-2.0",
     ):

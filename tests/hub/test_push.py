@@ -302,7 +302,7 @@ def test_a_model_in_memory(hub, elsewhere):
     assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json", "config.json", "SHA256SUMS"} <= set(files)
     card = files["README.md"].decode()
     assert "license: apache-2.0" in card and "Nothing was measured yet" in card
-    assert "AutoModelForCausalLM.from_pretrained('tester/scratch', trust_remote_code=True)" in card
+    assert 'AutoModelForCausalLM.from_pretrained("tester/scratch", trust_remote_code=True)' in card
     with pytest.raises(ValueError, match=r"README\.md does not exist"):
         push(model, "tester/scratch2")
     with pytest.raises(ValueError, match="no result for recall and generation"):
