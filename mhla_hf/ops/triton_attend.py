@@ -8,7 +8,8 @@ where causal means s <= t for outputs (a, b, c = q, k, v) and for queries' gradi
 and for values' (k, q, g); the second part is missing where nothing is causal. A long block is walked in chunks of 64 tokens
 with a running state, so the cost of a token does not grow with the block. A denominator, and the rank-one terms that its
 gradient adds to <a, b>, are taken along. All of it is a sum over the lanes of a and b: where products are of fp32
-numbers, which take more registers, wide heads are taken 64 lanes at a time, each launch adding to what the last one left.
+numbers, which take more registers, and on some chips, wide heads are taken so many lanes at a time as `lanes_at_once` says,
+each launch adding to what the last one left.
 """
 
 import torch
@@ -32,7 +33,7 @@ from .triton_common import (
     tiles,
     token_at,
 )
-from .triton_configs import dot_precision, pass_config
+from .triton_configs import dot_precision, lanes_at_once, pass_config
 
 try:
     import triton
@@ -42,7 +43,6 @@ except ImportError:
     tl = None
 
 PARTS_TOKENS = 256
-LANES_OF_32_BITS = 64
 
 
 @kernel
@@ -211,7 +211,8 @@ def attend(
     """
     heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
-    step = LANES_OF_32_BITS if dot in ("fp32", "tf32") else width
+    kind = "attend" if mixing is None else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
+    step = lanes_at_once(kind, width, dot, a.device)
     target = out if width <= step or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     before, own_sums = None, []
     for first in range(0, width, step):
@@ -223,7 +224,7 @@ def attend(
         left, right = (None if x is None else x.narrow(3, first, lanes) for x in (a, None if mixing is None else b))
         own_sums.append(
             attend_lanes(
-                left, right, c, place, z, heads // state.shape[1], target, cut, dot, mixing=mixing,
+                left, right, c, place, z, heads // state.shape[1], target, cut, dot, kind, mixing=mixing,
                 reverse=reverse, r=r if first == 0 else None, inv=after, before=before, den=den, e=e, mask=mask,
                 scale=scale, add=first > 0, more=more, eps=eps, raw=None if more else raw,
             )
@@ -235,15 +236,14 @@ def attend(
 
 
 def attend_lanes(
-    a, b, c, place, state_z, share, out, cut, dot, *, mixing, reverse, r, inv, before, den, e, mask, scale, add, more,
-    eps, raw,
+    a, b, c, place, state_z, share, out, cut, dot, kind, *, mixing, reverse, r, inv, before, den, e, mask, scale, add,
+    more, eps, raw,
 ):  # fmt: skip
     """`attend` for some lanes of a and b, of a state at `place` (pointer and strides of block, X and Y) that `share` heads
     share; `add`: to what the launch for the lanes before has left in out and `before`; `more`: for the next one."""
     batch, _, heads, width = a.shape
     other, own = out.shape[3], mixing is not None
     rank = 0 if r is None else 2 if reverse else 1
-    kind = "attend" if not own else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
     kind += "_keys" if own and rank == 2 else ""
     config = pass_config(kind, width, other, dot, a.device)
     y_tiles = tiles(other, config["BY"])

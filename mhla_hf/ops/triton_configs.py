@@ -49,12 +49,16 @@ EXCEPTIONS = {
     (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
     (12, "attend", 128, True, "bf16"): {"BY": 32},
-    (12, "attend_own", 64, False, "tf32"): {"BY": 16},
+    **{(12, kind, 64, False, "tf32"): {"BY": 16} for kind in ("attend_own", "attend_long")},
     (12, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 16},
     (12, "attend_own", 256, False, "bf16"): {"num_stages": 2},
-    (12, "attend_own_keys", 32, False, "fp32"): {"num_stages": 2},
-    (12, "attend_long", 128, True, "bf16"): {"BY": 16},
-    (12, "attend_long", 128, False, "bf16"): {"BT": 16, "num_warps": 4, "num_stages": 2},
+    **{
+        (12, kind + keys, 32, False, "fp32"): {"BY": 64, "num_stages": 2}
+        for kind in ("attend_own", "attend_long")
+        for keys in ("", "_keys")
+    },
+    **{(12, "attend_long", 128, masked, "bf16"): {"BY": 16} for masked in (False, True)},
+    (12, "attend_long", 128, False, "fp16"): {"num_warps": 8},
     (9, "summaries", 32, False, "fp32"): {"BT": 64},
     **{(9, kind, 32, False, "fp32"): {"num_warps": 4, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 8, "num_stages": 2},
@@ -84,6 +88,17 @@ def dot_precision(dot, amd=bool(torch.version.hip)):
 def pass_config(kind, width, other, dot, device):
     """Tiles, warps and stages of a kernel for inner width X and outer width Y: the keywords of its launch."""
     return dict(config_for(kind, width, other, dot, chip_of(device)))
+
+
+def lanes_at_once(kind, width, dot, device):
+    """How many of `width` lanes one launch of an attend kernel sums over: all, or fewer where registers run out.
+
+    That is with operands of 32 bits, and on chips of 12.x, whose products keep operands in registers, where causal.
+    """
+    tight = chip_of(device)[0] == 12
+    if dot in ("fp32", "tf32"):
+        return 32 if tight and dot == "fp32" and kind != "attend" else 64
+    return min(width, 128) if tight and dot == "bf16" and kind == "attend_long" else width
 
 
 @lru_cache(maxsize=1024)

@@ -209,6 +209,14 @@ def test_wide_fp32_heads_in_parts(widths, normalize):
     check(GRIDS["2-D"], widths=(*widths, 72)[: 2 + normalize], normalize=normalize, groups=2, mask=True)
 
 
+@pytest.mark.parametrize("widths, dtype", [((72, 20), F32), ((136, 20), BF16)])
+@pytest.mark.parametrize("block", [40, 70])
+def test_causal_heads_in_smaller_parts(widths, dtype, block, monkeypatch):
+    """On chips of 12.x: 32 lanes of fp32 at a time, and 128 of bf16 in long blocks. Four blocks: see `test_widths`."""
+    monkeypatch.setattr(triton_configs, "chip_of", lambda device: (12, 0))
+    check(Blocks.sequence(3 * block + 20, block), causal=True, widths=widths, dtype=dtype, groups=2)
+
+
 @pytest.fixture
 def shipped_tiles(monkeypatch):
     """The interpreter with the tiles that a GPU gets, instead of smaller ones."""
@@ -219,7 +227,7 @@ def shipped_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "chip", [(9, 0), *(pytest.param(chip, marks=pytest.mark.slow) for chip in ((8, 0), (8, 6), (10, 0)))]
+    "chip", [(9, 0), *(pytest.param(chip, marks=pytest.mark.slow) for chip in ((8, 0), (8, 6), (10, 0), (12, 0)))]
 )
 @pytest.mark.parametrize(
     "form, options",
