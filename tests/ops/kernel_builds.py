@@ -46,17 +46,18 @@ are bytes of registers that did not fit. All kernels with products of tiles use 
 
 The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, V) * M) for S keys in M blocks and K, V up
 to 128. fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly
-and has room for what is between them. Heads wider than 64 are then taken 64 lanes at a time.
+and has room for what is between them. Heads wider than 64 are then taken 64 lanes at a time; on sm_120 causal fp32 ones are
+taken 32 at a time, and bf16 ones with blocks of more than 64 tokens 128 at a time.
 
 Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of
 `mhla`; forms "mapped", in the same rows), and its derivative where they write gradients: the mapped features are neither
 written nor kept. Where a rotation comes between, as in Wan and in language models, the map stays outside.
 
-By hand: triton 3.6.0 compiles every shape for sm_90 without a spill too. sm_80, sm_90 and sm_100 must not spill; sm_86 and
-sm_120 still do in some shapes, where the table says so. AMD's compiler gives no such counts.
+By hand: triton 3.6.0 compiles every shape for sm_90 without a spill too. sm_80, sm_90, sm_100 and sm_120 must not spill;
+sm_86 still does in some shapes, where the table says so. AMD's compiler gives no such counts.
 """
 WITHOUT_PRODUCTS = ("prepare", "decode")
-SPILL_FREE = (80, 90, 100)  # on the others the table shows what is left to tune
+SPILL_FREE = (80, 90, 100, 120)  # on the others the table shows what is left to tune
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 
 

@@ -27,7 +27,7 @@ def test_hopper_builds_without_spills():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["80", "90", "100"])
+@pytest.mark.parametrize("chip", ["80", "90", "100", "120"])
 def test_every_shape_builds(chip):
     """Tensor cores and shared memory on all; no spill where `kernel_builds.SPILL_FREE` says so."""
     assert len(table("--chips", chip)) >= 150
