@@ -65,7 +65,7 @@ class WholeModel:
             }
             if not size:
                 made["mhla hybrid 2/3"] = convert(copy.deepcopy(stock), layout=counts, layers="2/3")
-        return {name: model.to(device, getattr(torch, self.operator.dtype)) for name, model in made.items()}
+        return {name: as_loaded(model, getattr(torch, self.operator.dtype)).to(device) for name, model in made.items()}
 
     def inputs(self, device, seed):
         """The keyword arguments of a forward pass."""
@@ -99,6 +99,16 @@ class WholeModel:
             work[FORWARD][name] = without_gradients(forward, ())
             work[TRAINING][name] = Step(forward, weights, direction)
         return work
+
+
+def as_loaded(model, dtype):
+    """`model` as `from_pretrained(dtype=...)` gives it: what it keeps in fp32, such as the mixing, stays so, and buffers."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None)  # of transformers
+    kept = set(strict or model._keep_in_fp32_modules or ())
+    for name, weight in model.named_parameters():
+        if not kept & set(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Operators and whole models side by side: what is compared, what is refused, and the shapes of the paper."""
 
+import dataclasses
 import json
 
 import pytest
@@ -85,24 +86,37 @@ TINY_LM = {
 VIDEO = Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
 
 
+SQUARE = Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
+
+
 @pytest.mark.parametrize(
     "model, names",
     [
-        (WholeModel("dit", {**DIT, **TINY}, (4, 6), 1, GRID), {"softmax", "linear", "mhla"}),
+        (WholeModel("dit", {**DIT, **TINY}, (4, 4), 1, SQUARE), {"softmax", "linear", "mhla"}),
         (WholeModel("wan", WAN, (2, 4, 4), 1, VIDEO, (3, 8)), {"softmax", "linear", "mhla", "mhla hybrid 2/3"}),
         (WholeModel("lm", TINY_LM, (40,), 1, TEXT), {"softmax", "linear", "mhla"}),
     ],
 )
 def test_whole_models(model, names):
-    if model.name == "dit":
-        model = WholeModel(
-            "dit", model.config, (4, 4), 1, Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
-        )
     record = run_bench(quick(model), progress=False, show=False)
     assert [set(row["ms"]) for row in record["rows"]] == [names, names]
     models = model.models("cpu")
     weights = {name: sum(weight.numel() for weight in made.parameters()) for name, made in models.items()}
     assert weights["linear"] < weights["mhla"] < 1.5 * weights["linear"]  # the mixing's
+
+
+@pytest.mark.parametrize("name, size, operator", [("wan", WAN, VIDEO), ("lm", TINY_LM, TEXT)])
+def test_whole_models_have_the_dtypes_of_loaded_ones(name, size, operator, tmp_path):
+    half = dataclasses.replace(operator, dtype="bfloat16")
+    grid = operator.blocks.shape if name == "wan" else (operator.blocks.length,)
+    case = WholeModel(name, size, grid, 1, half, (3, 8))
+    made = case.models("cpu")["mhla"]
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {n: p.dtype for n, p in made.named_parameters()} == {n: p.dtype for n, p in loaded.named_parameters()}
+    assert {p.dtype for n, p in made.named_parameters() if "mixing" in n} == {torch.float32}
+    for forms in case.work("cpu", 0).values():
+        assert forms["mhla"]() is not None
 
 
 def test_the_papers_shapes():
