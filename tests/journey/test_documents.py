@@ -176,3 +176,9 @@ def test_named_commands_exist():
     assert set(re.findall(r"mhla-hf (\w+)", text)) <= commands
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"make ([\w-]+)", text)) - {"it"} <= targets
+
+
+def test_triton_is_left_to_torch():
+    """torch's CUDA builds ask for one version of triton; a pin of another would make them impossible to install."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "torch==" in pins and "triton==" not in pins
