@@ -72,7 +72,8 @@ class WholeModel:
         random = torch.Generator(device).manual_seed(seed)
         dtype = getattr(torch, self.operator.dtype)
         if len(self.grid) == 1:
-            return {"input_ids": torch.randint(1000, (self.batch, *self.grid), generator=random, device=device)}
+            ids = torch.randint(1000, (self.batch, *self.grid), generator=random, device=device)
+            return {"input_ids": ids, "use_cache": False}
         step = torch.full((self.batch,), 500, device=device)
         if len(self.grid) == 2:
             shape = (self.batch, self.config["in_channels"], *(2 * side for side in self.grid))

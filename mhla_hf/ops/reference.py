@@ -69,12 +69,14 @@ def token_relations(q, k, blocks, key_blocks, causal, key_mask, cu_seqlens, star
     if key_mask is not None:
         visible = visible & key_mask[:, None, :]
     if starts is not None:
+        starts = starts.to(q.device)
         visible = visible & (key_token[None, :] >= starts[:, None])[:, None, :]
         query_block = key_block = (token[None, :] - starts[:, None]).clamp(min=0) // blocks.block_size
     if cu_seqlens is not None:
-        sequence = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
+        edges = cu_seqlens.to(q.device, torch.int64)
+        sequence = torch.searchsorted(edges, token, right=True) - 1
         visible = visible & (sequence[:, None] == sequence[None, :])
-        query_block = key_block = ((token - cu_seqlens.long()[sequence]) // blocks.block_size)[None]
+        query_block = key_block = ((token - edges[sequence]) // blocks.block_size)[None]
     return query_block, key_block, visible
 
 

@@ -16,8 +16,10 @@ class BlockCut:
         self.missing = self.count * self.size - self.length
         self.order = None
         if not in_place:
-            sizes = torch.tensor(blocks.sizes(), device=device)
-            self.order, self.inverse = gather_by_block(blocks.index(device), sizes, self.size)
+            block = blocks.index(device)
+            # counted on the device: a copy from the host could not be recorded in a CUDA graph
+            sizes = block.new_zeros(self.count).index_add(0, block, torch.ones_like(block))
+            self.order, self.inverse = gather_by_block(block, sizes, self.size)
 
     def split(self, x):
         """[R, T, K] -> [R, M, C, K]."""

@@ -67,6 +67,22 @@ def test_what_does_not_fit_is_said(monkeypatch):
     assert "grid: forward + backward: not timed, it did not fit" in render_bench(record)
 
 
+def test_what_fails_leaves_the_others_their_turn(monkeypatch):
+    true = compare.softmax_by
+
+    def failing(backend, causal, q, k, v):
+        if q.shape[1] == GRID.blocks.length and torch.is_grad_enabled():
+            raise RuntimeError("no kernel here\nand more")
+        return true(backend, causal, q, k, v)
+
+    monkeypatch.setattr(compare, "takes", lambda attention, q, k, v: attention.args[0] == compare.SDPBackend.MATH)
+    monkeypatch.setattr(compare, "softmax_by", failing)
+    record = run_bench(quick(GRID), progress=False, show=False)
+    assert [row["what"] for row in record["rows"]] == [FORWARD, TRAINING]
+    assert record["skipped"] == {f"grid: {TRAINING}, sdpa math": "failed: no kernel here"}
+    assert "sdpa math" in record["rows"][0]["ms"] and "mhla torch" in record["rows"][1]["ms"]
+
+
 WAN = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,

@@ -132,7 +132,7 @@ def test_decoding_rows_at_different_places():
 def test_what_padding_holds_changes_nothing():
     blocks, starts = Blocks.sequence(30, 8), torch.tensor([7, 12])
     q, k, v = features(2, 30)
-    mixing, pad = torch.rand(4, 4, device=DEVICE), torch.arange(30)[None] < starts[:, None]
+    mixing, pad = torch.rand(4, 4, device=DEVICE), (torch.arange(30)[None] < starts[:, None]).to(DEVICE)
     results = []
     for filling in (0.0, 3.0, float("nan")):
         inputs = [torch.where(pad[:, :, None, None], filling, x).requires_grad_() for x in (q, k, v)]
