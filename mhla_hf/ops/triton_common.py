@@ -24,7 +24,7 @@ except ImportError:
 constexpr = None if tl is None else tl.constexpr
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
-COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "wide", "size_a", "size_b")
+COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "size_a", "size_b")
 WIDEST = 256
 TILE_TOKENS = 64
 

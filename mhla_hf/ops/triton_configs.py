@@ -16,10 +16,11 @@ SMALL_SHARED_MEMORY = {(0, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}  # (0, 
 
 # What the general rules of `config_for` would spill: (8 for chips without warp-group products, else the chip's major, kind,
 # lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind
-# (on sm_90 with triton 3.6 too). Those of 12 come on top of those of 8.
+# (on sm_90 with triton 3.6 too). Those of 12 come on top of those of 8. Mixing kernels have no lanes: 0, whatever M is.
 EXCEPTIONS = {
     **{(8, "summaries", lanes, False, "fp16"): {"num_stages": 1} for lanes in (64, 128, 256)},
     (8, "summaries", 128, True, "tf32"): {"num_warps": 4, "num_stages": 1},
+    **{(family, "mix", 0, False, "bf16"): {"num_stages": 3} for family in (8, 9)},
     (8, "quadratic", 32, False, "fp32"): {"num_stages": 2},
     (8, "quadratic", 128, False, "bf16"): {"BT": 32, "BY": 64, "num_warps": 8, "num_stages": 2},
     (8, "quadratic", 128, True, "tf32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
@@ -47,6 +48,7 @@ EXCEPTIONS = {
     (10, "attend_long_keys", 32, False, "bf16"): {"num_stages": 2},
     (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_stages": 1},
     (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
+    (12, "mix_grads", 0, False, "fp32"): {"num_stages": 2},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
     (12, "attend", 128, True, "bf16"): {"BY": 32},
     **{(12, kind, 64, False, "tf32"): {"BY": 16} for kind in ("attend_own", "attend_long")},
@@ -115,7 +117,7 @@ def config_for(kind, width, other, dot, chip):
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
         config |= attend_tiles(kind, inner, dot, width < inner, family == 8)
-    place = kind, inner, width < inner, dot
+    place = (kind, 0, False, dot) if kind in ("mix", "mix_grads") else (kind, inner, width < inner, dot)
     config |= EXCEPTIONS.get((family, *place), {})
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1

@@ -59,6 +59,7 @@ sm_86 still does in some shapes, where the table says so. AMD's compiler gives n
 WITHOUT_PRODUCTS = ("prepare", "decode")
 SPILL_FREE = (80, 90, 100, 120)  # on the others the table shows what is left to tune
 TENSOR_CORE = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
+WIDE_LOAD = re.compile(r"\b(cp\.async\.cg\.|ld\.global\S*\.(v2\.b64|v4\.b32|v4\.b64|v8\.b32)\b)")  # 16 bytes or more
 
 
 @contextlib.contextmanager
@@ -152,7 +153,7 @@ def source_of(function, arguments, settings):
 
 
 def build(function, arguments, settings, chip):
-    """Compile one launch; registers, stack bytes (spills), shared KiB, and whether tensor cores are used."""
+    """Compile one launch; registers, stack bytes (spills), shared KiB, whether tensor cores and wide loads are used."""
     if isinstance(chip, str) and "PRECISION" in settings:
         settings = {**settings, "PRECISION": "ieee"}  # what `dot_precision` says where torch is built for AMD
     source, options = source_of(function, arguments, settings)
@@ -173,6 +174,7 @@ def build(function, arguments, settings, chip):
         "stack": int(numbers[2]),
         "shared": shared,
         "tensor_cores": bool(TENSOR_CORE.search(made.asm["ptx"])),
+        "wide_loads": bool(WIDE_LOAD.search(made.asm["ptx"])),
     }
 
 
@@ -202,6 +204,9 @@ def faults(label, outcome, chip):
         found.append(f"{outcome['shared']:.0f} KiB of shared memory, more than {limit}")
     if not outcome["tensor_cores"] and not label.endswith(WITHOUT_PRODUCTS):
         found.append("no tensor cores")
+    width = int(re.search(r"K (\d+)", label)[1])
+    if label.endswith(("mix", "mix_grads")) and width % 16 == 0 and not outcome.get("wide_loads", True):
+        found.append("no loads of 16 bytes")
     return found
 
 

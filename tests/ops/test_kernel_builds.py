@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mhla_hf.ops.triton_configs import config_for
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,9 +23,18 @@ def table(*options):
 
 
 def test_hopper_builds_without_spills():
+    """And mixing moves 16 bytes at a time, or `kernel_builds.faults` has said so."""
     rows = table("--chips", "90", "--quick")
     assert len(rows) >= 14
     assert not any("spills" in row for row in rows)
+
+
+@pytest.mark.parametrize("chip", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (0, 0)])
+@pytest.mark.parametrize("kind", ["mix", "mix_grads"])
+@pytest.mark.parametrize("dot", ["bf16", "fp32"])
+def test_mixing_has_one_configuration_for_all_lengths(kind, dot, chip):
+    configs = [config_for(kind, blocks, 64 * 64, dot, chip) for blocks in (1, 4, 9, 16, 32, 64, 100, 128, 256, 1000)]
+    assert all(config == configs[0] for config in configs)
 
 
 @pytest.mark.slow
