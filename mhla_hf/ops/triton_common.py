@@ -178,7 +178,7 @@ def spell(blocks):
     return [*blocks.shape, *blocks.counts, blocks.block_size or 0, blocks.prefix]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # many, for a CUDA graph goes on reading those of its grid
 def grid_tables(blocks, device):
     """order [T] (None if the identity), edges [M, 2] and index [T] of a grid, int32; kept, for they are read every call."""
     index = blocks.index()

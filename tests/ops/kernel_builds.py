@@ -53,8 +53,10 @@ Without causality a relu of q and k that nothing rotates afterwards is taken whe
 `mhla`; forms "mapped", in the same rows), and its derivative where they write gradients: the mapped features are neither
 written nor kept. Where a rotation comes between, as in Wan and in language models, the map stays outside.
 
-By hand: triton 3.6.0 compiles every shape for sm_90 without a spill too. sm_80, sm_90, sm_100 and sm_120 must not spill;
-sm_86 still does in some shapes, where the table says so. AMD's compiler gives no such counts.
+By hand: triton 3.6.0 compiles every shape for sm_90 without a spill too, and so does 3.7.1, which comes with torch 2.13
+for CUDA. sm_80, sm_90, sm_100 and sm_120 must not spill; sm_86 still does in some shapes, where the table says so. AMD's
+compiler gives no such counts. Not in the table: key masks, with which causal bf16 heads of 128 in blocks of 256 spill on
+sm_80 and sm_120.
 """
 WITHOUT_PRODUCTS = ("prepare", "decode")
 SPILL_FREE = (80, 90, 100, 120)  # on the others the table shows what is left to tune

@@ -27,9 +27,10 @@ GRIDS = {
     "even": Blocks.grid((4, 6), (2, 2)),
 }
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,6 @@ def linear_form(request, monkeypatch):
     """Small cases would all take the quadratic form; those that do not ask for it take the linear one."""
     if "quadratic" not in request.node.name:
         monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: False)
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def error(got, want):

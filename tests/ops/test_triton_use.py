@@ -33,9 +33,10 @@ KERNELS = (
     triton_summaries.prepare_kernel,
 )
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 
 def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
@@ -267,6 +268,10 @@ def test_opcheck(causal, kind, eps):
     arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5, eps)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
+    with torch.no_grad():
+        o, inv = TRITON_FORWARD(*arguments)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(triton_operator.TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
 
 
 def test_a_second_copy_uses_the_first_ones_operator():
