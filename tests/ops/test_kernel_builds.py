@@ -22,9 +22,13 @@ def table(*options):
     return re.findall(r"^\| \w.*\d / \d.*$", done.stdout, flags=re.MULTILINE)
 
 
-def test_hopper_builds_without_spills():
-    """And mixing moves 16 bytes at a time, or `kernel_builds.faults` has said so."""
-    rows = table("--chips", "90", "--quick")
+CHIPS = ["80", "90", "100", "120", "gfx942"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_one_width_builds_without_spills(chip):
+    """And mixing moves 16 bytes at a time on Hopper, or `kernel_builds.faults` has said so."""
+    rows = table("--chips", chip, "--quick")
     assert len(rows) >= 14
     assert not any("spills" in row for row in rows)
 
@@ -38,7 +42,7 @@ def test_mixing_has_one_configuration_for_all_lengths(kind, dot, chip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["80", "90", "100", "120"])
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_shape_builds(chip):
     """Tensor cores and shared memory on all; no spill where `kernel_builds.SPILL_FREE` says so."""
     assert len(table("--chips", chip)) >= 150
