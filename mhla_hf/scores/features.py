@@ -95,7 +95,9 @@ def inception(weights=None, device="cpu"):
             "FID needs torch-fidelity and a torchvision that fits torch, of which one is missing "
             f"({first_line(error)}): pip install 'mhla_hf[images]'"
         ) from error
-    _check_weights(weights)
+    genuine = weights is None or (Path(weights).is_file() and hash_file(weights).startswith(INCEPTION_SHA256))
+    if not genuine:
+        _check_weights(weights)
     try:
         network = FeatureExtractorInceptionV3(
             "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
@@ -117,17 +119,16 @@ def inception(weights=None, device="cpu"):
             "spatial": kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1),
         }
 
-    genuine = weights is None or hash_file(weights).startswith(INCEPTION_SHA256)
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, genuine)
 
 
 def _check_weights(weights):
-    """ValueError for a file that holds more than tensors: torch-fidelity unpickles it, whatever it does."""
+    """ValueError for a file that holds more than tensors or cannot be read: torch-fidelity unpickles whatever it is."""
     try:
-        if weights is not None and Path(weights).is_file():
-            torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(f"weights: {str(weights)!r} holds more than tensors: {first_line(error)}") from error
+        if Path(weights).is_file():
+            torch.load(weights, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"weights: {str(weights)!r} is no file of tensors alone: {first_line(error)}") from error
 
 
 def read_image(image):

@@ -148,6 +148,8 @@ def _first_image(path):
     if path.is_dir():
         files = _images(path)
         return read_image(files[0]) if files else None
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"reference: {str(path)!r} is no .npz file that can be read")
     with zipfile.ZipFile(path) as archive:
         if "arr_0.npy" not in archive.namelist():
             return None

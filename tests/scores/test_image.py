@@ -164,6 +164,13 @@ def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, t
     assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
 
 
+def test_a_damaged_reference_is_said_before_an_image_is_made(pipeline, tmp_path):
+    (tmp_path / "cut.npz").write_bytes(b"PK and no more")
+    with pytest.raises(ValueError, match=r"reference: '.*cut.npz' is no .npz file that can be read"):
+        judge(pipeline, tmp_path, (None, str(tmp_path / "cut.npz")))
+    assert not (tmp_path / "samples").exists()
+
+
 @pytest.mark.parametrize("place", ["npz", "folder"])
 def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(pipeline, tmp_path, reference, place):
     (tmp_path / "pictures").mkdir()

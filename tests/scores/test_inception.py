@@ -41,7 +41,7 @@ def stand_in():
 
 @pytest.fixture(scope="module")
 def fidelity():
-    """torch_fidelity, imported beside the stand-in; both are gone again after the tests of this file."""
+    """torch_fidelity, imported beside the stand-in, which is gone before a test runs: others look for torchvision too."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(sys.prefix) / "torch-fidelity")
@@ -49,7 +49,7 @@ def fidelity():
             patch.setitem(sys.modules, name, module)
         import torch_fidelity
 
-        yield torch_fidelity
+    yield torch_fidelity
     for name in set(sys.modules) - before:
         if name.split(".")[0] == "torch_fidelity":
             del sys.modules[name]
@@ -151,13 +151,21 @@ def test_the_scores_of_a_pipeline_are_torch_fidelitys(fidelity, weights, folders
     assert found["FID"] > 1 and found["IS"] > 1.01, "no difference was scored"
 
 
+def test_weights_in_torchs_first_format_are_read(weights, tmp_path):
+    """As a file of 2020 may be: no zip archive."""
+    old = tmp_path / "old.pth"
+    torch.save(torch.load(weights, weights_only=True), old, _use_new_zipfile_serialization=False)
+    image = torch.randint(256, (1, 3, 20, 20), dtype=torch.uint8)
+    assert torch.equal(inception(str(old))(image)["features"], inception(str(weights))(image)["features"])
+
+
 def test_weights_that_would_run_code_are_refused(fidelity, tmp_path):
     class Hostile:
         def __reduce__(self):
             return open, (str(tmp_path / "it-ran"), "w")
 
     torch.save({"fc.weight": Hostile()}, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"weights: .* holds more than tensors"):
+    with pytest.raises(ValueError, match=r"weights: .* is no file of tensors alone"):
         inception(str(tmp_path / "weights.pth"))
     assert not (tmp_path / "it-ran").exists()
     with pytest.raises(ValueError, match=r"weights: Inception's cannot be had .*; give their file as weights"):
