@@ -34,13 +34,14 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
 
     Returns:
         A dict that goes to JSON as it is: "rows" (what was timed and <name>_ms; for a `Comparison` also the model or
-        operator, and "skipped" for what did not fit the device's memory), "checks" (errors found before timing), and
-        versions, hardware, commit, seed, command, date. Of a `Suite` also "ratios" (how many times as fast MHLA is) and
-        "memory" (bytes kept for the backward pass).
+        operator, "skipped" for what did not fit the device's memory, "wrong", and "took", what impl="auto" has chosen in
+        this process), "checks" (errors found before timing), and versions, hardware, commit, seed, command, date. Of a
+        `Suite` also "ratios" (how many times as fast MHLA is) and "memory" (bytes kept for the backward pass).
 
     Raises:
         ValueError: unknown suite, threads below 1, a device that torch cannot use, out is no folder one can write to.
-        RuntimeError: a result was wrong; then no speed is reported.
+        RuntimeError: a result was wrong; then its speed is not reported. Other cases of a `Comparison` are timed and
+            written first; bench.json grows by one after another, so that one can stop it.
     """
     shape = check_arguments(suite, device, threads, out)
     before = torch.get_num_threads()
@@ -57,15 +58,28 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
             "seed": seed,
             "command": command,
         }
-        record |= shape.measure(device, seed, progress)
+        if isinstance(shape, Comparison):
+            measured = shape.measure(device, seed, progress, lambda part: keep(out, record | part))
+        else:
+            measured = shape.measure(device, seed, progress)
+        record |= measured
     finally:
         torch.set_num_threads(before)
-    if show:
-        print(render_bench(record))
+    if record["rows"] or not record.get("wrong"):
+        if show:
+            print(render_bench(record))
+        keep(out, record)
+        if out is not None:
+            shape.plot(Path(out) / "bench.png", record)
+    if record.get("wrong"):
+        raise RuntimeError("\n".join(record["wrong"]))
+    return record
+
+
+def keep(out, record):
+    """Write bench.json, if anywhere."""
     if out is not None:
         write_json(Path(out) / "bench.json", record)
-        shape.plot(Path(out) / "bench.png", record)
-    return record
 
 
 def render_bench(record):

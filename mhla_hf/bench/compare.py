@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla
+from ..ops.operator import ANNOUNCED_CHOICES, mhla
 from ..ops.reference import mhla_reference
 from ..ops.triton_operator import triton_refusal
 from ..plots import plot_bars
-from .lengths import FORWARD, TOLERANCES, TRAINING, refuse_wrong, relative_error
+from .lengths import FORWARD, TOLERANCES, TRAINING, WrongResult, refuse_wrong, relative_error
 
 SOFTMAX_BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
@@ -81,8 +81,8 @@ class Operator:
     def check(self, device, seed):
         """Relative errors by name; RuntimeError for one that is too large.
 
-        Output and all gradients on few tokens against the definition in fp64; at full size the output of some queries
-        against the definition, and the kernels' gradients against the torch form's in fp32.
+        Output and all gradients on few tokens against the definition in fp64, and the competitors' outputs; at full
+        size the output of some queries against it, and the kernels' gradients against the torch form's in fp32.
         """
         checks, small = {}, self.small()
         (q, k, v, mixing), direction = small.inputs(device, seed)
@@ -105,11 +105,21 @@ class Operator:
             wanted = torch.autograd.grad(self.attend(*wide, "torch"), wide, full.float())
             for name, x, y in zip(("dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
                 checks[f"{self.name}, triton, {name} at full size"] = relative_error(x, y)
+        weight = torch.einsum("bthk,bshk->bhts", *exact[:2]) * q.shape[-1] ** -0.5
+        hidden = torch.ones_like(weight, dtype=torch.bool).triu(1) & self.causal
+        softmax = torch.einsum("bhts,bshv->bthv", weight.masked_fill(hidden, -torch.inf).softmax(-1), exact[2])
+        for name, attention in self.softmax(q, k, v).items():
+            checks[f"{self.name}, {name}"] = relative_error(attention(q, k, v), softmax)
         linear = self.linear(device)
         uniform = small.attend(q, k, v, torch.ones_like(mixing), "torch")
         checks[f"{self.name}, {linear.__name__}"] = relative_error(linear(q, k, v), uniform)
         refuse_wrong(checks, TOLERANCES[self.dtype])
         return checks
+
+    def softmax(self, q, k, v):
+        """name -> torch's fused attention, of the backends that take tensors like these."""
+        made = {name: functools.partial(softmax_by, x, self.causal) for name, x in SOFTMAX_BACKENDS.items()}
+        return {name: attention for name, attention in made.items() if takes(attention, q, k, v)}
 
     def linear(self, device):
         """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block."""
@@ -134,11 +144,7 @@ class Operator:
     def competitors(self, device, seed):
         """name -> (forward function, its inputs), all of the same tensors."""
         (q, k, v, mixing), _ = self.inputs(device, seed)
-        found = {}
-        for name, backend in SOFTMAX_BACKENDS.items():
-            attention = functools.partial(softmax_by, backend, self.causal)
-            if takes(attention, q, k, v):
-                found[name] = attention, (q, k, v)
+        found = {name: (attention, (q, k, v)) for name, attention in self.softmax(q, k, v).items()}
         linear = self.linear(device)
         found[linear.__name__.replace("_", " ")] = linear, (q, k, v)
         for form in self.forms(device):
@@ -233,13 +239,21 @@ class Comparison:
         """What the record says of the suite."""
         return {"cases": [case.name for case in self.cases], "rounds": self.rounds, "seconds": self.seconds}
 
-    def measure(self, device, seed, progress):
-        """Rows (case, what, ms by name), checks, and what did not fit the memory."""
-        rows, checks, skipped = [], {}, {}
+    def measure(self, device, seed, progress, keep=lambda part: None):
+        """Rows (case, what, ms by name), checks, what did not fit the memory, what was wrong, and what "auto" took.
+
+        keep: gets all that after every case that was timed.
+        """
+        rows, checks, skipped, wrong = [], {}, {}, []
+        found = {"rows": rows, "checks": checks, "skipped": skipped, "wrong": wrong, "took": []}
         for case in tqdm(self.cases, desc="bench", disable=not progress):
             what = FORWARD
             try:
-                checks |= case.check(device, seed)
+                try:
+                    checks |= case.check(device, seed)
+                except WrongResult as error:
+                    wrong.append(str(error))
+                    continue
                 for what, work in case.work(device, seed).items():
                     best, failed = fastest_of_rounds(work, device, self.rounds, self.seconds, case.graph)
                     if any(name.startswith("mhla") for name in best):
@@ -249,7 +263,9 @@ class Comparison:
                         skipped[f"{case.name}: {what}"] = next(w for n, w in failed.items() if n.startswith("mhla"))
             except torch.OutOfMemoryError:
                 skipped[f"{case.name}: {what}"] = NO_ROOM
-        return {"rows": rows, "checks": checks, "skipped": skipped}
+            found["took"] = sorted(f"{choice}, {why}" for choice, why in ANNOUNCED_CHOICES)
+            keep(found)
+        return found
 
     def plot(self, path, record):
         """bench.png: bars by case."""

@@ -159,11 +159,15 @@ def check_definition(shape, device, seed):
     return checks
 
 
+class WrongResult(RuntimeError):
+    """Something that is to be timed does not give what its definition gives."""
+
+
 def refuse_wrong(checks, tolerance):
-    """RuntimeError, in one sentence, for the first error that is not below the tolerance."""
+    """WrongResult, in one sentence, for the first error that is not below the tolerance."""
     for name, error in checks.items():
         if not error < tolerance:
-            raise RuntimeError(
+            raise WrongResult(
                 f"{name}: relative error {error:.1e}; expected below {tolerance:.0e}, so no speed is reported."
             )
 

@@ -22,6 +22,7 @@ LIBRARIES = (
     "accelerate",
     "tokenizers",
     "triton",
+    "flash-linear-attention",
 )
 
 
@@ -34,6 +35,8 @@ def describe_versions():
         except importlib.metadata.PackageNotFoundError:
             if name == "mhla_hf":
                 found[name] = "0+source"
+    if torch.cuda.is_available():
+        found |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": str(torch.backends.cudnn.version())}
     return dict(sorted(found.items()))
 
 

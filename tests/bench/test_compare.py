@@ -28,7 +28,12 @@ def test_operators_side_by_side(tmp_path, capsys):
     for ms in rows.values():
         assert {"mhla torch", "linear ours", "copy", "sdpa math"} <= set(ms) and all(time > 0 for time in ms.values())
     assert "mhla triton" not in rows["grid", FORWARD]  # the interpreter is nothing to time
-    assert len(record["checks"]) == 2 * 7 and max(record["checks"].values()) < 1.5e-2
+    backends = sum(name.startswith("sdpa") for name in rows["grid", FORWARD])
+    assert (
+        len(record["checks"]) >= 2 * 7 + backends
+        and "grid, sdpa math" in record["checks"]
+        and max(record["checks"].values()) < 1.5e-2
+    )
     table = capsys.readouterr().out
     assert table.strip() == render_bench(record).strip() and "grid: forward + backward" in table
 
@@ -54,6 +59,39 @@ def test_no_speed_for_a_wrong_result(what, monkeypatch, tmp_path, capsys):
     with pytest.raises(RuntimeError, match=r"grid, torch, .*so no speed is reported\.$"):
         run_bench(quick(GRID), out=tmp_path, progress=False)
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+
+
+def test_a_wrong_result_leaves_the_others_their_speed(monkeypatch, tmp_path, capsys):
+    attend = Operator.attend
+
+    def wrong(self, *arguments, **options):
+        return attend(self, *arguments, **options) * (1.001 if self.name == "grid" else 1)
+
+    monkeypatch.setattr(Operator, "attend", wrong)
+    with pytest.raises(RuntimeError, match=r"^grid, torch, output.*so no speed is reported\.$"):
+        run_bench(quick(GRID, TEXT), out=tmp_path, progress=False)
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert {row["case"] for row in record["rows"]} == {"text"} and len(record["wrong"]) == 1
+    assert "grid" not in capsys.readouterr().out
+
+
+def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    second = dataclasses.replace(TEXT, name="second")
+    check = Operator.check
+    monkeypatch.setattr(Operator, "check", lambda self, *a: stop() if self.name == "second" else check(self, *a))
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(quick(GRID, second), out=tmp_path, progress=False)
+    assert {row["case"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]} == {"grid"}
+
+
+def test_a_wrong_competitor_is_not_timed(monkeypatch):
+    true = compare.softmax_by
+    monkeypatch.setattr(compare, "softmax_by", lambda *arguments: true(*arguments) * 1.001)
+    with pytest.raises(RuntimeError, match=r"^grid, sdpa "):
+        run_bench(quick(GRID), progress=False, show=False)
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
