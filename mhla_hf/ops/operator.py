@@ -2,8 +2,8 @@
 choice of implementation; the implementations themselves expect checked inputs.
 
 Checks look at shapes, dtypes and devices; at values only where wrong ones would be silent (`starts`, `cu_seqlens`),
-and not under `torch.compile`, where there are no values to look at. The values of `mixing` are checked when weights
-are loaded.
+and not where there are none to look at: under `torch.compile`, and while a CUDA graph is captured. The values of
+`mixing` are checked when weights are loaded.
 """
 
 import logging
@@ -16,7 +16,7 @@ from .reference import FEATURE_EPS, mhla_reference, relu_features
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_impl import torch_mhla
-from .triton_check import kernel_fault, kernel_kind
+from .triton_check import is_capturing, kernel_fault, kernel_kind
 from .triton_decode import triton_step
 from .triton_operator import triton_mhla, triton_refusal
 
@@ -312,13 +312,18 @@ def check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts):
         check_cu_seqlens(cu_seqlens, q)
 
 
+def values_can_be_read(device):
+    """Not where torch.compile traces, nor while a CUDA graph is captured, which a copy to the host would break."""
+    return not (torch.compiler.is_compiling() or is_capturing(device))
+
+
 def check_starts(starts, q):
     """int64 [B], 0 to T."""
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int64:
         raise TypeError(f"starts is {describe_dtype(starts)}; expected an int64 tensor.")
     if starts.shape != q.shape[:1]:
         raise ValueError(f"starts is {list(starts.shape)}; expected [{q.shape[0]}], one number per sequence.")
-    if torch.compiler.is_compiling():
+    if not values_can_be_read(q.device):
         return
     if int(starts.min()) < 0 or int(starts.max()) > q.shape[1]:
         raise ValueError(
@@ -334,7 +339,7 @@ def check_cu_seqlens(cu_seqlens, q):
         raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}; expected one axis, [sequences + 1].")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {q.device}, where q is.")
-    if torch.compiler.is_compiling():
+    if not values_can_be_read(q.device):
         return
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(
@@ -364,7 +369,7 @@ def check_mixing(mixing, q, blocks, key_blocks, causal, cu_seqlens):
         return
     needed = blocks.num_blocks
     if cu_seqlens is not None:
-        if torch.compiler.is_compiling():
+        if not values_can_be_read(q.device):
             return
         needed = (int(cu_seqlens.diff().max()) - 1) // blocks.block_size + 1
     if min(rows, columns) < needed:

@@ -15,8 +15,10 @@ each launch adding to what the last one left.
 import torch
 
 from .triton_common import (
+    PART_TOKENS,
     TILE_TOKENS,
     as_argument,
+    as_matrix,
     block_range,
     cast,
     constexpr,
@@ -41,8 +43,6 @@ try:
 except ImportError:
     triton = None
     tl = None
-
-PARTS_TOKENS = 256
 
 
 @kernel
@@ -90,10 +90,10 @@ def own_weights_of(left, right, place, rank_one, RANK: constexpr, REVERSE: const
 
 @kernel
 def attend_kernel(
-    a, b, c, state, state_z, m, r, inv, den_before, e, e_sums, out, mask_a, mask_b, edges, order, starts, tokens, size,
-    blocks, heads, group, reps, share, span, parts, scale, shrink, eps, raw, X: constexpr, Y: constexpr, BX: constexpr,
-    BY: constexpr, BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr, RANK: constexpr,
-    ADD: constexpr, MORE: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
+    a, b, c, state, state_z, m, m_head, m_row, r, inv, den_before, e, e_sums, out, mask_a, mask_b, edges, order, starts,
+    tokens, size, blocks, heads, group, reps, share, span, parts, scale, shrink, eps, raw, X: constexpr, Y: constexpr,
+    BX: constexpr, BY: constexpr, BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr,
+    RANK: constexpr, ADD: constexpr, MORE: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """`span` tokens of one block, one head of `out` [B, T, heads, Y], one tile of Y; `attend` says what the rest is."""
     y_tiles: constexpr = (Y + BY - 1) // BY
@@ -107,7 +107,7 @@ def attend_kernel(
     low, high = low + part * span, tl.minimum(high, low + part * span + span)
     running = tl.zeros((BX, BY), tl.float32)
     running_z, e_sum = tl.zeros((BY,), tl.float32), tl.zeros((BY,), tl.float32)
-    own_weight = tl.load(m[0] + head * m[1] + block * m[2]) if OWN and not REVERSE else 1.0
+    own_weight = tl.load(m + head * m_head + block * (m_row + 1)) if OWN and not REVERSE else 1.0
     for step in range(0, tl.cdiv(high - low, BT)):
         chunk = tl.cdiv(high - low, BT) - 1 - step if REVERSE else step
         place = low + chunk * BT + tl.arange(0, BT)
@@ -131,7 +131,7 @@ def attend_kernel(
                     own += on_target[:, None] * running_z[None, :]
             for rep in range(reps):
                 other = head * reps + rep if REVERSE else head // group
-                factor = tl.load(m[0] + other * m[1] + block * m[2]) if REVERSE else 1.0
+                factor = tl.load(m + other * m_head + block * (m_row + 1)) if REVERSE else 1.0
                 right = load_tile(b, row, token, other, source, x, X, DOT)
                 third = load_tile(c, row, token, other, source, y, Y, DOT)
                 on_source = 1.0 + tl.zeros((BT,), tl.float32)
@@ -172,13 +172,6 @@ def attend_kernel(
         tl.store(e_sums + item.to(tl.int64) * y_tiles + y_tile, tl.sum(e_sum, 0) * scale)
 
 
-def diagonal_of(mixing):
-    """A mixing matrix as the kernel takes it: pointer, strides of the head and of the diagonal."""
-    if mixing is None:
-        return None
-    return mixing, mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2) + mixing.stride(-1)
-
-
 def attend(
     a,
     b,
@@ -211,7 +204,7 @@ def attend(
     """
     heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
-    kind = "attend" if mixing is None else "attend_long" if cut.span > TILE_TOKENS else "attend_own"
+    kind = "attend" if mixing is None else "attend_long" if cut.size > TILE_TOKENS else "attend_own"
     step = lanes_at_once(kind, width, dot, a.device)
     target = out if width <= step or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     before, own_sums = None, []
@@ -245,9 +238,9 @@ def attend_lanes(
     other, own = out.shape[3], mixing is not None
     rank = 0 if r is None else 2 if reverse else 1
     kind += "_keys" if own and rank == 2 else ""
-    config = pass_config(kind, width, other, dot, a.device)
+    config = pass_config(kind, width, other, dot, a.device, mask)
     y_tiles = tiles(other, config["BY"])
-    span = cut.span if own else PARTS_TOKENS
+    span = cut.span if own else PART_TOKENS
     parts = tiles(cut.span, span)
     sources = b.shape[2] if own else heads
     e_sums = None if e is None else torch.empty(batch, heads, cut.blocks, y_tiles, dtype=torch.float32, device=a.device)
@@ -260,7 +253,7 @@ def attend_lanes(
         as_argument(c) if own else None,
         place,
         None if state_z is None else (state_z, state_z.stride(2)),
-        diagonal_of(mixing),
+        *as_matrix(mixing),
         r,
         inv,
         before,
@@ -287,7 +280,7 @@ def attend_lanes(
         Y=other,
         BX=lanes_for(width),
         OWN=own,
-        MULTI=own and cut.span > config["BT"],
+        MULTI=own and cut.size > config["BT"],
         REVERSE=reverse,
         DEN=den,
         RANK=rank,

@@ -7,7 +7,7 @@ error of the operator and costs arithmetic only. Gradients of the matrix are sum
 
 import torch
 
-from .triton_common import cast, constexpr, dot_kind, kernel, language_dtype, launch, tile_dot, tiles
+from .triton_common import as_matrix, cast, constexpr, dot_kind, kernel, language_dtype, launch, tile_dot, tiles
 from .triton_configs import dot_precision, pass_config
 
 try:
@@ -21,14 +21,18 @@ except ImportError:
 @kernel
 def mix_kernel(
     m,
+    m_head,
+    m_row,
     source,
     out,
     blocks,
     columns,
+    parts,
     wide,
     heads,
     share,
     reps,
+    TRANSPOSED: constexpr,
     TRIANGLE: constexpr,
     BM: constexpr,
     BN: constexpr,
@@ -36,9 +40,9 @@ def mix_kernel(
     DOT: constexpr,
     PRECISION: constexpr,
 ):
-    """out [B, heads, M, wide] = sum over columns j and reps of m[i, j] source [B, heads // share * reps, N, wide].
+    """out [B, heads, M, wide] = sum over j and reps of m[i, j // parts] source [B, heads // share * reps, columns, wide].
 
-    m: pointer, strides of head, row and column. TRIANGLE 1 takes j < i only, 2 takes j > i only, 0 takes all.
+    m[j // parts, i] if TRANSPOSED. TRIANGLE 1 takes j < i only, 2 takes j > i only, 0 takes all.
     """
     program = tl.program_id(0)
     x_tiles, row_tiles = tl.cdiv(wide, BX), tl.cdiv(blocks, BM)
@@ -55,7 +59,7 @@ def mix_kernel(
     total = tl.zeros((BM, BX), tl.float32)
     for rep in range(reps):
         part = head // share * reps + rep
-        weights = m[0] + (head * reps + rep) * m[1]
+        weights = m + (head * reps + rep) * m_head
         start = source + (batch * (heads // share * reps) + part) * columns * wide
         for first in range(begin, end, BN):
             j = first + tl.arange(0, BN)
@@ -64,7 +68,10 @@ def mix_kernel(
                 inside = inside & (j[None, :] < i[:, None])
             if TRIANGLE == 2:
                 inside = inside & (j[None, :] > i[:, None])
-            pointers = weights + i[:, None].to(tl.int64) * m[2] + j[None, :].to(tl.int64) * m[3]
+            if TRANSPOSED:
+                pointers = weights + (j // parts).to(tl.int64)[None, :] * m_row + i[:, None]
+            else:
+                pointers = weights + i[:, None].to(tl.int64) * m_row + (j // parts)[None, :]
             weight = tl.load(pointers, mask=inside, other=0.0)
             pointers = start + j[:, None].to(tl.int64) * wide + x[None, :]
             summary = tl.load(pointers, mask=(j < columns)[:, None] & (x < wide)[None, :], other=0.0)
@@ -134,16 +141,13 @@ def mix_grads_kernel(
 def mix(mixing, source, heads, *, triangle=0, transposed=False):
     """sum_j m_ij source_j, [B, heads, M, ...] in source's dtype, or with `transposed` the adjoint of that.
 
-    mixing fp32 [Mq, Mk] or [H, Mq, Mk]; source [B, G, N, ...]. heads: those of the result; there are as many as in source if
-    all share the mixing. triangle 1 takes earlier blocks only.
+    mixing fp32 [Mq, Mk] or [H, Mq, Mk]; source [B, G, N, ...], or [B, G, N * parts, ...] if every summary is the sum of so
+    many parts. heads: those of the result; there are as many as in source if all share the mixing. triangle 1 takes earlier
+    blocks only.
     """
     batch, groups, columns = source.shape[:3]
     wide = source[0, 0, 0].numel()
-    per_head = mixing.dim() == 3
-    strides = (mixing.stride(0) if per_head else 0, mixing.stride(-2), mixing.stride(-1))
-    blocks = mixing.shape[-2]
-    if transposed:
-        strides, blocks = (strides[0], strides[2], strides[1]), mixing.shape[-1]
+    blocks, summed = mixing.shape[:-3:-1] if transposed else mixing.shape[-2:]
     out = torch.empty(batch, heads, blocks, *source.shape[3:], dtype=source.dtype, device=source.device)
     dot = dot_kind(source)
     config = pass_config("mix", blocks, wide, dot, source.device)
@@ -151,15 +155,17 @@ def mix(mixing, source, heads, *, triangle=0, transposed=False):
         mix_kernel,
         tiles(wide, config["BX"]) * tiles(blocks, config["BM"]) * heads * batch,
         source.device,
-        (mixing, *strides),
+        *as_matrix(mixing),
         source,
         out,
         blocks,
         columns,
+        columns // summed,
         wide,
         heads,
         max(1, heads // groups),
         max(1, groups // heads),
+        TRANSPOSED=transposed,
         TRIANGLE=2 * triangle if transposed else triangle,
         DOT=language_dtype(dot),
         PRECISION=dot_precision(dot),
@@ -168,14 +174,14 @@ def mix(mixing, source, heads, *, triangle=0, transposed=False):
     return out
 
 
-def mix_grads(grad, source, per_head, *, triangle=0):
-    """Gradient of `mix`'s mixing, fp32 [Mq, Mk] or, per_head, [H, Mq, Mk]; grad [B, heads, Mq, ...], source as there."""
+def mix_grads(grad, source, shape, *, triangle=0):
+    """Gradient of `mix`'s mixing of that shape, fp32; grad [B, heads, Mq, ...], in parts or not, source as there."""
     batch, heads, blocks = grad.shape[:3]
     groups, columns = source.shape[1:3]
     wide = source[0, 0, 0].numel()
     dot = dot_kind(source)
     config = pass_config("mix_grads", blocks, wide, dot, source.device)
-    matrices, pairs = (heads, batch) if per_head else (1, batch * heads)
+    matrices, pairs = (heads, batch) if len(shape) == 3 else (1, batch * heads)
     grid = tiles(blocks, config["BM"]) * tiles(columns, config["BN"]) * matrices
     splits = max(1, min(pairs, 1024 // grid))
     out = torch.empty(splits, matrices, blocks, columns, dtype=torch.float32, device=grad.device)
@@ -192,5 +198,5 @@ def mix_grads(grad, source, per_head, *, triangle=0):
         PRECISION=dot_precision(dot),
         **config,
     )
-    out = out.sum(0)
-    return out if per_head else out[0]
+    rows, summed = shape[-2:]
+    return out.view(splits, matrices, rows, blocks // rows, summed, columns // summed).sum((0, 3, 5)).view(shape)

@@ -24,9 +24,15 @@ except ImportError:
 constexpr = None if tl is None else tl.constexpr
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
-COUNTS = ("tokens", "size", "blocks", "columns", "span", "pairs", "splits", "size_a", "size_b")
+COUNTS = (
+    *("tokens", "rows", "columns", "size", "size_a", "size_b", "blocks", "parts", "span", "pairs", "splits"),
+    *("capacity", "limit"),  # of a decoder's state
+    *("m_head", "m_row"),  # strides of a mixing matrix, which are counts of blocks
+)
 WIDEST = 256
 TILE_TOKENS = 64
+PART_TOKENS = 256
+ENOUGH_PROGRAMS = 384  # some three for each multiprocessor of the largest GPUs
 
 
 def kernel(function):
@@ -193,6 +199,13 @@ def as_argument(x):
     return (x, *x.stride()[:3])
 
 
+def as_matrix(mixing):
+    """A mixing matrix whose rows are contiguous as a kernel takes it: pointer, strides of the head and of the row."""
+    if mixing is None:
+        return None, 0, 0
+    return mixing, mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2)
+
+
 def in_rows(x):
     """x itself if its last axis is contiguous, else a copy."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -212,6 +225,13 @@ def language_dtype(dot):
 def lanes_for(width):
     """The power of two, at least 16, that holds a width."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def in_parts(span, programs):
+    """How many parts of PART_TOKENS or more a block of `span` tokens is cut into for ENOUGH_PROGRAMS, and their span."""
+    wanted = max(1, min(span // PART_TOKENS, tiles(ENOUGH_PROGRAMS, programs)))
+    span_of_part = tiles(tiles(span, wanted), TILE_TOKENS) * TILE_TOKENS
+    return tiles(span, span_of_part), span_of_part
 
 
 def tiles(count, tile):

@@ -87,9 +87,9 @@ def dot_precision(dot, amd=bool(torch.version.hip)):
     return {"fp32": "tf32x3", "tf32": "tf32"}.get(dot, "ieee") if not amd else "ieee"
 
 
-def pass_config(kind, width, other, dot, device):
+def pass_config(kind, width, other, dot, device, key_mask=None):
     """Tiles, warps and stages of a kernel for inner width X and outer width Y: the keywords of its launch."""
-    return dict(config_for(kind, width, other, dot, chip_of(device)))
+    return dict(config_for(kind, width, other, dot, chip_of(device), key_mask is not None))
 
 
 def lanes_at_once(kind, width, dot, device):
@@ -104,8 +104,8 @@ def lanes_at_once(kind, width, dot, device):
 
 
 @lru_cache(maxsize=1024)
-def config_for(kind, width, other, dot, chip):
-    """`pass_config` for a chip's (major, minor)."""
+def config_for(kind, width, other, dot, chip, padded=False):
+    """`pass_config` for a chip's (major, minor), with a key mask or without."""
     wide, inner, family = dot in ("fp32", "tf32"), lanes_for(width), 8 if chip[0] == 12 else chip[0]
     config = {"num_warps": 8, "num_stages": 2}
     if kind == "summaries":
@@ -118,10 +118,13 @@ def config_for(kind, width, other, dot, chip):
     else:
         config |= attend_tiles(kind, inner, dot, width < inner, family == 8)
     place = (kind, 0, False, dot) if kind in ("mix", "mix_grads") else (kind, inner, width < inner, dot)
+    padded_place = (f"{kind}_padded", *place[1:])
     config |= EXCEPTIONS.get((family, *place), {})
+    config |= EXCEPTIONS.get((family, *padded_place), {}) if padded else {}
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1
     config |= EXCEPTIONS.get((12, *place), {}) if chip[0] == 12 else {}
+    config |= EXCEPTIONS.get((12, *padded_place), {}) if padded and chip[0] == 12 else {}
     if "BY" in config:
         config["BY"] = min(config["BY"], lanes_for(other))
     if INTERPRETED:  # every tile costs the same there: fewer and larger ones

@@ -11,8 +11,10 @@ from .torch_decode import refresh_prefix
 from .triton_attend import invert_or_zero
 from .triton_common import (
     as_argument,
+    as_matrix,
     cast,
     constexpr,
+    in_rows,
     kernel,
     lanes_for,
     launch,
@@ -38,8 +40,9 @@ def as_stored(x, window):
 
 @kernel
 def decode_kernel(
-    q, q_den, k, v, k_den, window_k, window_v, window_den, prefix, prefix_z, m, position, out, rows, size, heads, group,
-    scale, X: constexpr, Y: constexpr, Z: constexpr, BX: constexpr, BY: constexpr, BZ: constexpr, BT: constexpr,
+    q, q_den, k, v, k_den, window_k, window_v, window_den, prefix, prefix_z, m, m_head, m_row, position, out, rows, size,
+    heads, group, scale, X: constexpr, Y: constexpr, Z: constexpr, BX: constexpr, BY: constexpr, BZ: constexpr,
+    BT: constexpr,
 ):  # fmt: skip
     """One row, one head, one tile of out [B, 1, H, Y]. position [2, B]: tokens before this one, and then with it."""
     y_tiles: constexpr = (Y + BY - 1) // BY
@@ -54,7 +57,7 @@ def decode_kernel(
     query = tl.load(q[0] + row * q[1] + head * q[3] + x, mask=x < X, other=0.0).to(tl.float32)
     key = as_stored(tl.load(k[0] + row * k[1] + source * k[3] + x, mask=x < X, other=0.0), window_k)
     new = as_stored(tl.load(v[0] + row * v[1] + source * v[3] + y, mask=y < Y, other=0.0), window_v)
-    factor = tl.load(m[0] + head * m[1] + block * (m[2] + m[3]))
+    factor = tl.load(m + head * m_head + block * (m_row + 1))
     pointers = prefix + (item * X + x[:, None]) * Y + y[None, :]
     tile = tl.load(pointers, mask=(x < X)[:, None] & (y < Y)[None, :], other=0.0)
     weight = tl.sum(query * key, 0) * factor
@@ -98,20 +101,20 @@ def decode_kernel(
 
 
 @kernel
-def mixed_with_earlier(latest, earlier, pointers, inside, weights, column, closed, stride):
+def mixed_with_earlier(latest, earlier, pointers, inside, weights, closed, stride):
     """sum over the `closed` summaries before of weight times summary, plus that of the latest; 0 beyond the mixing."""
-    total = latest * tl.load(weights + closed * column)
+    total = latest * tl.load(weights + closed)
     for block in range(0, closed):
         summary = tl.load(earlier + block * stride + pointers, mask=inside, other=0.0)
-        total += summary * tl.load(weights + block * column)
+        total += summary * tl.load(weights + block)
     return total
 
 
 @kernel
 def close_kernel(
-    window_k, window_v, window_den, summaries, z_sums, prefix, prefix_z, m, position, rows, size, capacity, limit, heads,
-    groups, X: constexpr, Y: constexpr, Z: constexpr, BX: constexpr, BY: constexpr, BZ: constexpr, BT: constexpr,
-    SHARED: constexpr, PRECISION: constexpr,
+    window_k, window_v, window_den, summaries, z_sums, prefix, prefix_z, m, m_head, m_row, position, rows, size, capacity,
+    limit, heads, groups, X: constexpr, Y: constexpr, Z: constexpr, BX: constexpr, BY: constexpr, BZ: constexpr,
+    BT: constexpr, SHARED: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """One row, one key head, one tile of its summary [X, Y]: where the row's block has just ended, that block's summary, and
     the prefix of the next one, whose row of the mixing is below `limit`. Always: the row's counter."""
@@ -153,13 +156,13 @@ def close_kernel(
             total_z = latest_z
             for member in range(0, group):
                 head = source * group + member
-                weights = m[0] + head * m[1] + (closed + 1) * m[2]
+                weights = m + head * m_head + (closed + 1) * m_row
                 if not SHARED or member == 0:
-                    total = mixed_with_earlier(latest, base, pointers, inside, weights, m[3], closed, X * Y)
+                    total = mixed_with_earlier(latest, base, pointers, inside, weights, closed, X * Y)
                 tl.store(prefix + (row * heads + head) * X * Y + pointers, total, mask=inside)
                 if z_sums is not None:  # noqa: SIM102
                     if (x_tile == 0) & (y_tile == 0):
-                        total_z = mixed_with_earlier(latest_z, base_z, z, z < Z, weights, m[3], closed, Z)
+                        total_z = mixed_with_earlier(latest_z, base_z, z, z < Z, weights, closed, Z)
                         tl.store(prefix_z + (row * heads + head) * Z + z, total_z, mask=z < Z)
 
 
@@ -189,8 +192,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
     room = state.summaries.shape[2] * size
     if state.position is None or int(state.length.max()) >= room:
         pin_state(state, mixing, max(room, 2 * int(state.length.max()) + 1))
-    mixing = mixing if mixing.dtype == torch.float32 else mixing.float()
-    weights = (mixing, mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2), mixing.stride(-1))
+    weights = as_matrix(in_rows(mixing.float()))
     out = torch.empty(batch, 1, heads, other, dtype=v.dtype, device=q.device)
     window_den = state.window_k if state.window_k_den is None else state.window_k_den
     windows = [as_argument(x) for x in (state.window_k, state.window_v, window_den)]
@@ -209,7 +211,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
         *windows,
         state.prefix,
         state.prefix_z,
-        weights,
+        *weights,
         state.position,
         out,
         batch,
@@ -236,7 +238,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
         state.z,
         state.prefix,
         state.prefix_z,
-        weights,
+        *weights,
         state.position,
         batch,
         size,

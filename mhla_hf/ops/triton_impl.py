@@ -10,7 +10,7 @@ import torch
 
 from .triton_attend import attend
 from .triton_blocks import mix, mix_grads
-from .triton_common import cut_of, dot_kind
+from .triton_common import cut_of, dot_kind, in_rows
 from .triton_quadratic import quadratic, use_quadratic
 from .triton_summaries import prepare, summaries
 
@@ -32,7 +32,8 @@ class Work:
 
     def mixed(self, k, v, heads, dot, with_z):
         """Mixed summaries P and z, [B, H or G, M, ...], and the summaries they are made of."""
-        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], mask=self.mask, with_z=with_z, eps=self.eps)
+        options = {"mask": self.mask, "with_z": with_z, "eps": self.eps, "split": not self.causal}
+        s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], **options)
         heads = heads if self.per_head else k.shape[2]
         p = mix(self.mixing, s, heads, triangle=self.triangle)
         p_z = mix(self.mixing, z, heads, triangle=self.triangle) if with_z else None
@@ -65,7 +66,8 @@ class Work:
         e = q if self.causal else None
         raw = (None, None) if self.eps is None else (q, k)
         own = attend(g, v, k, p, grads[0], self.cut, dot, transposed=True, state_z=p_z, r=r, e=e, raw=raw[0], **options)
-        dp, dp_z = summaries(q, g, self.cut, dot, heads=p.shape[1], r=r, with_z=r is not None, eps=self.eps)
+        z_options = {"r": r, "with_z": r is not None, "eps": self.eps, "split": not self.causal}
+        dp, dp_z = summaries(q, g, self.cut, dot, heads=p.shape[1], **z_options)
         dm = self.mixing_grad(dp, s, dp_z, z, own)
         ds = mix(self.mixing, dp, k.shape[2], triangle=self.triangle, transposed=True)
         ds_z = mix(self.mixing, dp_z, k.shape[2], triangle=self.triangle, transposed=True) if r is not None else None
@@ -92,9 +94,9 @@ class Work:
 
     def mixing_grad(self, dp, s, dp_z, z, own):
         """Gradient of the mixing from those of P and z, and for its diagonal from `own` [B, H, M]."""
-        dm = mix_grads(dp, s, self.per_head, triangle=self.triangle)
+        dm = mix_grads(dp, s, self.mixing.shape, triangle=self.triangle)
         if z is not None:
-            dm = dm + mix_grads(dp_z, z, self.per_head, triangle=self.triangle)
+            dm = dm + mix_grads(dp_z, z, self.mixing.shape, triangle=self.triangle)
         dm = dm * self.scale
         if own is None:
             return dm
@@ -108,7 +110,9 @@ class Call(Work):
         self.normalize, self.padded = normalize, starts is not None
         rows = cut_of(cut, like.device, starts, edges)
         columns = rows if key_cut == cut else cut_of(key_cut, like.device)
-        super().__init__(mixing.float(), rows, columns, causal, key_mask, scale if normalize == "no" else 1.0, eps)
+        super().__init__(
+            in_rows(mixing.float()), rows, columns, causal, key_mask, scale if normalize == "no" else 1.0, eps
+        )
 
     def room(self, x, *shape, dtype=None):
         """Memory for a result; zeros where tokens before `starts` are written by no block."""

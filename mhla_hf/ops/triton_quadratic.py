@@ -10,6 +10,7 @@ block do, by the model of memory traffic that `use_quadratic` takes; the mixing'
 from .triton_attend import invert_or_zero, load_scalars
 from .triton_common import (
     as_argument,
+    as_matrix,
     cast,
     constexpr,
     kernel,
@@ -48,9 +49,9 @@ def block_of(token, index, size):
 
 @kernel
 def quadratic_kernel(
-    a, b, c, m, r, inv, out, mask_a, mask_b, index_a, index_b, size_a, size_b, tokens, columns, heads, group, reps, scale,
-    eps, raw, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr, REVERSE: constexpr, DEN: constexpr,
-    RANK: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
+    a, b, c, m, m_head, m_row, r, inv, out, mask_a, mask_b, index_a, index_b, size_a, size_b, tokens, columns, heads, group,
+    reps, scale, eps, raw, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr, REVERSE: constexpr,
+    DEN: constexpr, RANK: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """BT of the `tokens` tokens of one head of `out`, one tile of Y; `columns` tokens on the other side.
 
@@ -72,7 +73,7 @@ def quadratic_kernel(
     den = tl.zeros((BT,), tl.float32)
     for rep in range(reps):
         other = head * reps + rep if REVERSE else head // group
-        weights = m[0] + (other if REVERSE else head) * m[1]
+        weights = m + (other if REVERSE else head) * m_head
         for first in range(0, columns, BT):
             column = (first + tl.arange(0, BT)).to(tl.int64)
             inside = column < columns
@@ -85,7 +86,10 @@ def quadratic_kernel(
                 weight += on_target[:, None]
             if RANK == 2:
                 weight += load_scalars(r, row, column, other, columns, heads * reps, inside)[None, :]
-            weight *= tl.load(weights + block[:, None] * m[2] + other_block[None, :] * m[3])
+            if REVERSE:
+                weight *= tl.load(weights + other_block[None, :] * m_row + block[:, None])
+            else:
+                weight *= tl.load(weights + block[:, None] * m_row + other_block[None, :])
             value += tile_dot(cast(weight, DOT), third, PRECISION)
             if DEN == 1:
                 den += tl.sum(tl.where(source[None, :], weight, 0.0), 1)
@@ -122,9 +126,7 @@ def quadratic(
     are relu(x) + eps; raw [B, T, H, Y]: those that `out` is the gradient of.
     """
     batch, tokens, heads, width = a.shape
-    config = pass_config("quadratic", width, out.shape[3], dot, a.device)
-    strides = (mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2), mixing.stride(-1))
-    strides = (strides[0], strides[2], strides[1]) if reverse else strides
+    config = pass_config("quadratic", width, out.shape[3], dot, a.device, mask)
     launch(
         quadratic_kernel,
         tiles(out.shape[3], config["BY"]) * tiles(tokens, config["BT"]) * heads * batch,
@@ -132,7 +134,7 @@ def quadratic(
         as_argument(a),
         as_argument(b),
         as_argument(c),
-        (mixing, *strides),
+        *as_matrix(mixing),
         r,
         inv,
         as_argument(out),

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from mhla_hf.ops import triton_configs, triton_impl
+from mhla_hf.ops import triton_common, triton_configs, triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.triton_common import INTERPRETED
@@ -201,6 +201,26 @@ def test_wide_fp32_heads_in_parts(widths, normalize):
     """Lanes beyond the 64th go in launches of their own, here with several tiles of the outer width and a running state."""
     check(Blocks.sequence(70, 40), causal=True, widths=widths, normalize=normalize)
     check(GRIDS["2-D"], widths=(*widths, 72)[: 2 + normalize], normalize=normalize, groups=2, mask=True)
+
+
+@pytest.mark.parametrize("normalize, mapped", [(True, True), (False, False), ("official", False)])
+@pytest.mark.parametrize("per_head, dtype", [(False, F32), (True, F32), (True, BF16)])
+def test_long_blocks_in_parts(normalize, mapped, per_head, dtype, monkeypatch):
+    """Few long blocks are summed up by several programs each, and mixing adds those parts."""
+    monkeypatch.setattr(triton_common, "PART_TOKENS", 64)
+    assert triton_common.in_parts(150, 2) == (2, 128)
+    options = {"normalize": normalize, "per_head": per_head, "dtype": dtype, "groups": 1 + per_head, "mask": not mapped}
+    options["feature_map"] = "relu" if mapped else None
+    check(Blocks.grid((2, 150), (2, 1)), **options)
+    if normalize != "official":
+        check(Blocks.sequence(230, 150), key_blocks=Blocks.sequence(200, 70), **options)
+
+
+def test_blocks_come_in_parts_where_a_gpu_would_be_idle():
+    assert triton_common.in_parts(1024, 96) == (4, 256)  # 16 blocks of 16k tokens, six heads
+    assert triton_common.in_parts(16384, 6) == (64, 256)  # the same as one block
+    assert triton_common.in_parts(210, 150) == (1, 256)
+    assert triton_common.in_parts(1024, 6144) == (1, 1024)
 
 
 @pytest.mark.parametrize("widths, dtype", [((72, 20), F32), ((136, 20), BF16)])
