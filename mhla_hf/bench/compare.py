@@ -1,7 +1,7 @@
 """Operators and whole models side by side: what they cost on this device, next to what a user would pick instead.
 
 An operator's competitors are torch's fused softmax attention (every backend that takes the shape, by name), plain linear
-attention (fla's kernel for causal shapes where fla is installed, else MHLA with a single block), both forms of MHLA, and a
+attention (fla's kernel for causal shapes where fla is installed, else MHLA with equal weights), both forms of MHLA, and a
 copy of as many bytes as must move at least: the floor. A model's are the stock model, plain linear, MHLA and its hybrids.
 Unusual: on a GPU every competitor is captured as a CUDA graph, so that the time of its kernels is compared, not of Python.
 """
@@ -29,6 +29,7 @@ SOFTMAX_BACKENDS = {
     "sdpa math": SDPBackend.MATH,
 }
 MATH_TOKENS = 4096
+LINEAR_BLOCK = 1024
 SAMPLED_QUERIES = 16
 NO_ROOM = "did not fit the memory of the device"
 
@@ -122,7 +123,8 @@ class Operator:
         return {name: attention for name, attention in made.items() if takes(attention, q, k, v)}
 
     def linear(self, device):
-        """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block."""
+        """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block, or,
+        causal and long, with blocks that weigh the same, which is the same and leaves a GPU more to do at once."""
         kernel = fla_kernel() if self.causal and torch.device(device).type == "cuda" else None
         if kernel is not None:
 
@@ -134,10 +136,10 @@ class Operator:
         form = self.forms(device)[-1]
 
         def linear_ours(q, k, v):
-            one = torch.ones(1, 1, device=q.device)
-            if not self.causal and self.blocks.block_size is None:
-                return self.attend(q, k, v, one, form, Blocks.grid((q.shape[1],), (1,)))
-            return self.attend(q, k, v, one, form, Blocks.sequence(q.shape[1], q.shape[1]))
+            tokens = q.shape[1]
+            blocks = Blocks.sequence(tokens, min(tokens, LINEAR_BLOCK) if self.causal else tokens)
+            ones = torch.ones(blocks.num_blocks, blocks.num_blocks, device=q.device)
+            return self.attend(q, k, v, ones, form, blocks)
 
         return linear_ours
 

@@ -38,6 +38,13 @@ def test_operators_side_by_side(tmp_path, capsys):
     assert table.strip() == render_bench(record).strip() and "grid: forward + backward" in table
 
 
+def test_plain_linear_attention_in_long_blocks_is_the_same(monkeypatch):
+    (q, k, v, _), _ = TEXT.inputs("cpu", 0)
+    whole = TEXT.linear("cpu")(q, k, v)
+    monkeypatch.setattr(compare, "LINEAR_BLOCK", 16)
+    assert compare.relative_error(TEXT.linear("cpu")(q, k, v), whole.double()) < 1e-2
+
+
 def test_the_floor_moves_what_must_move():
     work = GRID.work("cpu", 0)
     tensor = 2 * 24 * 2 * 8 * 4
