@@ -15,12 +15,25 @@ SMALL_SHARED_MEMORY = {(0, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}  # (0, 
 
 
 # What the general rules of `config_for` would spill: (8 for chips without warp-group products, else the chip's major, kind,
-# lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind
-# (on sm_90 with triton 3.6 too). Those of 12 come on top of those of 8. Mixing kernels have no lanes: 0, whatever M is.
+# lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind;
+# "maxnreg" where ptxas by itself would rather spill a few bytes than hold one block less. Those of "_padded" kinds come on
+# top where there is a key mask, those of 12 on top of those of 8. Mixing kernels have no lanes: 0, whatever M is.
 EXCEPTIONS = {
     **{(8, "summaries", lanes, False, "fp16"): {"num_stages": 1} for lanes in (64, 128, 256)},
     (8, "summaries", 128, True, "tf32"): {"num_warps": 4, "num_stages": 1},
     **{(family, "mix", 0, False, "bf16"): {"num_stages": 3} for family in (8, 9)},
+    (8, "summaries", 32, False, "bf16"): {"maxnreg": 64},
+    (8, "summaries", 128, True, "bf16"): {"maxnreg": 128},
+    (8, "summaries", 128, True, "fp16"): {"maxnreg": 99},
+    (8, "summaries", 128, True, "fp32"): {"maxnreg": 254},
+    (8, "attend", 64, False, "fp32"): {"maxnreg": 250},
+    (8, "quadratic", 16, True, "fp32"): {"maxnreg": 72},
+    (8, "quadratic_padded", 16, True, "fp32"): {"maxnreg": 80},
+    (8, "quadratic", 64, False, "bf16"): {"maxnreg": 255},
+    (8, "quadratic", 64, False, "fp16"): {"maxnreg": 155},
+    (8, "quadratic", 128, True, "bf16"): {"maxnreg": 195},
+    (8, "quadratic", 32, False, "tf32"): {"maxnreg": 94},
+    (8, "attend_long_keys", 32, False, "tf32"): {"BT": 32, "num_stages": 1},
     (8, "quadratic", 32, False, "fp32"): {"num_stages": 2},
     (8, "quadratic", 128, False, "bf16"): {"BT": 32, "BY": 64, "num_warps": 8, "num_stages": 2},
     (8, "quadratic", 128, True, "tf32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
@@ -30,14 +43,41 @@ EXCEPTIONS = {
     (8, "attend_own", 128, True, "fp16"): {"BT": 64, "BY": 32, "num_warps": 8, "num_stages": 2},
     (8, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
     (8, "attend_long", 128, False, "bf16"): {"BT": 64, "BY": 32, "num_warps": 8, "num_stages": 1},
-    (8, "attend_long", 128, False, "fp16"): {"BT": 64, "BY": 32, "num_warps": 4, "num_stages": 2},
+    (8, "attend_long", 128, False, "fp16"): {"BT": 64, "BY": 32, "num_warps": 8, "num_stages": 1},
     (8, "attend_long", 256, False, "bf16"): {"BT": 16, "BY": 16, "num_warps": 8, "num_stages": 1},
     (8, "attend_long_keys", 32, False, "bf16"): {"BT": 32, "BY": 32, "num_warps": 4, "num_stages": 2},
     (8, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
+    (8, "attend_long_padded", 128, False, "bf16"): {"BT": 32},
+    (8, "attend_own_padded", 256, False, "bf16"): {"maxnreg": 255},
+    (8, "summaries_padded", 64, False, "tf32"): {"maxnreg": 116},
+    (8, "attend_long_padded", 64, False, "fp16"): {"num_stages": 1},
+    (8, "quadratic_padded", 128, True, "fp16"): {"maxnreg": 255},
+    (8, "quadratic_padded", 64, False, "fp16"): {"maxnreg": 255},
+    (8, "attend_long_padded", 128, False, "fp16"): {"BT": 32},
+    (8, "attend_own_padded", 128, True, "fp16"): {"BY": 16},
+    (8, "quadratic_padded", 128, False, "tf32"): {"maxnreg": 230},
     (10, "attend_own", 64, False, "bf16"): {"BT": 64, "BY": 32, "num_warps": 4, "num_stages": 2},
     **{(10, "summaries", lanes, False, "bf16"): {"num_stages": 1} for lanes in (32, 128, 256)},
-    (10, "summaries", 128, True, "bf16"): {"num_stages": 1},
-    (10, "summaries", 128, True, "fp32"): {"BT": 64, "num_warps": 4, "num_stages": 1},
+    (10, "summaries", 64, False, "bf16"): {"maxnreg": 255},
+    (10, "summaries", 128, True, "bf16"): {"num_stages": 1, "maxnreg": 255},
+    (10, "summaries", 128, True, "fp32"): {"BT": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 255},
+    (10, "mix", 0, False, "fp32"): {"maxnreg": 255},
+    **{(10, "summaries", lanes, False, "fp32"): {"maxnreg": 255} for lanes in (32, 64)},
+    (10, "attend_padded", 64, False, "tf32"): {"maxnreg": 255},
+    **{(10, "quadratic", lanes, False, "tf32"): {"maxnreg": 255} for lanes in (32, 64)},
+    **{(10, kind, 32, False, "tf32"): {"maxnreg": 255} for kind in ("attend_own", "attend_long")},
+    **{
+        (family, kind, 32, False, "tf32"): {"maxnreg": None}
+        for family in (9, 10)
+        for kind in ("attend_own_padded", "attend_long_padded")
+    },
+    (10, "attend_long_padded", 64, False, "fp16"): {"maxnreg": 255},
+    (10, "quadratic_padded", 128, True, "fp16"): {"BT": 32, "maxnreg": 255},
+    **{(10, "attend", *lanes, "fp32"): {"maxnreg": 255} for lanes in ((32, False), (16, True))},
+    (10, "quadratic_padded", 32, False, "fp32"): {"maxnreg": 255},
+    (10, "quadratic_padded", 128, True, "bf16"): {"maxnreg": 255},
+    (10, "attend_own", 32, False, "bf16"): {"maxnreg": 255},
+    (10, "attend_own_keys_padded", 32, False, "bf16"): {"maxnreg": 255},
     (10, "attend", 64, False, "fp32"): {"num_stages": 1},
     (10, "quadratic", 32, False, "fp32"): {"num_stages": 2},
     (10, "quadratic", 64, False, "bf16"): {"num_stages": 1},
@@ -46,24 +86,42 @@ EXCEPTIONS = {
     (10, "attend_own", 128, False, "bf16"): {"num_stages": 1},
     (10, "attend_long", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_stages": 2},
     (10, "attend_long_keys", 32, False, "bf16"): {"num_stages": 2},
-    (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 64, "num_stages": 1},
+    (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 16, "num_stages": 1},
     (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
     (12, "mix_grads", 0, False, "fp32"): {"num_stages": 2},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
-    (12, "attend", 128, True, "bf16"): {"BY": 32},
+    **{(12, "attend", 32, False, dot): {"maxnreg": 255} for dot in ("bf16", "fp16")},
+    (12, "attend", 64, False, "fp32"): {"num_warps": 8, "maxnreg": 255},
+    (12, "attend", 64, False, "tf32"): {"maxnreg": 255},
+    (12, "attend", 128, True, "bf16"): {"BY": 32, "maxnreg": 255},
+    **{(12, "summaries", lanes, False, "tf32"): {"maxnreg": 255} for lanes in (64, 128, 256)},
+    **{(12, "quadratic", 64, False, dot): {"maxnreg": 255} for dot in ("fp16", "fp32", "tf32")},
     **{(12, kind, 64, False, "tf32"): {"BY": 16} for kind in ("attend_own", "attend_long")},
     (12, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 16},
     (12, "attend_own", 256, False, "bf16"): {"num_stages": 2},
+    **{(12, kind, 32, False, "fp32"): {"BY": 64, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     **{
-        (12, kind + keys, 32, False, "fp32"): {"BY": 64, "num_stages": 2}
-        for kind in ("attend_own", "attend_long")
-        for keys in ("", "_keys")
+        (12, kind, 32, False, "fp32"): {"BY": 64, "num_warps": 4, "num_stages": 2}
+        for kind in ("attend_own_keys", "attend_long_keys")
     },
+    **{(12, kind, 32, False, "tf32"): {"BT": 16} for kind in ("attend_own_keys", "attend_long_keys")},
+    (12, "attend_long", 256, False, "fp16"): {"BY": 16},
     **{(12, "attend_long", 128, masked, "bf16"): {"BY": 16} for masked in (False, True)},
     (12, "attend_long", 128, False, "fp16"): {"num_warps": 8},
     (9, "summaries", 32, False, "fp32"): {"BT": 64},
     **{(9, kind, 32, False, "fp32"): {"num_warps": 4, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 8, "num_stages": 2},
+    (9, "mix", 0, False, "fp32"): {"maxnreg": 168},
+    **{(9, kind, 64, False, "fp32"): {"num_stages": 2} for kind in ("attend_own", "attend_long")},
+    (9, "quadratic", 64, False, "tf32"): {"maxnreg": 100},
+    (9, "quadratic", 32, False, "tf32"): {"maxnreg": 78},
+    (9, "attend_own", 32, False, "tf32"): {"maxnreg": 252},
+    (9, "attend_long", 32, False, "tf32"): {"maxnreg": 252},
+    (9, "attend_long_keys", 32, False, "tf32"): {"BY": 16, "num_stages": 3},
+    (9, "quadratic_padded", 32, False, "fp32"): {"maxnreg": 126},
+    (9, "attend_long_padded", 256, False, "bf16"): {"BT": 64, "BY": 16, "num_stages": 3},
+    **{(9, "quadratic_padded", lanes, False, "tf32"): {"maxnreg": 255} for lanes in (32, 64)},
+    (9, "attend_long_keys_padded", 32, False, "bf16"): {"BY": 16},
     (9, "quadratic", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 4, "num_stages": 1},
     (9, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 64, "num_warps": 8, "num_stages": 1},
     (9, "attend_own", 128, True, "fp16"): {"BT": 32, "BY": 32, "num_warps": 8, "num_stages": 1},
@@ -108,6 +166,8 @@ def config_for(kind, width, other, dot, chip, padded=False):
     """`pass_config` for a chip's (major, minor), with a key mask or without."""
     wide, inner, family = dot in ("fp32", "tf32"), lanes_for(width), 8 if chip[0] == 12 else chip[0]
     config = {"num_warps": 8, "num_stages": 2}
+    if kind == "close":
+        return {**config, "num_warps": 4, **({"maxnreg": 255} if chip != (0, 0) else {})}
     if kind == "summaries":
         config |= {"BT": 32 if wide or family == 8 else 64, "BX": min(64, inner), "BY": min(64, lanes_for(other))}
         config["num_stages"] = 1 if wide else 2

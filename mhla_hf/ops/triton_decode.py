@@ -22,7 +22,7 @@ from .triton_common import (
     tile_dot,
     tiles,
 )
-from .triton_configs import dot_precision
+from .triton_configs import dot_precision, pass_config
 
 try:
     import triton
@@ -255,8 +255,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
         BT=32 if den_lanes <= 128 else 16,
         SHARED=mixing.dim() == 2,
         PRECISION=dot_precision("fp32"),
-        num_warps=4,
-        num_stages=2,
+        **pass_config("close", width, other, "fp32", q.device),
     )
     state.count_to(state.length + 1)
     return out

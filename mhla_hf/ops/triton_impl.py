@@ -30,9 +30,19 @@ class Work:
         self.own = mixing if causal else None
         self.triangle = int(causal)
 
-    def mixed(self, k, v, heads, dot, with_z):
+    def without_masked(self, k, v, dot):
+        """k and v, and the mask that the kernels have still to see to.
+
+        Causal ones of fp32 products have no registers left for a mask: there masked keys and values are zeros instead.
+        """
+        if self.mask is None or not self.causal or dot != "fp32":
+            return k, v, self.mask
+        real = self.mask[:, :, None, None]
+        return torch.where(real, k, 0), torch.where(real, v, 0), None
+
+    def mixed(self, k, v, heads, dot, with_z, mask):
         """Mixed summaries P and z, [B, H or G, M, ...], and the summaries they are made of."""
-        options = {"mask": self.mask, "with_z": with_z, "eps": self.eps, "split": not self.causal}
+        options = {"mask": mask, "with_z": with_z, "eps": self.eps, "split": not self.causal}
         s, z = summaries(k, v, self.key_cut, dot, heads=k.shape[2], **options)
         heads = heads if self.per_head else k.shape[2]
         p = mix(self.mixing, s, heads, triangle=self.triangle)
@@ -47,8 +57,9 @@ class Work:
             options = {"inv": inv, "shared": shared, "mask": self.mask, "scale": self.scale, "eps": self.eps}
             quadratic(q, k, v, out, self.mixing, *cuts, dot, **options)
             return
-        p, p_z, _, _ = self.mixed(k, v, q.shape[2], dot, shared)
-        options = {"state_z": p_z, "mixing": self.own, "inv": inv, "mask": self.mask, "scale": self.scale}
+        k, v, mask = self.without_masked(k, v, dot)
+        p, p_z, _, _ = self.mixed(k, v, q.shape[2], dot, shared, mask)
+        options = {"state_z": p_z, "mixing": self.own, "inv": inv, "mask": mask, "scale": self.scale}
         attend(q, k, v, p, out, self.cut, dot, eps=self.eps, **options)
 
     def short(self, k, v):
@@ -61,8 +72,9 @@ class Work:
         dot = "tf32" if dot == "fp16" else dot
         if self.short(k, v):
             return self.backward_short(q, k, v, g, grads, r, dot)
-        p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None)
-        options = {"mixing": self.own, "scale": self.scale, "mask": self.mask}
+        k, v, mask = self.without_masked(k, v, dot)
+        p, p_z, s, z = self.mixed(k, v, q.shape[2], dot, r is not None, mask)
+        options = {"mixing": self.own, "scale": self.scale, "mask": mask}
         e = q if self.causal else None
         raw = (None, None) if self.eps is None else (q, k)
         own = attend(g, v, k, p, grads[0], self.cut, dot, transposed=True, state_z=p_z, r=r, e=e, raw=raw[0], **options)
@@ -75,6 +87,10 @@ class Work:
         attend(v, g, q, ds, grads[1], self.key_cut, dot, transposed=True, state_z=ds_z, r=r, raw=raw[1], **options)
         if grads[2] is not None:
             attend(k, q, g, ds, grads[2], self.key_cut, dot, eps=self.eps, **options)
+        if mask is not self.mask:
+            for grad in grads[1:]:
+                if grad is not None:
+                    grad.masked_fill_(~self.mask[:, :, None, None], 0)
         return dm
 
     def backward_short(self, q, k, v, g, grads, r, dot):

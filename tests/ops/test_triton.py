@@ -203,17 +203,19 @@ def test_wide_fp32_heads_in_parts(widths, normalize):
     check(GRIDS["2-D"], widths=(*widths, 72)[: 2 + normalize], normalize=normalize, groups=2, mask=True)
 
 
-@pytest.mark.parametrize("normalize, mapped", [(True, True), (False, False), ("official", False)])
-@pytest.mark.parametrize("per_head, dtype", [(False, F32), (True, F32), (True, BF16)])
+@pytest.mark.parametrize(
+    "normalize, mapped, per_head, dtype",
+    [(True, True, False, F32), (False, False, True, F32), ("official", False, False, F32), (True, False, True, BF16)],
+)
 def test_long_blocks_in_parts(normalize, mapped, per_head, dtype, monkeypatch):
     """Few long blocks are summed up by several programs each, and mixing adds those parts."""
     monkeypatch.setattr(triton_common, "PART_TOKENS", 64)
     assert triton_common.in_parts(150, 2) == (2, 128)
-    options = {"normalize": normalize, "per_head": per_head, "dtype": dtype, "groups": 1 + per_head, "mask": not mapped}
+    options = {"normalize": normalize, "per_head": per_head, "dtype": dtype, "mask": not mapped}
     options["feature_map"] = "relu" if mapped else None
     check(Blocks.grid((2, 150), (2, 1)), **options)
-    if normalize != "official":
-        check(Blocks.sequence(230, 150), key_blocks=Blocks.sequence(200, 70), **options)
+    if not normalize:
+        check(Blocks.sequence(230, 150), key_blocks=Blocks.sequence(200, 70), groups=2, **options)
 
 
 def test_blocks_come_in_parts_where_a_gpu_would_be_idle():

@@ -1,0 +1,222 @@
+"""Which launches the kernels ship with: every form, dtype and width, with the types, divisibilities and tiles of each.
+
+The real launches are recorded, on CPU tensors, where nothing runs. `kernel_builds.py` compiles them. Not for a process in
+the interpreter, where tiles are others.
+"""
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import itertools
+import textwrap
+from dataclasses import dataclass
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from mhla_hf.ops import triton_attend, triton_blocks, triton_configs, triton_decode, triton_quadratic, triton_summaries
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.state import MHLAState
+from mhla_hf.ops.triton_common import COUNTS, spell
+from mhla_hf.ops.triton_operator import triton_backward, triton_forward
+
+MODULES = [triton_attend, triton_blocks, triton_decode, triton_quadratic, triton_summaries]
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+KINDS[torch.bool] = "i1"
+WIDTHS = ((64, 64), (32, 32), (72, 72), (128, 128), (256, 256))
+SHAPES = (
+    *itertools.product((torch.bfloat16, torch.float16, torch.float32), WIDTHS),
+    *((torch.bfloat16, widths) for widths in ((96, 96), (128, 256))),  # with the tiles of 72 and 128
+)
+LINEAR, QUADRATIC = Blocks.grid((32, 32), (2, 2)), Blocks.grid((16, 16), (4, 4))
+SHORT_BLOCKS, LONG_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What decides which kernels a call launches, but for dtype and widths.
+
+    normalize as `triton_forward` takes it; padding "", "mask", "starts" or "packed"; mapped: relu inside the kernels.
+    """
+
+    blocks: Blocks
+    causal: bool = False
+    normalize: str = "shared"
+    padding: str = ""
+    mapped: bool = False
+    decode: bool = False
+
+
+def forms():
+    """Those whose kernels differ."""
+    for blocks, padding in itertools.product((LINEAR, QUADRATIC), ("", "mask")):
+        for normalize in ("shared", "no", "separate"):
+            yield Form(blocks, normalize=normalize, padding=padding)
+        for normalize in ("shared", "no", "official"):
+            yield Form(blocks, normalize=normalize, padding=padding, mapped=True)
+    for blocks, normalize in itertools.product((SHORT_BLOCKS, LONG_BLOCKS), ("shared", "no", "separate")):
+        for padding in ("", "mask", "starts", "packed"):
+            yield Form(blocks, True, normalize, padding)
+    for normalize in ("shared", "no", "separate"):
+        yield Form(SHORT_BLOCKS, True, normalize, decode=True)
+
+
+@contextlib.contextmanager
+def recorded_launches(chip):
+    """Inside, launches of every module go into the list this gives, as (function, arguments, settings), for that chip."""
+    found, kept = [], [(module, module.launch) for module in MODULES]
+    chip_of = triton_configs.chip_of
+    for module in MODULES:
+        module.launch = lambda function, programs, device, *args, **settings: found.append((function, args, settings))
+    triton_configs.chip_of = lambda device: (0, 0) if isinstance(chip, str) else divmod(chip, 10)
+    try:
+        yield found
+    finally:
+        triton_configs.chip_of = chip_of
+        for module, launch in kept:
+            module.launch = launch
+
+
+def recorded(form, dtype, widths, chip):
+    """What one forward and one backward pass of a form launch, or one step of decoding."""
+    (width, value_width), blocks, batch = widths, form.blocks, 1 if form.padding == "packed" else 2
+    q, k, v = (
+        torch.zeros(batch, blocks.length, h, d, dtype=dtype) for h, d in ((4, width), (2, width), (2, value_width))
+    )
+    mixing = torch.zeros(blocks.num_blocks, blocks.num_blocks)
+    dens = (q, k) if form.normalize == "separate" else (None, None)
+    with recorded_launches(chip) as found:
+        if form.decode:
+            options = {"normalize": form.normalize != "no", "separate_den": dens[0] is not None}
+            state = MHLAState.empty(2, 2, 4, width, value_width, 64, den_dim=width, dtype=dtype, **options)
+            dens = [x if x is None else x[:, :1] for x in dens]
+            triton_decode.triton_step(q[:, :1], k[:, :1], v[:, :1], mixing, state, 1.0, *dens)
+            return found
+        padding = (
+            torch.ones(batch, blocks.length, dtype=torch.bool) if form.padding == "mask" else None,
+            torch.zeros(batch, dtype=torch.int64) if form.padding == "starts" else None,
+            torch.zeros(blocks.num_blocks, 2, dtype=torch.int32) if form.padding == "packed" else None,
+        )
+        eps = 1e-6 if form.mapped else None
+        rest = (*dens, *padding, spell(blocks), spell(blocks), form.causal, form.normalize, 1.0, eps)
+        o, inv = triton_forward(q, k, v, mixing, *rest)
+        triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *rest)
+    return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that triton would compile, on a chip: 80, 86, 90, 100, 120 or the name of an AMD one."""
+
+    function: JITFunction
+    types: tuple
+    settings: tuple
+    chip: int | str
+
+    @property
+    def kernel(self):
+        """The kernel's name, and for the one with several roles which it is."""
+        name, settings = self.function.__name__.removesuffix("_kernel"), dict(self.settings)
+        if name not in ("attend", "quadratic"):
+            return name
+        role = {0: "values" if settings["REVERSE"] else "outputs", 1: "queries", 2: "keys"}[settings["RANK"]]
+        return f"{name} ({role})"
+
+    def type_of(self, name):
+        """As `typed` gives it, of the argument of that name."""
+        return self.types[self.function.arg_names.index(name)]
+
+    @property
+    def digest(self):
+        """Changes with anything that is compiled, and with nothing else."""
+        return digest_of(
+            source_digest(self.function.fn), self.types, [(n, str(s)) for n, s in self.settings], self.chip
+        )
+
+    def source(self):
+        """The ASTSource that triton's launcher would make, and the options."""
+        names = self.function.arg_names
+        signature, constants, attributes = {}, {}, {}
+
+        def note(entry, path):
+            if isinstance(entry, list):
+                return tuple(note(part, (*path, i)) for i, part in enumerate(entry))
+            kind, constant, divisible = entry
+            if constant is not None:
+                constants[path] = constant[0]
+            if divisible:
+                attributes[path] = [["tt.divisibility", 16]]
+            return kind
+
+        for i, entry in enumerate(self.types):
+            signature[names[i]] = note(entry, (i,))
+        options = {"enable_fp_fusion": True}
+        for name, value in self.settings:
+            if name in names:
+                signature[name] = "constexpr"
+                constants[(names.index(name),)] = value
+            else:
+                options[name] = value
+        return ASTSource(self.function, signature, constants, attributes), options
+
+    @property
+    def target(self):
+        """The chip, as triton's compiler takes it."""
+        return GPUTarget("hip", self.chip, 64) if isinstance(self.chip, str) else GPUTarget("cuda", self.chip, 32)
+
+
+def typed(value, specialize=True):
+    """(type, constant or None, divisible by 16) of an argument, or a list of those for a tuple."""
+    if isinstance(value, tuple):
+        return [typed(part) for part in value]
+    if value is None:
+        return "constexpr", (None,), False
+    if isinstance(value, torch.Tensor):
+        return f"*{KINDS[value.dtype]}", None, True
+    if isinstance(value, float):
+        return "fp32", None, False
+    if value == 1 and specialize:
+        return "constexpr", (1,), False
+    return "i32" if abs(value) < 2**31 else "i64", None, specialize and value % 16 == 0
+
+
+def shipped(dtype, widths, chip, padded=True):
+    """Every different `Launch` of all forms, or of those without padding."""
+    found = {}
+    for form in forms():
+        if form.padding and not padded:
+            continue
+        for function, arguments, settings in recorded(form, dtype, widths, chip):
+            if isinstance(chip, str) and "PRECISION" in settings:
+                settings = {**settings, "PRECISION": "ieee"}  # what `dot_precision` says where torch is built for AMD
+            names = function.arg_names
+            types = tuple(typed(x, name not in COUNTS) for x, name in zip(arguments, names, strict=False))
+            launch = Launch(function, types, tuple(sorted(settings.items())), chip)
+            found.setdefault(launch.digest, launch)
+    return found
+
+
+def digest_of(*things):
+    """Ten hexadecimal digits for what these print as."""
+    return hashlib.sha256(repr(things).encode()).hexdigest()[:10]
+
+
+SOURCE_DIGESTS = {}
+
+
+def source_digest(function):
+    """Of a kernel and of the kernels and constants it names, without comments, docstrings and places in the file."""
+    if function not in SOURCE_DIGESTS:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        tree.decorator_list = []
+        tree.body = tree.body[isinstance(tree.body[0], ast.Expr) :]
+        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
+        named = [function.__globals__[name] for name in names]
+        below = [
+            source_digest(x.fn) if isinstance(x, JITFunction) else repr(x) for x in named if not inspect.ismodule(x)
+        ]
+        SOURCE_DIGESTS[function] = digest_of(ast.dump(tree), below)
+    return SOURCE_DIGESTS[function]
