@@ -114,9 +114,9 @@ def cells_of(chip, dtype, widths):
 
 
 def read_record():
-    """{row: {chip's name: [registers, KiB, bytes of spills, fault, digest]}}; empty if triton was of another version."""
-    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    return record["cells"] if record.get("triton") == triton.__version__ else {}
+    """{row: {chip's name: [registers, KiB, bytes of spills, fault, digest]}}, and the version of triton that was."""
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"cells": {}, "triton": None}
+    return record["cells"], record["triton"]
 
 
 def is_current(record, chip, row, launches):
@@ -135,9 +135,10 @@ def build_shape(chip, dtype, widths, record, again=False):
         for digest in launches.keys() - known.keys():
             known[digest] = build(launches[digest])
             compiled += 1
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as lines:
-                lines.write(json.dumps([digest, known[digest]]) + "\n")
+            if not again:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a") as lines:
+                    lines.write(json.dumps([digest, known[digest]]) + "\n")
         registers, shared, stacks, faults = zip(*(known[digest] for digest in launches), strict=True)
         fault = next(filter(None, faults), None)
         cells[row] = [max(registers), round(max(shared)), max(stacks), fault, digest_of(sorted(launches))]
@@ -146,7 +147,8 @@ def build_shape(chip, dtype, widths, record, again=False):
 
 def build_all(chips, jobs):
     """The record, with what it lacked for these chips; written after every shape."""
-    record, start, done = read_record(), time.monotonic(), 0
+    (record, version), start, done = read_record(), time.monotonic(), 0
+    record = record if version == triton.__version__ else {}
     units = [(chip, *shape) for chip in chips for shape in shapes_of(chip)]
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
     try:
@@ -247,7 +249,7 @@ def main():
     arguments = parser.parse_args()
     chips = [int(name) if name.isdigit() else name for name in arguments.chips]
     if arguments.check or arguments.again:
-        record = read_record()
+        record, _ = read_record()
         found = [
             *(lacking(record, chips) if arguments.check else differences(record, chips)),
             *complaints(record, chips),

@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import dataclass
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -204,19 +205,33 @@ def digest_of(*things):
     return hashlib.sha256(repr(things).encode()).hexdigest()[:10]
 
 
+def bare(tree):
+    """A syntax tree as lists, without the places, and the fields that only some versions of Python have."""
+    if isinstance(tree, list):
+        return list(map(bare, tree))
+    if not isinstance(tree, ast.AST):
+        return tree
+    return [type(tree).__name__, *(bare(field) for _, field in ast.iter_fields(tree) if field not in (None, []))]
+
+
 SOURCE_DIGESTS = {}
 
 
 def source_digest(function):
-    """Of a kernel and of the kernels and constants it names, without comments, docstrings and places in the file."""
+    """Of a kernel and of the kernels and constants it names, without comments, docstrings and places in the file.
+
+    The same with every version of Python and of triton.
+    """
     if function not in SOURCE_DIGESTS:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         tree.decorator_list = []
         tree.body = tree.body[isinstance(tree.body[0], ast.Expr) :]
         names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(function.__globals__))
-        named = [function.__globals__[name] for name in names]
-        below = [
-            source_digest(x.fn) if isinstance(x, JITFunction) else repr(x) for x in named if not inspect.ismodule(x)
-        ]
-        SOURCE_DIGESTS[function] = digest_of(ast.dump(tree), below)
+        below = []
+        for named in (function.__globals__[name] for name in names):
+            if isinstance(named, JITFunction):
+                below.append(source_digest(named.fn))
+            elif isinstance(named, triton.language.constexpr):
+                below.append(named.value)
+        SOURCE_DIGESTS[function] = digest_of(bare(tree), below)
     return SOURCE_DIGESTS[function]

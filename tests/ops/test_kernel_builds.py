@@ -1,11 +1,13 @@
 """What the kernels compile to on chips that are not here; in processes of their own, for this one runs the interpreter."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from mhla_hf.ops.triton_configs import config_for
 
@@ -44,6 +46,10 @@ def test_the_table_is_of_these_kernels():
     run(str(OPS / "kernel_builds.py"), "--check")
 
 
+@pytest.mark.skipif(
+    triton.__version__ != json.loads((OPS / "kernel_builds.json").read_text())["triton"],
+    reason="the table is of another version of triton",
+)
 @pytest.mark.parametrize("chip", ["80", "90", "100", "120", "gfx942"])
 def test_one_width_compiles_to_what_the_table_says(chip):
     run(str(OPS / "kernel_builds.py"), "--again", "--chips", chip)
