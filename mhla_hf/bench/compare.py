@@ -244,18 +244,14 @@ class Comparison:
     def measure(self, device, seed, progress, keep=lambda part: None):
         """Rows (case, what, ms by name), checks, what did not fit the memory, what was wrong, and what "auto" took.
 
-        keep: gets all that after every case that was timed.
+        keep: gets all that after every case, once one was timed.
         """
         rows, checks, skipped, wrong = [], {}, {}, []
         found = {"rows": rows, "checks": checks, "skipped": skipped, "wrong": wrong, "took": []}
         for case in tqdm(self.cases, desc="bench", disable=not progress):
             what = FORWARD
             try:
-                try:
-                    checks |= case.check(device, seed)
-                except WrongResult as error:
-                    wrong.append(str(error))
-                    continue
+                checks |= case.check(device, seed)
                 for what, work in case.work(device, seed).items():
                     best, failed = fastest_of_rounds(work, device, self.rounds, self.seconds, case.graph)
                     if any(name.startswith("mhla") for name in best):
@@ -265,8 +261,11 @@ class Comparison:
                         skipped[f"{case.name}: {what}"] = next(w for n, w in failed.items() if n.startswith("mhla"))
             except torch.OutOfMemoryError:
                 skipped[f"{case.name}: {what}"] = NO_ROOM
+            except WrongResult as error:
+                wrong.append(str(error))
             found["took"] = sorted(f"{choice}, {why}" for choice, why in ANNOUNCED_CHOICES)
-            keep(found)
+            if rows:
+                keep(found)
         return found
 
     def plot(self, path, record):

@@ -1,8 +1,8 @@
 """Which tile sizes, warps and stages each kernel runs with: a table by shape, dtype and chip, not a search.
 
-Entries are compiled offline by the tests, which assert no register spill and that shared memory fits; `docs/kernels.md`
-lists the outcome. Not a search because that needs a driver even where nothing runs on a GPU, and because its outcome would
-change with every new length.
+Entries are compiled offline, without a register spill and within a chip's shared memory; `docs/kernels.md` lists the
+outcome, and the tests fail where an entry or a kernel is not the one that was compiled. Not a search because that needs a
+driver even where nothing runs on a GPU, and because its outcome would change with every new length.
 """
 
 from functools import lru_cache

@@ -104,6 +104,11 @@ def shapes_of(chip):
     return [shape for shape in SHAPES if chip != 86 or shape[1] == SHAPES[0][1]]
 
 
+def rows_of(chip):
+    """{row of the table: launches by digest} of all dtypes and widths of a chip."""
+    return dict(itertools.chain(*(cells_of(chip, *shape).items() for shape in shapes_of(chip))))
+
+
 def cells_of(chip, dtype, widths):
     """{row of the table: launches by digest} of a dtype and widths."""
     cells = {}
@@ -168,6 +173,11 @@ def build_all(chips, jobs):
             )
     finally:
         pool.shutdown(cancel_futures=True)
+    for chip in chips:
+        for row in record.keys() - rows_of(chip).keys():
+            record[row].pop(name_of(chip), None)
+    record = {row: cells for row, cells in record.items() if cells}
+    write_record(record)
     return record
 
 
@@ -192,22 +202,23 @@ def complaints(record, chips):
 
 def lacking(record, chips):
     """What is not in the record, or not of the kernels as they are; rows of the record that no launch has any more."""
-    rows = set()
     for chip in chips:
-        for row, launches in itertools.chain(*(cells_of(chip, *shape).items() for shape in shapes_of(chip))):
-            rows.add((row, name_of(chip)))
+        rows = rows_of(chip)
+        for row, launches in rows.items():
             if not is_current(record, chip, row, launches):
                 yield f"{name_of(chip)}, {row}: changed since it was compiled"
-    recorded = {(row, name) for row, cells in record.items() for name in cells if name in map(name_of, chips)}
-    yield from (f"{name}, {row}: of no launch" for row, name in sorted(recorded - rows))
+        for row in sorted(record.keys() - rows.keys()):
+            if name_of(chip) in record[row]:
+                yield f"{name_of(chip)}, {row}: of no launch"
 
 
 def differences(record, chips):
     """Between the record and one width compiled now."""
     for chip in chips:
         for row, cell in build_shape(chip, *SHAPES[0], record, again=True)[0].items():
-            if cell != record[row][name_of(chip)]:
-                yield f"{name_of(chip)}, {row}: {cell}, and {record[row][name_of(chip)]} in the record"
+            recorded = record.get(row, {}).get(name_of(chip))
+            if cell != recorded:
+                yield f"{name_of(chip)}, {row}: {cell}, and {recorded} in the record"
 
 
 def document(record, count):
