@@ -33,9 +33,10 @@ class Work:
     def without_masked(self, k, v, dot):
         """k and v, and the mask that the kernels have still to see to.
 
-        Causal ones of fp32 products have no registers left for a mask: there masked keys and values are zeros instead.
+        Causal ones of fp32 products, or of heads wider than 128, have no registers left for a mask: there masked keys and
+        values are zeros instead.
         """
-        if self.mask is None or not self.causal or dot != "fp32":
+        if self.mask is None or not self.causal or (dot != "fp32" and max(k.shape[3], v.shape[3]) <= 128):
             return k, v, self.mask
         real = self.mask[:, :, None, None]
         return torch.where(real, k, 0), torch.where(real, v, 0), None

@@ -27,11 +27,8 @@ from mhla_hf.ops.triton_operator import triton_backward, triton_forward
 MODULES = [triton_attend, triton_blocks, triton_decode, triton_quadratic, triton_summaries]
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 KINDS[torch.bool] = "i1"
-WIDTHS = ((64, 64), (32, 32), (72, 72), (128, 128), (256, 256))
-SHAPES = (
-    *itertools.product((torch.bfloat16, torch.float16, torch.float32), WIDTHS),
-    *((torch.bfloat16, widths) for widths in ((96, 96), (128, 256))),  # with the tiles of 72 and 128
-)
+WIDTHS = ((64, 64), (32, 32), (72, 72), (96, 96), (128, 128), (128, 256), (256, 256))
+SHAPES = tuple(itertools.product((torch.bfloat16, torch.float16, torch.float32), WIDTHS))
 LINEAR, QUADRATIC = Blocks.grid((32, 32), (2, 2)), Blocks.grid((16, 16), (4, 4))
 SHORT_BLOCKS, LONG_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256)
 

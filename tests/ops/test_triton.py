@@ -195,6 +195,13 @@ def test_widths(widths, causal, dtype):
     check(Blocks.sequence(21, 4), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("widths", [(136, 20), (20, 136)])
+def test_masks_of_wide_causal_heads(widths, dtype):
+    """Of heads wider than 128 masked keys and values are zeros before the kernels read them."""
+    check(Blocks.sequence(21, 4), causal=True, widths=widths, dtype=dtype, mask=True)
+
+
 @pytest.mark.parametrize("widths", [(72, 20), (12, 130)])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_wide_fp32_heads_in_parts(widths, normalize):
