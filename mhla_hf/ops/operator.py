@@ -98,6 +98,7 @@ def mhla(
         "starts": starts,
     }
     kind = {"normalize": normalize, "causal": causal, "blocks": blocks, "feature_map": feature_map}
+    kind["masked"] = key_mask is not None
     choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
     if feature_map is not None and choice == "triton" and not causal:
         options["eps"] = FEATURE_EPS[feature_map]

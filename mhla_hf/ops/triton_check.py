@@ -36,19 +36,24 @@ class KernelKind(NamedTuple):
     normalize: bool | str
     causal: bool
     long: bool
+    grouped: bool
+    masked: bool
     mapped: bool
     backward: bool
     decode: bool
 
 
-def kernel_kind(q, k, v, q_den=None, *, normalize, causal=False, blocks=None, feature_map=None, decode=False):
+def kernel_kind(
+    q, k, v, q_den=None, *, normalize, causal=False, blocks=None, feature_map=None, masked=False, decode=False
+):
     """The fields of the kind of a call of `mhla`, or with `decode` of `mhla_step`."""
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) and not decode
     long = causal and not decode and not blocks.block_size <= TILE_TOKENS  # a symbol that is negated becomes a bool
+    grouped = not q.shape[2] <= k.shape[2]  # likewise
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (len([None] * width) for width in (q.shape[3], v.shape[3], den_width))  # a symbol becomes a number
     mapped = feature_map is not None and not causal
-    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, mapped, backward, decode
+    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, grouped, masked, mapped, backward, decode
 
 
 @torch.compiler.assume_constant_result
@@ -89,7 +94,8 @@ def call_errors(kind: KernelKind) -> dict[str, float]:
     """Relative differences of a small call's output and gradients, in every form it may take."""
     errors = {}
     if kind.causal:
-        shapes = [Blocks.sequence(6 * (80 if kind.long else 16) - 5, 80 if kind.long else 16)]
+        size = TILE_TOKENS + TILE_TOKENS // 2 if kind.long else TILE_TOKENS
+        shapes = [Blocks.sequence(4 * size - 5, size)]
     else:
         widths = kind.width, kind.value_width
         side = next(n for n in range(8, 64, 2) if not use_quadratic(n * n, 4, widths, False))
@@ -99,6 +105,8 @@ def call_errors(kind: KernelKind) -> dict[str, float]:
     for blocks in shapes:
         inputs, grad = made_up(kind, blocks)
         options = {"blocks": blocks, "causal": kind.causal, "normalize": kind.normalize}
+        if kind.masked:
+            options["key_mask"] = torch.arange(blocks.length, device=kind.device)[None] % 5 != 4
         got = outcome(triton_mhla, inputs, grad, kind, {**options, "eps": FEATURE_EPS["relu"] if kind.mapped else None})
         inputs = [x.double() for x in inputs]
         want = outcome(torch_mhla, inputs, grad.double(), kind, options, "relu" if kind.mapped else None)
@@ -115,11 +123,12 @@ def made_up(kind: KernelKind, blocks: Blocks, batch: int = 1, tokens: int | None
     def numbers(heads, width, dtype):
         return torch.rand(batch, tokens, heads, width, generator=random).to(kind.device, dtype)
 
-    q, k = numbers(2, kind.width, kind.dtype), numbers(1, kind.width, kind.dtype)
-    v, grad = (numbers(h, kind.value_width, kind.value_dtype) - 0.5 for h in (1, 2))
+    heads, groups = 2, 1 if kind.grouped else 2
+    q, k = numbers(heads, kind.width, kind.dtype), numbers(groups, kind.width, kind.dtype)
+    v, grad = (numbers(h, kind.value_width, kind.value_dtype) - 0.5 for h in (groups, heads))
     q, k = (x - 0.5 for x in (q, k)) if kind.mapped or not kind.normalize else (q, k)
     mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=random).to(kind.device)
-    dens = [numbers(h, kind.den_width, kind.dtype) for h in (2, 1)] if kind.den_width else []
+    dens = [numbers(h, kind.den_width, kind.dtype) for h in (heads, groups)] if kind.den_width else []
     return [q, k, v, mixing, *dens], grad
 
 
@@ -139,7 +148,7 @@ def decode_errors(kind: KernelKind) -> dict[str, float]:
     blocks, outputs = Blocks.sequence(20, 8), []
     (q, k, v, mixing, *dens), _ = made_up(kind, blocks, batch=2)
     for step, dtype in ((triton_step, None), (torch_step, torch.float64)):
-        widths = (1, 2, kind.width, kind.value_width, 8)
+        widths = (k.shape[2], q.shape[2], kind.width, kind.value_width, 8)
         options = {"normalize": bool(kind.normalize), "separate_den": bool(dens), "den_dim": kind.den_width or None}
         store = torch.promote_types(kind.dtype, kind.value_dtype) if dtype is None else dtype
         state = MHLAState.empty(2, *widths, **options, dtype=store, device=kind.device)

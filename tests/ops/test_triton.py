@@ -141,9 +141,18 @@ def test_causal(length, size, normalize, per_head, mask, dtype):
 
 @pytest.mark.parametrize("length, size", [(37, 6), (160, 40)])
 @pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_causal_in_half_precision(length, size, normalize, dtype):
-    check(Blocks.sequence(length, size), causal=True, normalize=normalize, dtype=dtype)
+def test_causal_in_half_precision(length, size, normalize, mask, dtype):
+    """Here, unlike in fp32, the causal kernels read the mask themselves."""
+    check(Blocks.sequence(length, size), causal=True, normalize=normalize, mask=mask, dtype=dtype)
+
+
+@pytest.mark.parametrize("size, dtype", [(8, BF16), (40, F16)])
+def test_padding_in_half_precision(size, dtype):
+    options = {"causal": True, "heads": 1, "dtype": dtype}
+    check(Blocks.sequence(45, size), batch=3, starts=torch.tensor([0, 11, 45]), **options)
+    check(Blocks.sequence(90, size), cu_seqlens=torch.tensor([0, 20, 20, 57, 90]), **options)
 
 
 @pytest.mark.parametrize("size", [8, 40])
@@ -195,11 +204,12 @@ def test_widths(widths, causal, dtype):
     check(Blocks.sequence(21, 4), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("widths", [(136, 20), (20, 136)])
-def test_masks_of_wide_causal_heads(widths, dtype):
+@pytest.mark.parametrize("widths, dtype", [((136, 20), BF16), ((20, 136), F16)])
+@pytest.mark.parametrize("length, size, normalize", [(21, 4, True), (70, 40, False)])
+def test_masks_of_wide_causal_heads(widths, dtype, length, size, normalize):
     """Of heads wider than 128 masked keys and values are zeros before the kernels read them."""
-    check(Blocks.sequence(21, 4), causal=True, widths=widths, dtype=dtype, mask=True)
+    blocks = Blocks.sequence(length, size)
+    check(blocks, causal=True, heads=1, widths=widths, dtype=dtype, mask=True, normalize=normalize)
 
 
 @pytest.mark.parametrize("widths", [(72, 20), (12, 130)])
@@ -255,17 +265,18 @@ def shipped_tiles(monkeypatch):
 @pytest.mark.parametrize(
     "form, options",
     [
-        ("linear", {"blocks": Blocks.grid((10, 30), (2, 2))}),
-        ("quadratic", {"blocks": Blocks.grid((10, 9), (2, 3))}),
-        ("causal", {"blocks": Blocks.sequence(130, 64), "causal": True}),
-        ("long", {"blocks": Blocks.sequence(250, 150), "causal": True}),
+        ("linear", {"blocks": Blocks.grid((6, 24), (1, 2))}),
+        ("quadratic", {"blocks": Blocks.grid((10, 7), (2, 3))}),
+        ("causal", {"blocks": Blocks.sequence(140, 64), "causal": True}),
+        ("long", {"blocks": Blocks.sequence(200, 80), "causal": True}),
     ],
 )
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_shipped_tiles(form, options, dtype, chip, shipped_tiles, monkeypatch):
+@pytest.mark.parametrize("dtype, mask", [(F32, False), (BF16, False), (BF16, True)])
+def test_shipped_tiles(form, options, dtype, mask, chip, shipped_tiles, monkeypatch):
+    """With a key mask some are others."""
     monkeypatch.setattr(triton_configs, "chip_of", lambda device: chip)
     monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
-    check(widths=(72, 72), dtype=dtype, **options)
+    check(widths=(72, 72), heads=1, dtype=dtype, mask=mask, **options)
 
 
 @pytest.mark.parametrize("heads, groups, per_head", [(4, 4, False), (4, 2, True), (6, 2, False), (3, 1, True)])

@@ -42,6 +42,8 @@ def call_with(monkeypatch, name, replacement, **options):
         (torch.float16, GRID, {"normalize": "official"}),
         (torch.bfloat16, SEQUENCE, {"causal": True}),
         (torch.float32, Blocks.sequence(24, 70), {"causal": True, "normalize": False}),
+        (torch.bfloat16, Blocks.sequence(24, 70), {"causal": True, "key_mask": torch.arange(24)[None] < 20}),
+        (torch.bfloat16, GRID, {"key_mask": torch.arange(24)[None] < 20}),
     ],
 )
 def test_kernels_that_agree_are_taken_and_checked_once(caplog, dtype, blocks, options):
@@ -67,7 +69,21 @@ def test_kinds_are_checked_apart():
         mhla(q, k, v, mixing, blocks=GRID)
         mhla(q.half(), k.half(), v.half(), mixing, blocks=GRID)
     mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
-    assert len(triton_check.FAULTS_FOUND) == 4
+    mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
+    mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
+    assert len(triton_check.FAULTS_FOUND) == 6
+
+
+def test_a_fault_under_a_mask_is_found(monkeypatch):
+    """Masked calls have tiles of their own; others go on with the kernels."""
+    kernels = triton_check.triton_mhla
+
+    def wrong_where_masked(*args, key_mask=None, **options):
+        return kernels(*args, key_mask=key_mask, **options) * (1 if key_mask is None else 1.01)
+
+    o = call_with(monkeypatch, "triton_mhla", wrong_where_masked, key_mask=torch.arange(24)[None] < 20)
+    assert o.grad_fn.name() == "BlockedAttentionBackward"
+    assert mhla(*inputs(), blocks=GRID).grad_fn.name() != "BlockedAttentionBackward"
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -154,13 +154,14 @@ def test_how_much_padding_changes_nothing():
         assert close(mhla(*padded, mixing, impl="triton", **options)[:, extra:], alone, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
-def test_what_masked_keys_hold_changes_nothing(form, monkeypatch):
+def test_what_masked_keys_hold_changes_nothing(form, dtype, monkeypatch):
     monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
     blocks, mask = Blocks.grid((4, 6), (2, 2)), torch.rand(1, 24, device=DEVICE) > 0.4
     if form == "causal":  # padding on the right
         blocks, mask = Blocks.sequence(24, 6), torch.arange(24, device=DEVICE)[None] < 17
-    q, k, v = features(1, 24)
+    q, k, v = features(1, 24, dtype=dtype)
     mixing = torch.rand(4, 4, device=DEVICE)
     results = []
     for filling in (0.0, float("nan")):
@@ -169,6 +170,17 @@ def test_what_masked_keys_hold_changes_nothing(form, monkeypatch):
         o = mhla(*inputs, mixing, blocks=blocks, key_mask=mask, causal=form == "causal", impl="triton")
         results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_how_much_padding_on_the_right_changes_nothing():
+    q, k, v = features(1, 20)
+    mixing = torch.rand(4, 4, device=DEVICE)
+    alone = mhla(q, k, v, mixing, blocks=Blocks.sequence(20, 8), causal=True, impl="triton")
+    for extra in (1, 8, 11):
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v)]
+        mask = torch.arange(20 + extra, device=DEVICE)[None] < 20
+        options = {"blocks": Blocks.sequence(20 + extra, 8), "causal": True, "key_mask": mask}
+        assert torch.equal(mhla(*padded, mixing, impl="triton", **options)[:, :20], alone)
 
 
 def test_dead_queries_and_keys_give_zeros():
@@ -192,18 +204,23 @@ def test_gradients_are_the_same_every_time():
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_offsets_beyond_two_to_the_31(causal):
-    """The second row of each tensor begins past element 2^31 of memory that is never touched in between."""
-    q, k, v = features(2, 20)
-    far = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)
+@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
+@pytest.mark.parametrize("apart", ["rows", "tokens", "heads"])
+def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
+    """The last row, token or head of each tensor begins past element 2^31 of memory that nobody touches in between."""
+    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
+    q, k, v = features(2, 20, groups=2)
+    with monkeypatch.context() as unfilled:
+        unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        far = torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device=DEVICE)
+    axis = ("rows", "tokens", "heads").index(apart)
     strided, offset = [], 0
     for x in (q, k, v):
-        view = far.as_strided(x.shape, (2**31 + 64, *x.stride()[1:]), offset)
-        strided.append(view.copy_(x))
-        offset += x[0].numel()
+        strides = [n if i != axis else 2**31 // (x.shape[axis] - 1) + 64 for i, n in enumerate(x.stride())]
+        strided.append(far.as_strided(x.shape, strides, offset).copy_(x))
+        offset += x.numel()
     mixing = torch.rand(3, 3, device=DEVICE)
-    options = {"blocks": Blocks.sequence(20, 8), "causal": causal, "impl": "triton"}
+    options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
     results = []
     for inputs in ([x.to(torch.bfloat16) for x in (q, k, v)], strided):
         inputs = [x.detach().requires_grad_() for x in inputs]
