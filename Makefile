@@ -42,9 +42,10 @@ bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, o
 	$(BIN)/mhla-hf bench --quick $(ARGS)
 
 bench-gpu: $(VENV)/.demo  ## the kernels against what a user would pick instead, on a GPU: fills docs/performance.md
-	$(BIN)/mhla-hf bench --suite paper --device cuda --out docs/bench/gpu $(ARGS)
-	$(BIN)/mhla-hf bench --suite decode --device cuda --out docs/bench/decode $(ARGS)
-	$(BIN)/python -m mhla_hf.bench.document docs
+	failed=0; \
+	$(BIN)/mhla-hf bench --suite paper --device cuda --out docs/bench/gpu $(ARGS) || failed=1; \
+	$(BIN)/mhla-hf bench --suite decode --device cuda --out docs/bench/decode $(ARGS) || failed=1; \
+	$(BIN)/python -m mhla_hf.bench.document docs && exit $$failed
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

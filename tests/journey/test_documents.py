@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mhla_hf.bench import render_bench
-from mhla_hf.bench.document import performance_page
+from mhla_hf.bench.cases import PAPER
+from mhla_hf.bench.document import GPU_TARGETS, performance_page, target_table
 from mhla_hf.cli import build_parser
 from mhla_hf.demo.report import render_report
 from mhla_hf.flops import costs_table
@@ -59,6 +60,26 @@ def test_the_bench_table_is_measured():
     assert plain(render_bench(record)) in blocks(ROOT / "docs" / "performance.md")
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert record["hardware"] in page and page == performance_page(ROOT / "docs")
+
+
+def test_gpu_targets_stand_beside_what_was_measured(tmp_path):
+    """Of cases that the suite has; and nothing is told of one that was not timed."""
+    assert GPU_TARGETS.keys() <= {case.name for case in PAPER.cases}
+    case, other = list(GPU_TARGETS)[:2]
+    ms = {
+        "mhla torch": 0.5,
+        "mhla triton": 0.05,
+        "sdpa flash": 0.2,
+        "sdpa math": 3.0,
+        "linear ours": 0.04,
+        "copy": 0.02,
+    }
+    rows = [{"case": case, "what": "forward", "ms": ms}, {"case": other, "what": "forward", "ms": {"mhla torch": 0.1}}]
+    (tmp_path / "bench" / "gpu").mkdir(parents=True)
+    (tmp_path / "bench" / "gpu" / "bench.json").write_text(json.dumps({"rows": rows}))
+    measured = {line.split(" | ")[0]: line.split(" | ")[2::2] for line in target_table(tmp_path).splitlines()}
+    assert measured[f"| {case}"] == ["50", "4", "40", "not measured |"]
+    assert measured[f"| {other}"] == ["100", "not measured", "not measured", "not measured |"]
 
 
 def test_the_image_tables_are_measured():
