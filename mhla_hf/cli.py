@@ -78,6 +78,8 @@ BENCH = """\
 example:
   mhla-hf bench --quick                         MHLA against softmax and plain linear attention, on this machine
   mhla-hf bench --suite full --out out/bench
+  mhla-hf bench --suite paper --device cuda     the kernels and whole models, at the paper's sizes
+  mhla-hf bench --suite decode --device cuda    one more token after 8k to 1M
 """
 
 

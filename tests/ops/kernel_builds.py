@@ -46,8 +46,12 @@ A cell is the most that any launch of a kernel needs, registers of a thread and 
 are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
 
 The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, V) * M) for S keys in M blocks and K, V up
-to 128. fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly
-and has room for what is between them. In both, heads wider than 64 are taken 64 lanes at a time; on sm_120 causal fp32 ones
+to 128: with 16 blocks and heads of 64, up to 662 tokens. That is a count of operations and bytes, not yet a measurement.
+
+Other widths than these take the tiles of the next power of two, and are not compiled here.
+
+fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly and has
+room for what is between them. In both, heads wider than 64 are taken 64 lanes at a time; on sm_120 causal fp32 ones
 are taken 32 at a time, and bf16 ones with blocks of more than 64 tokens 128 at a time.
 
 Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of

@@ -306,5 +306,7 @@ def test_quadratic_rectangular():
 def test_which_shapes_are_quadratic():
     assert triton_impl.use_quadratic(256, 16, (64, 64), False)  # DiT at 256 pixels
     assert not triton_impl.use_quadratic(1024, 16, (64, 64), False)  # at 512 pixels
+    assert triton_impl.use_quadratic(662, 16, (64, 64), False)  # docs/kernels.md
+    assert not triton_impl.use_quadratic(663, 16, (64, 64), False)
     assert not triton_impl.use_quadratic(256, 16, (64, 64), True)
     assert not triton_impl.use_quadratic(256, 16, (64, 256), False)
