@@ -13,11 +13,12 @@ import torch
 
 from ..files import write_json
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
-from .compare import Comparison, render_comparison
+from .compare import Comparison, Decoding, render_comparison
 from .lengths import LENGTH_SUITES, Suite, render_lengths
 
 FORMAT_VERSION = 1
-SUITES = (*LENGTH_SUITES, "paper")
+DECODE = Comparison(tuple(Decoding(length) for length in (8192, 32768, 131072, 1048576)))
+SUITES = (*LENGTH_SUITES, "decode", "paper")
 
 
 def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progress=True, show=True, command=None):
@@ -25,8 +26,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
 
     Args:
         suite: "quick" (three lengths, a minute or two), "full" (six, to 16,384 tokens), "wide" (16 heads of 128), "decode"
-            (8k to 1M tokens, bf16), "paper" (the shapes of the paper's figures and tables, operator and whole models, bf16;
-            the last two are meant for a GPU), or a `Suite` or `Comparison`.
+            (64 tokens more after 8k to 1M, bf16), "paper" (the shapes of the paper's figures and tables, operator and whole
+            models, bf16; the last two are meant for a GPU), or a `Suite` or `Comparison`.
         device: where. threads: CPU threads while timing; the old number is restored.
         seed: of the inputs.
         out: folder for bench.json and bench.png, made if missing; None writes nothing. The figure needs matplotlib.
@@ -108,6 +109,8 @@ def check_arguments(suite, device, threads, out):
         from .cases import PAPER  # imports transformers and diffusers
 
         return PAPER
+    if suite == "decode":
+        return DECODE
     return LENGTH_SUITES[suite] if isinstance(suite, str) else suite
 
 

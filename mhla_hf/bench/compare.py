@@ -3,11 +3,13 @@
 An operator's competitors are torch's fused softmax attention (every backend that takes the shape, by name), plain linear
 attention (fla's kernel for causal shapes where fla is installed, else MHLA with equal weights), both forms of MHLA, and a
 copy of as many bytes as must move at least: the floor. A model's are the stock model, plain linear, MHLA and its hybrids.
-Unusual: on a GPU every competitor is captured as a CUDA graph, so that the time of its kernels is compared, not of Python.
+Unusual: on a GPU every competitor is captured as a CUDA graph, so that the time of its kernels is compared, not of Python;
+but for decoding by MHLA's torch form, which no graph can hold, and for whole models.
 """
 
 import dataclasses
 import functools
+import math
 import time
 
 import torch
@@ -16,8 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ..ops.blocks import Blocks
-from ..ops.operator import ANNOUNCED_CHOICES, mhla
+from ..ops.operator import ANNOUNCED_CHOICES, mhla, mhla_step
 from ..ops.reference import mhla_reference
+from ..ops.state import MHLAState
+from ..ops.triton_decode import pin_state
 from ..ops.triton_operator import triton_refusal
 from ..plots import plot_bars
 from .lengths import FORWARD, TOLERANCES, TRAINING, WrongResult, refuse_wrong, relative_error
@@ -31,6 +35,7 @@ SOFTMAX_BACKENDS = {
 MATH_TOKENS = 4096
 LINEAR_BLOCK = 1024
 SAMPLED_QUERIES = 16
+STEPS = 64
 NO_ROOM = "did not fit the memory of the device"
 
 
@@ -76,8 +81,7 @@ class Operator:
 
     def forms(self, device):
         """The implementations of MHLA that run here."""
-        like = torch.empty(1, 1, 1, max(self.widths), dtype=getattr(torch, self.dtype), device=device)
-        return ("torch", "triton") if like.is_cuda and triton_refusal(like, like, like) is None else ("torch",)
+        return forms_for(max(self.widths), self.dtype, device)
 
     def check(self, device, seed):
         """Relative errors by name; RuntimeError for one that is too large.
@@ -169,6 +173,139 @@ class Operator:
         return work
 
 
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """STEPS tokens, one by one, after `length` of causal attention with one row and no denominator, where a block ends half
+    way through them: what an open block costs on the average, and one closing."""
+
+    length: int
+    heads: int = 16
+    width: int = 64
+    dtype: str = "bfloat16"
+    causal, normalize, graph = True, False, True
+
+    @property
+    def name(self):
+        """After how many tokens."""
+        return f"after {self.length:,} tokens, {self.heads} heads of {self.width}"
+
+    @property
+    def blocks(self):
+        """Of a power of two from 2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens; `length` is cut
+        down to whole ones, and half of STEPS come before that."""
+        size = 1 << math.ceil(math.log2(max(2 * self.width, self.length**0.5)))
+        return Blocks.sequence(max(1, self.length // size) * size + STEPS // 2, size)
+
+    def inputs(self, device, seed):
+        """q, k, v [1, T, H, K], the last STEPS of which are to be decoded, and mixing fp32 [M, M]."""
+        random = torch.Generator(device).manual_seed(seed)
+        size, count = (1, self.blocks.length, self.heads, self.width), self.blocks.num_blocks
+        q, k, v = (torch.randn(size, generator=random, device=device).to(getattr(torch, self.dtype)) for _ in range(3))
+        return q, k, v, torch.rand(count, count, generator=random, device=device)
+
+    def decoders(self, device, seed):
+        """name -> function of nothing that decodes the last STEPS tokens, again and again the same: [1, STEPS, H, V]."""
+        q, k, v, mixing = self.inputs(device, seed)
+        found, caches = {}, [x.transpose(1, 2).contiguous() for x in (k, v)]
+        for name, attention in self.softmax(q, k, v).items():
+            found[name] = functools.partial(decode_softmax, attention, q, k, v, caches)
+        found["linear ours"] = functools.partial(decode_linear, q, k, v, summary_of(k[:, :-STEPS], v[:, :-STEPS]))
+        for form in forms_for(self.width, self.dtype, device):
+            found[f"mhla {form}"] = MHLADecoder(q, k, v, mixing, self.blocks.block_size, form)
+        return found
+
+    def softmax(self, q, k, v):
+        """name -> torch's fused attention, of the backends that take one query like these."""
+        made = {name: functools.partial(softmax_by, x, False) for name, x in SOFTMAX_BACKENDS.items()}
+        return {name: attention for name, attention in made.items() if takes(attention, q[:, -1:], k, v, False)}
+
+    @torch.no_grad()
+    def check(self, device, seed):
+        """Relative errors by name, of the first and the last tokens and those around the end of a block, against the
+        definition in fp64; RuntimeError for one that is too large."""
+        q, k, v, mixing = self.inputs(device, seed)
+        steps = torch.tensor([0, STEPS // 2 - 1, STEPS // 2, STEPS - 1], device=device)
+        queries = q.shape[1] - STEPS + steps
+        uniform = rows_of_definition(q, k, v, torch.ones_like(mixing), self, queries)
+        definitions = {"mhla": rows_of_definition(q, k, v, mixing, self, queries), "line": uniform}
+        definitions["sdpa"] = rows_of_softmax(q, k, v, queries)
+        checks = {}
+        for name, decode in self.decoders(device, seed).items():
+            decode()  # what is timed has gone back before
+            checks[f"{self.name}, {name}"] = relative_error(decode()[:, steps], definitions[name[:4]])
+        refuse_wrong(checks, TOLERANCES[self.dtype])
+        return checks
+
+    def work(self, device, seed):
+        """what -> name -> function of nothing, to be timed; "copy" moves what MHLA reads: mixed prefix and open block."""
+        work = self.decoders(device, seed)
+        opened = sum(place % self.blocks.block_size for place in range(self.blocks.length - STEPS, self.blocks.length))
+        item = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
+        moved = self.heads * self.width * (4 * self.width + 2 * item * opened // STEPS)
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        work["copy"] = lambda: [target.copy_(source) for _ in range(STEPS)]
+        return {f"decode, {STEPS} tokens": {name: without_gradients(function, ()) for name, function in work.items()}}
+
+
+class MHLADecoder:
+    """MHLA before the last STEPS tokens; a call goes back there and decodes them. A CUDA graph can hold "triton"."""
+
+    def __init__(self, q, k, v, mixing, size, form):
+        self.q, self.k, self.v, self.mixing, self.form = q, k, v, mixing, form
+        self.graph = form == "triton"
+        first = [x[:, :-STEPS] for x in (q, k, v)]
+        options = {"causal": True, "normalize": False, "return_state": True}
+        _, self.state = mhla(*first, mixing, blocks=Blocks.sequence(first[0].shape[1], size), impl=form, **options)
+        self.state.reserve(mixing.shape[0])
+        if self.graph:
+            pin_state(self.state, mixing, q.shape[1])
+        self.kept = {name: getattr(self.state, name) for name in ("prefix", "position")}
+        self.kept = {name: None if x is None else x.clone() for name, x in self.kept.items()}
+
+    def __call__(self):
+        state, outputs = MHLAState(**vars(self.state)), []
+        for name, tensor in self.kept.items():
+            if tensor is not None:
+                getattr(state, name).copy_(tensor)
+        for i in range(-STEPS, 0):
+            token = (x[:, i : i + 1 or None] for x in (self.q, self.k, self.v))
+            outputs.append(mhla_step(*token, self.mixing, state, normalize=False, impl=self.form)[0])
+        return torch.cat(outputs, 1)
+
+
+def decode_softmax(attention, q, k, v, caches):
+    """The last STEPS tokens by softmax; each step writes its key and value to the caches, [1, H, T, K]."""
+    outputs = []
+    for i in range(k.shape[1] - STEPS, k.shape[1]):
+        for cache, new in zip(caches, (k, v), strict=True):
+            cache[:, :, i] = new[:, i]
+        outputs.append(attention(q[:, i : i + 1], *(cache[:, :, : i + 1].transpose(1, 2) for cache in caches)))
+    return torch.cat(outputs, 1)
+
+
+def summary_of(k, v):
+    """sum k v^T over all tokens, fp32 [1, H, K, V], in parts that fit the memory."""
+    parts = zip(k.split(LINEAR_BLOCK, 1), v.split(LINEAR_BLOCK, 1), strict=True)
+    return sum(torch.einsum("bthk,bthv->bhkv", x.float(), y.float()) for x, y in parts)
+
+
+def decode_linear(q, k, v, summary):
+    """The last STEPS tokens by plain linear attention, which adds each to one summary [1, H, K, V]."""
+    summary, outputs = summary.clone(), []
+    for i in range(-STEPS, 0):
+        query, key, value = (x[:, i].float() for x in (q, k, v))
+        summary.addcmul_(key[..., :, None], value[..., None, :])
+        outputs.append((query[..., None, :] @ summary)[..., 0, :] * q.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1).to(v.dtype)
+
+
+def forms_for(width, dtype, device):
+    """The implementations of MHLA that run on a device with heads of such a width."""
+    like = torch.empty(1, 1, 1, width, dtype=getattr(torch, dtype), device=device)
+    return ("torch", "triton") if like.is_cuda and triton_refusal(like, like, like) is None else ("torch",)
+
+
 def sampled_queries(length, device):
     """A few queries, the first and the last among them."""
     return torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).long()
@@ -176,14 +313,32 @@ def sampled_queries(length, device):
 
 def rows_of_definition(q, k, v, mixing, shape, queries):
     """The outputs of some queries by the definition, in fp64."""
-    q, k, v, index = q.double(), k.double(), v.double(), shape.blocks.index(q.device)
-    weight = torch.einsum("bthk,bshk->bhts", q[:, queries], k) * q.shape[-1] ** -0.5
-    weight = weight * mixing.double()[index[queries]][:, index]
+    index = shape.blocks.index(q.device)
+    factor = mixing.double()[index[queries]][:, index]
     if shape.causal:
-        weight = weight * (torch.arange(k.shape[1], device=q.device) <= queries[:, None])
-    if shape.normalize:
-        weight = weight / weight.sum(-1, keepdim=True)
-    return torch.einsum("bhts,bshv->bthv", weight, v)
+        factor = factor * (torch.arange(k.shape[1], device=q.device) <= queries[:, None])
+
+    def weights_of(products):
+        weights = products * factor
+        return weights / weights.sum(-1, keepdim=True) if shape.normalize else weights
+
+    return rows_with(weights_of, q, k, v, queries)
+
+
+def rows_of_softmax(q, k, v, queries):
+    """The outputs of some queries by causal softmax attention, in fp64."""
+    hidden = torch.arange(k.shape[1], device=q.device) > queries[:, None]
+    return rows_with(lambda products: products.masked_fill(hidden, -torch.inf).softmax(-1), q, k, v, queries)
+
+
+def rows_with(weights_of, q, k, v, queries):
+    """The outputs of some queries in fp64, given their weights from the scaled products [B, queries, S]; head by head, for
+    one head of a million tokens has room where all of them have not."""
+    rows = []
+    for head in range(q.shape[2]):
+        products = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
+        rows.append(weights_of(products) @ v[:, :, head].double())
+    return torch.stack(rows, 2)
 
 
 @functools.cache
@@ -202,13 +357,15 @@ def softmax_by(backend, causal, q, k, v):
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
 
 
-def takes(attention, q, k, v):
+def takes(attention, q, k, v, gradients=True):
     """Whether a backend takes tensors like these; tried on a few tokens."""
     if attention.args[0] == SDPBackend.MATH and q.shape[1] > MATH_TOKENS:
         return False
-    few = [x.detach()[:1, :64].clone().requires_grad_() for x in (q, k, v)]
+    few = [x.detach()[:1, :64].clone().requires_grad_(gradients) for x in (q, k, v)]
     try:
-        torch.autograd.grad(attention(*few).sum(), few)
+        o = attention(*few)
+        if gradients:
+            torch.autograd.grad(o.sum(), few)
     except RuntimeError:
         return False
     return True
@@ -221,6 +378,7 @@ def without_gradients(function, inputs):
     def run():
         return function(*inputs)
 
+    run.graph = getattr(function, "graph", True)
     return run
 
 
@@ -282,7 +440,7 @@ def fastest_of_rounds(work, device, rounds, seconds, graph):
     ready, calls, best, failed = {}, {}, {}, {}
     for name, function in work.items():
         try:
-            ready[name] = captured(function, device) if graph else function
+            ready[name] = captured(function, device) if graph and getattr(function, "graph", True) else function
             seconds_of(ready[name], 1, device)  # warms up
             calls[name] = max(1, int(seconds / max(seconds_of(ready[name], 1, device), 1e-7)))
         except RuntimeError as error:  # running out of memory is one too

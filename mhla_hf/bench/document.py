@@ -19,6 +19,9 @@ the definition.
 
 ## The operator on a CPU
 
+Softmax is `scaled_dot_product_attention` with the backend that torch chooses; the suites `paper` and `decode`, which run on
+a CPU too, name each one and the time of a copy of what must move.
+
 {quick}
 
 MHLA loses where the context is short: one decoded token costs a fixed overhead in Python, and plain linear attention,
@@ -45,6 +48,10 @@ each kernel alone.
 {targets}
 
 ### Decoding on a GPU
+
+Sixty-four tokens, one by one, after a text of 8k to 1M, where a block ends half way through them. All but MHLA's torch form
+run from a CUDA graph; MHLA's kernels can, once `pin_state` of `mhla_hf.ops.triton_decode` has moved a state's positions to
+the GPU: its docstring says how.
 
 {decode}
 """

@@ -6,7 +6,6 @@ Everyone gets tensors as a model has them, [B, T, H, K], and pays for any rearra
 """
 
 import dataclasses
-import math
 import time
 
 import torch
@@ -35,23 +34,21 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 class Suite:
     """What is timed: causal attention over `lengths` tokens, batch 1, `rounds` rounds at least.
 
-    block_size None: by length (`blocks`). what: of TRAINING, FORWARD and DECODING. dtype: of all tensors but the mixing.
+    what: of TRAINING, FORWARD and DECODING. dtype: of all tensors but the mixing.
     """
 
     lengths: tuple
     heads: int = 4
     width: int = 64
-    block_size: int | None = 64
+    block_size: int = 64
     rounds: int = 5
     decode_tokens: int = 64
     what: tuple = (TRAINING, FORWARD, DECODING)
     dtype: str = "float32"
 
     def blocks(self, length):
-        """How so many tokens are cut: by `block_size`, or, with none, by the power of two from 2 * width and sqrt(length)
-        on, which keeps the cost of mixing below that of the tokens."""
-        size = self.block_size or 1 << math.ceil(math.log2(max(2 * self.width, length**0.5)))
-        return Blocks.sequence(length, size)
+        """How so many tokens are cut."""
+        return Blocks.sequence(length, self.block_size)
 
     def settings(self):
         """What the record says of the suite."""
@@ -68,7 +65,7 @@ class Suite:
 
     def plot(self, path, record):
         """bench.png: times by length."""
-        what = f"causal attention, {self.heads} heads of {self.width}, {cut_in_words(record['settings'])}"
+        what = f"causal attention, {self.heads} heads of {self.width}, blocks of {self.block_size}"
         plot_speed(path, record["rows"], f"{what}, {SHORT[self.dtype]}; {record['hardware']}")
 
 
@@ -76,12 +73,11 @@ LENGTH_SUITES = {
     "quick": Suite((512, 2048, 8192)),
     "full": Suite((512, 1024, 2048, 4096, 8192, 16384), rounds=7),
     "wide": Suite((512, 2048, 8192), heads=16, width=128, rounds=3),
-    "decode": Suite((8192, 32768, 131072, 1048576), heads=16, block_size=None, what=(DECODING,), dtype="bfloat16"),
 }
 
 
 def softmax_attention(q, k, v, mixing, blocks):
-    """torch's fused attention, causal."""
+    """torch's fused attention, causal, by the backend that torch chooses."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
 
@@ -117,10 +113,10 @@ def check_before_timing(shape, device, seed):
     """Relative errors of what will be timed; RuntimeError if one is not below the dtype's bound (fp32 1e-5).
 
     MHLA against its T x T definition in fp64, output and every gradient, on a length that ends inside a block; at every
-    timed length its last block against the definition; decoding against the forward pass; plain linear attention against
-    MHLA with uniform mixing, which it is.
+    timed length its last block against the definition; every decoder's first token against its own; plain linear attention
+    against MHLA with uniform mixing, which it is.
     """
-    checks = {} if shape.what == (DECODING,) else check_definition(shape, device, seed)
+    checks = check_definition(shape, device, seed)
     with torch.no_grad():
         for length in shape.lengths:
             inputs, _ = make_inputs(shape, length, device, seed)
@@ -131,9 +127,10 @@ def check_before_timing(shape, device, seed):
                 expected = last_block(*inputs, last, blocks.block_size)
                 checks[f"last block of {length:,} tokens"] = relative_error(got, expected)
             if DECODING in shape.what:
-                decoder = Decoder("mhla", shape, inputs)
-                first = decoder.step()
-                checks[f"decoding after {length:,} tokens"] = relative_error(first, decoder.expected_first())
+                for name in NAMES:
+                    decoder = Decoder(name, shape, inputs)
+                    first = decoder.step()
+                    checks[f"{name} decoding after {length:,} tokens"] = relative_error(first, decoder.expected_first())
     refuse_wrong(checks, TOLERANCES[shape.dtype])
     return checks
 
@@ -198,16 +195,15 @@ class Decoder:
         q, k, v, mixing = (x.detach() for x in inputs)
         self.name, self.length, self.token = name, q.shape[1], (q[:, -1:], k[:, -1:], v[:, -1:])
         self.inputs, self.scale = (q, k, v), q.shape[-1] ** -0.5
-        room = shape.decode_tokens + 1
+        room, blocks = shape.decode_tokens + 1, shape.blocks(self.length)
+        self.block_size = blocks.block_size
+        more = Blocks.sequence(self.length + room, self.block_size).num_blocks - blocks.num_blocks
+        self.mixing = F.pad(mixing, (0, more, 0, more), value=0.5)
         if name == "softmax":
             self.cache = [F.pad(x.transpose(1, 2), (0, 0, 0, room)) for x in (k, v)]
         elif name == "linear":
             self.summary = torch.einsum("bthk,bthv->bhkv", k.float(), v.float())
         else:
-            blocks = shape.blocks(self.length)
-            self.block_size = blocks.block_size
-            more = Blocks.sequence(self.length + room, self.block_size).num_blocks - blocks.num_blocks
-            self.mixing = F.pad(mixing, (0, more, 0, more), value=0.5)
             options = {"causal": True, "normalize": False, "return_state": True}
             _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, **options)
 
@@ -227,9 +223,13 @@ class Decoder:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2)
 
     def expected_first(self):
-        """What MHLA's first step must give, by the definition."""
+        """What the first step must give, by the definition, in fp64."""
         q, k, v = (torch.cat([x, new], 1) for x, new in zip(self.inputs, self.token, strict=True))
-        return last_block(q, k, v, self.mixing, self.length, self.block_size)
+        if self.name == "softmax":
+            weight = torch.einsum("bthk,bshk->bhts", q[:, -1:].double(), k.double()) * self.scale
+            return torch.einsum("bhts,bshv->bthv", weight.softmax(-1), v.double())
+        mixing = self.mixing if self.name == "mhla" else torch.ones_like(self.mixing)
+        return last_block(q, k, v, mixing, q.shape[1] - 1, self.block_size)
 
 
 def time_by_turns(shape, device, seed, progress):
@@ -318,7 +318,7 @@ def render_lengths(record):
     settings = record["settings"]
     ratios = {(r["what"], r["length"], r["against"]): r for r in record["ratios"]}
     lines = [
-        f"Causal attention, {settings['heads']} heads of {settings['width']}, {cut_in_words(settings)}, "
+        f"Causal attention, {settings['heads']} heads of {settings['width']}, blocks of {settings['block_size']}, "
         f"{SHORT[settings['dtype']]}, batch 1, [B, T, H, K] inputs; {record['hardware']}; "
         f"torch {record['versions']['torch']}",
         f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
@@ -341,12 +341,6 @@ def render_lengths(record):
         f"In brackets the target (!: missed). Kept: for the backward pass, target at most {MEMORY_TARGET} of softmax's."
     )
     return "\n".join(lines)
-
-
-def cut_in_words(settings):
-    """blocks of 64, or how their size follows from the length."""
-    size = settings["block_size"]
-    return f"blocks of {size}" if size else "blocks of a power of two >= 2 K and sqrt(T)"
 
 
 def times(ratio):

@@ -6,12 +6,13 @@ import json
 import pytest
 import torch
 
-from mhla_hf.bench import Comparison, compare, render_bench, run_bench
+from mhla_hf.bench import DECODE, Comparison, compare, render_bench, run_bench
 from mhla_hf.bench.cases import DIT, PAPER, WholeModel
-from mhla_hf.bench.compare import FORWARD, TRAINING, Operator
+from mhla_hf.bench.compare import FORWARD, TRAINING, Decoding, Operator
 from mhla_hf.ops.blocks import Blocks
 
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
+MORE = Decoding(100, heads=2, width=8, dtype="float32")
 TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="bfloat16")
 
 
@@ -36,6 +37,45 @@ def test_operators_side_by_side(tmp_path, capsys):
     )
     table = capsys.readouterr().out
     assert table.strip() == render_bench(record).strip() and "grid: forward + backward" in table
+
+
+def test_decoding_side_by_side(tmp_path, capsys):
+    record = run_bench(quick(MORE), out=tmp_path, progress=False)
+    (row,) = record["rows"]
+    assert row["case"] == "after 100 tokens, 2 heads of 8" and row["what"] == "decode, 64 tokens"
+    backends = {name for name in row["ms"] if name.startswith("sdpa")}
+    assert row["ms"].keys() == {"mhla torch", "linear ours", "copy", *backends} and "sdpa math" in backends
+    assert len(record["checks"]) == len(row["ms"]) - 1 and max(record["checks"].values()) < 1e-5
+    assert "after 100 tokens, 2 heads of 8: decode, 64 tokens" in capsys.readouterr().out
+
+
+def test_half_of_the_decoded_tokens_come_after_a_block_ends():
+    blocks = [case.blocks for case in (MORE, *DECODE.cases)]
+    assert [cut.block_size for cut in blocks] == [16, 128, 256, 512, 1024]
+    assert all((cut.length - compare.STEPS // 2) % cut.block_size == 0 for cut in blocks)
+    assert [cut.length - compare.STEPS // 2 for cut in blocks[1:]] == [case.length for case in DECODE.cases]
+
+
+def test_the_decoding_kernels_go_back_to_where_they_were(monkeypatch):
+    """What a CUDA graph replays: the same tokens at the same places, the second time too."""
+    monkeypatch.setattr(compare, "STEPS", 8)
+    monkeypatch.setattr(compare, "forms_for", lambda *shape: ("triton",))
+    checks = Decoding(20, heads=2, width=4, dtype="float32").check("cpu", 0)
+    assert checks["after 20 tokens, 2 heads of 4, mhla triton"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mhla_step", "decode_linear", "softmax_by"])
+def test_no_speed_for_a_wrong_decoder(name, monkeypatch, tmp_path):
+    right = getattr(compare, name)
+
+    def wrong(*arguments, **options):
+        o = right(*arguments, **options)
+        return (o[0] * 1.001, o[1]) if isinstance(o, tuple) else o * 1.001
+
+    monkeypatch.setattr(compare, name, wrong)
+    with pytest.raises(RuntimeError, match=r"after 100 tokens, .*so no speed is reported\.$"):
+        run_bench(quick(MORE), out=tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_plain_linear_attention_in_long_blocks_is_the_same(monkeypatch):
