@@ -19,8 +19,8 @@ the definition.
 
 ## The operator on a CPU
 
-Softmax is `scaled_dot_product_attention` with the backend that torch chooses; the suites `paper` and `decode`, which run on
-a CPU too, name each one and the time of a copy of what must move.
+Softmax is `scaled_dot_product_attention` with the backend that torch chooses; the suites `paper` and `decode`, made for a
+GPU, name each one and time a copy of what must move.
 
 {quick}
 
