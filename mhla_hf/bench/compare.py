@@ -110,9 +110,8 @@ class Operator:
             wanted = torch.autograd.grad(self.attend(*wide, "torch"), wide, full.float())
             for name, x, y in zip(("dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
                 checks[f"{self.name}, triton, {name} at full size"] = relative_error(x, y)
-        weight = torch.einsum("bthk,bshk->bhts", *exact[:2]) * q.shape[-1] ** -0.5
-        hidden = torch.ones_like(weight, dtype=torch.bool).triu(1) & self.causal
-        softmax = torch.einsum("bhts,bshv->bthv", weight.masked_fill(hidden, -torch.inf).softmax(-1), exact[2])
+        with torch.no_grad():
+            softmax = rows_of_softmax(q, k, v, torch.arange(q.shape[1], device=q.device), self.causal)
         for name, attention in self.softmax(q, k, v).items():
             checks[f"{self.name}, {name}"] = relative_error(attention(q, k, v), softmax)
         linear = self.linear(device)
@@ -228,7 +227,7 @@ class Decoding:
         queries = q.shape[1] - STEPS + steps
         uniform = rows_of_definition(q, k, v, torch.ones_like(mixing), self, queries)
         definitions = {"mhla": rows_of_definition(q, k, v, mixing, self, queries), "line": uniform}
-        definitions["sdpa"] = rows_of_softmax(q, k, v, queries)
+        definitions["sdpa"] = rows_of_softmax(q, k, v, queries, self.causal)
         checks = {}
         for name, decode in self.decoders(device, seed).items():
             decode()  # what is timed has gone back before
@@ -325,9 +324,9 @@ def rows_of_definition(q, k, v, mixing, shape, queries):
     return rows_with(weights_of, q, k, v, queries)
 
 
-def rows_of_softmax(q, k, v, queries):
-    """The outputs of some queries by causal softmax attention, in fp64."""
-    hidden = torch.arange(k.shape[1], device=q.device) > queries[:, None]
+def rows_of_softmax(q, k, v, queries, causal):
+    """The outputs of some queries by softmax attention, in fp64."""
+    hidden = (torch.arange(k.shape[1], device=q.device) > queries[:, None]) & causal
     return rows_with(lambda products: products.masked_fill(hidden, -torch.inf).softmax(-1), q, k, v, queries)
 
 
