@@ -225,13 +225,15 @@ class Decoding:
         q, k, v, mixing = self.inputs(device, seed)
         steps = torch.tensor([0, STEPS // 2 - 1, STEPS // 2, STEPS - 1], device=device)
         queries = q.shape[1] - STEPS + steps
-        uniform = rows_of_definition(q, k, v, torch.ones_like(mixing), self, queries)
-        definitions = {"mhla": rows_of_definition(q, k, v, mixing, self, queries), "line": uniform}
-        definitions["sdpa"] = rows_of_softmax(q, k, v, queries, self.causal)
+        definitions = {
+            "sdpa": rows_of_softmax(q, k, v, queries, self.causal),
+            "linear": rows_of_definition(q, k, v, torch.ones_like(mixing), self, queries),
+            "mhla": rows_of_definition(q, k, v, mixing, self, queries),
+        }
         checks = {}
         for name, decode in self.decoders(device, seed).items():
             decode()  # what is timed has gone back before
-            checks[f"{self.name}, {name}"] = relative_error(decode()[:, steps], definitions[name[:4]])
+            checks[f"{self.name}, {name}"] = relative_error(decode()[:, steps], definitions[name.split()[0]])
         refuse_wrong(checks, TOLERANCES[self.dtype])
         return checks
 
