@@ -107,7 +107,8 @@ def attend_kernel(
     low, high = low + part * span, tl.minimum(high, low + part * span + span)
     running = tl.zeros((BX, BY), tl.float32)
     running_z, e_sum = tl.zeros((BY,), tl.float32), tl.zeros((BY,), tl.float32)
-    own_weight = tl.load(m + head * m_head + block * (m_row + 1)) if OWN and not REVERSE else 1.0
+    diagonal = block.to(tl.int64) * (m_row + 1) if OWN else 0
+    own_weight = tl.load(m + head * m_head + diagonal) if OWN and not REVERSE else 1.0
     for step in range(0, tl.cdiv(high - low, BT)):
         chunk = tl.cdiv(high - low, BT) - 1 - step if REVERSE else step
         place = low + chunk * BT + tl.arange(0, BT)
@@ -131,7 +132,7 @@ def attend_kernel(
                     own += on_target[:, None] * running_z[None, :]
             for rep in range(reps):
                 other = head * reps + rep if REVERSE else head // group
-                factor = tl.load(m + other * m_head + block * (m_row + 1)) if REVERSE else 1.0
+                factor = tl.load(m + other * m_head + diagonal) if REVERSE else 1.0
                 right = load_tile(b, row, token, other, source, x, X, DOT)
                 third = load_tile(c, row, token, other, source, y, Y, DOT)
                 on_source = 1.0 + tl.zeros((BT,), tl.float32)
@@ -205,7 +206,8 @@ def attend(
     heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
     kind = "attend" if mixing is None else "attend_long" if cut.size > TILE_TOKENS else "attend_own"
-    step = lanes_at_once(kind, width, dot, a.device)
+    keys = reverse and r is not None and mixing is not None
+    step = lanes_at_once(f"{kind}_keys" if keys else kind, width, dot, a.device)
     target = out if width <= step or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     before, own_sums = None, []
     for first in range(0, width, step):
@@ -237,7 +239,7 @@ def attend_lanes(
     batch, _, heads, width = a.shape
     other, own = out.shape[3], mixing is not None
     rank = 0 if r is None else 2 if reverse else 1
-    kind += "_keys" if own and rank == 2 else ""
+    kind += ("", "_queries", "_keys")[rank] if own else ""
     config = pass_config(kind, width, other, dot, a.device, mask)
     y_tiles = tiles(other, config["BY"])
     span = cut.span if own else PART_TOKENS

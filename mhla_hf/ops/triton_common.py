@@ -26,9 +26,11 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
 COUNTS = (
     *("tokens", "rows", "columns", "size", "size_a", "size_b", "blocks", "parts", "span", "pairs", "splits"),
+    *("heads", "groups", "group", "share", "matrices"),  # of queries, of keys, the former to one of the latter
     *("capacity", "limit"),  # of a decoder's state
     *("m_head", "m_row"),  # strides of a mixing matrix, which are counts of blocks
 )
+REPEATS = ("reps",)  # one alone needs no loop: specialised where 1, but not where a multiple of 16
 WIDEST = 256
 TILE_TOKENS = 64
 PART_TOKENS = 256
@@ -40,7 +42,8 @@ def kernel(function):
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS])
+    counts, repeats = ([name for name in names if name in among] for among in (COUNTS, REPEATS))
+    return triton.jit(function, do_not_specialize=counts, do_not_specialize_on_alignment=repeats)
 
 
 @kernel

@@ -17,11 +17,18 @@ SMALL_SHARED_MEMORY = {(0, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}  # (0, 
 # What the general rules of `config_for` would spill: (8 for chips without warp-group products, else the chip's major, kind,
 # lanes, some of them masked, products) -> changes, each the largest tile of a list that compiles in every role of that kind;
 # "maxnreg" where ptxas by itself would rather spill a few bytes than hold one block less. Those of "_padded" kinds come on
-# top where there is a key mask, those of 12 on top of those of 8. Mixing kernels have no lanes: 0, whatever M is.
+# top where there is a key mask, then "_queries" in the gradient of normalised queries, and those of 12 on top of those of 8.
+# Mixing kernels have no lanes: 0, whatever M is.
 EXCEPTIONS = {
     **{(8, "summaries", lanes, False, "fp16"): {"num_stages": 1} for lanes in (64, 128, 256)},
     (8, "summaries", 128, True, "tf32"): {"num_warps": 4, "num_stages": 1, "maxnreg": 255},
     **{(family, "mix", 0, False, "bf16"): {"num_stages": 3} for family in (8, 9)},
+    **{(family, "mix", 0, False, "fp32"): {"maxnreg": 168} for family in (8, 9)},
+    **{
+        (family, kind, 256, False, "bf16"): {"num_stages": 2}
+        for family in (8, 9)
+        for kind in ("attend_own_keys", "attend_long_keys")
+    },
     (8, "summaries", 32, False, "bf16"): {"maxnreg": 64},
     (8, "summaries", 128, True, "bf16"): {"maxnreg": 128},
     (8, "summaries", 128, True, "fp16"): {"maxnreg": 99},
@@ -70,6 +77,10 @@ EXCEPTIONS = {
         for family in (9, 10)
         for kind in ("attend_own_padded", "attend_long_padded")
     },
+    (10, "attend_own", 128, True, "bf16"): {"maxnreg": 255},
+    (10, "attend_long", 128, False, "bf16"): {"maxnreg": 255},
+    (10, "attend_long_keys", 64, False, "bf16"): {"maxnreg": 255},
+    (10, "attend_own_keys_padded", 32, False, "tf32"): {"maxnreg": 255},
     (10, "attend_long_padded", 64, False, "fp16"): {"maxnreg": 255},
     (10, "quadratic_padded", 128, True, "fp16"): {"BT": 32, "maxnreg": 255},
     **{(10, "attend", *lanes, "fp32"): {"maxnreg": 255} for lanes in ((32, False), (16, True))},
@@ -90,6 +101,7 @@ EXCEPTIONS = {
     (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 16, "num_stages": 1},
     (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
     (12, "mix_grads", 0, False, "fp32"): {"num_stages": 2},
+    (12, "mix_grads", 0, False, "bf16"): {"maxnreg": 255},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
     **{(12, "attend", 32, False, dot): {"maxnreg": 255} for dot in ("bf16", "fp16")},
     (12, "attend", 64, False, "fp32"): {"num_warps": 8, "maxnreg": 255},
@@ -99,10 +111,18 @@ EXCEPTIONS = {
     (12, "summaries", 128, True, "fp16"): {"maxnreg": 255},
     (12, "quadratic", 128, True, "tf32"): {"maxnreg": 255},
     **{(12, "quadratic_padded", 128, True, dot): {"num_stages": 2, "maxnreg": 255} for dot in ("bf16", "fp16")},
-    (12, "quadratic_padded", 32, False, "fp32"): {"maxnreg": 255},
+    (12, "quadratic", 32, False, "fp32"): {"maxnreg": 255},
     (12, "attend_padded", 16, True, "fp32"): {"maxnreg": 255},
     (12, "attend_padded", 32, False, "tf32"): {"maxnreg": 255},
-    **{(12, "attend_own_padded", lanes, False, "bf16"): {"num_stages": 2} for lanes in (64, 128)},
+    (12, "attend_own_padded", 64, False, "bf16"): {"num_stages": 2, "maxnreg": 255},
+    (12, "attend_own", 128, False, "bf16"): {"num_stages": 2},
+    **{
+        (12, kind, 128, masked, "bf16"): {"num_stages": 2}
+        for kind in ("attend_own_keys", "attend_long_keys")
+        for masked in (False, True)
+    },
+    **{(12, f"attend_{kind}_keys_padded", 128, True, "bf16"): {"BY": 16} for kind in ("own", "long")},
+    **{(12, f"attend_{kind}_keys", 64, False, "tf32"): {"BY": 16} for kind in ("own", "long")},
     (12, "attend_own_padded", 128, True, "fp16"): {"BT": 32},
     (12, "attend_long_padded", 64, False, "bf16"): {"BT": 32, "BY": 16},
     (12, "attend_long_padded", 128, False, "bf16"): {"BT": 16},
@@ -112,18 +132,16 @@ EXCEPTIONS = {
     **{(12, kind, 64, False, "tf32"): {"BY": 16} for kind in ("attend_own", "attend_long")},
     (12, "attend_own", 128, True, "bf16"): {"BT": 16, "BY": 16},
     (12, "attend_own", 256, False, "bf16"): {"num_stages": 2},
+    (12, "attend_long_queries", 128, False, "bf16"): {"BT": 16, "num_warps": 4, "maxnreg": 255},
     **{(12, kind, 32, False, "fp32"): {"BY": 64, "num_stages": 2} for kind in ("attend_own", "attend_long")},
-    **{
-        (12, kind, 32, False, "fp32"): {"BY": 64, "num_warps": 4, "num_stages": 2}
-        for kind in ("attend_own_keys", "attend_long_keys")
-    },
+    **{(12, f"attend_{kind}_keys", 32, False, "fp32"): {"BY": 64, "num_stages": 2} for kind in ("own", "long")},
     **{(12, kind, 32, False, "tf32"): {"BT": 16} for kind in ("attend_own_keys", "attend_long_keys")},
     (12, "attend_long", 256, False, "fp16"): {"BY": 16},
     **{(12, "attend_long", 128, masked, "bf16"): {"BY": 16} for masked in (False, True)},
     (9, "summaries", 32, False, "fp32"): {"BT": 64, "maxnreg": 255},
     **{(9, kind, 32, False, "fp32"): {"num_warps": 4, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 8, "num_stages": 2},
-    (9, "mix", 0, False, "fp32"): {"maxnreg": 168},
+    (9, "mix_grads", 0, False, "bf16"): {"maxnreg": 255},
     (9, "quadratic", 16, True, "fp32"): {"maxnreg": 255},  # for triton 3.6
     **{(9, kind, 64, False, "fp32"): {"num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "quadratic", 64, False, "tf32"): {"maxnreg": 100},
@@ -171,7 +189,8 @@ def lanes_at_once(kind, width, dot, device):
     tight = chip_of(device)[0] == 12
     if dot in ("fp32", "tf32"):
         return 32 if tight and dot == "fp32" and kind != "attend" else 64
-    return min(width, 128) if tight and dot == "bf16" and kind == "attend_long" else width
+    many = kind == "attend_long" or kind.endswith("_keys")
+    return min(width, 128) if tight and dot == "bf16" and many else width
 
 
 @lru_cache(maxsize=1024)
@@ -179,6 +198,7 @@ def config_for(kind, width, other, dot, chip, padded=False):
     """`pass_config` for a chip's (major, minor), with a key mask or without."""
     wide, inner, family = dot in ("fp32", "tf32"), lanes_for(width), 8 if chip[0] == 12 else chip[0]
     config = {"num_warps": 8, "num_stages": 2}
+    asked, kind = kind, kind.removesuffix("_queries")
     if kind == "close":
         return {**config, "num_warps": 4, **({"maxnreg": 255} if chip != (0, 0) else {})}
     if kind == "summaries":
@@ -190,14 +210,16 @@ def config_for(kind, width, other, dot, chip, padded=False):
         config |= {"BM": 32, "BN": 32, "BX": 32 if wide else 64, "num_warps": 8 if wide else 4}
     else:
         config |= attend_tiles(kind, inner, dot, width < inner, family == 8)
-    place = (kind, 0, False, dot) if kind in ("mix", "mix_grads") else (kind, inner, width < inner, dot)
-    padded_place = (f"{kind}_padded", *place[1:])
-    config |= EXCEPTIONS.get((family, *place), {})
-    config |= EXCEPTIONS.get((family, *padded_place), {}) if padded else {}
+        if chip == (0, 0):  # a warp has 64 lanes, and a lane 512 registers where there are no more than four
+            config["num_warps"] = min(config["num_warps"], 4)
+    shape = (0, False, dot) if kind in ("mix", "mix_grads") else (inner, width < inner, dot)
+    kinds = dict.fromkeys((kind, f"{kind}_padded" if padded else kind, asked))
+    for name in kinds:
+        config |= EXCEPTIONS.get((family, name, *shape), {})
     if chip in SMALL_SHARED_MEMORY:
         config["num_stages"] = 1
-    config |= EXCEPTIONS.get((12, *place), {}) if chip[0] == 12 else {}
-    config |= EXCEPTIONS.get((12, *padded_place), {}) if padded and chip[0] == 12 else {}
+    for name in kinds if chip[0] == 12 else ():
+        config |= EXCEPTIONS.get((12, name, *shape), {})
     if "BY" in config:
         config["BY"] = min(config["BY"], lanes_for(other))
     if INTERPRETED:  # every tile costs the same there: fewer and larger ones

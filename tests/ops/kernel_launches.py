@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import itertools
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from mhla_hf.ops import triton_attend, triton_blocks, triton_configs, triton_decode, triton_quadratic, triton_summaries
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
-from mhla_hf.ops.triton_common import COUNTS, spell
+from mhla_hf.ops.triton_common import COUNTS, REPEATS, spell
 from mhla_hf.ops.triton_operator import triton_backward, triton_forward
 
 MODULES = [triton_attend, triton_blocks, triton_decode, triton_quadratic, triton_summaries]
@@ -37,7 +37,8 @@ SHORT_BLOCKS, LONG_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256)
 class Form:
     """What decides which kernels a call launches, but for dtype and widths.
 
-    normalize as `triton_forward` takes it; padding "", "mask", "starts" or "packed"; mapped: relu inside the kernels.
+    normalize as `triton_forward` takes it; padding "", "mask", "starts" or "packed"; mapped: relu inside the kernels;
+    groups: key heads of four query heads; per_head: mixing of each query head.
     """
 
     blocks: Blocks
@@ -46,10 +47,21 @@ class Form:
     padding: str = ""
     mapped: bool = False
     decode: bool = False
+    groups: int = 4
+    per_head: bool = False
 
 
 def forms():
     """Those whose kernels differ."""
+    for form in forms_of_one_kind_of_heads():
+        yield form
+        yield replace(form, groups=2)
+        if not form.padding:
+            yield replace(form, groups=2, per_head=True)
+
+
+def forms_of_one_kind_of_heads():
+    """As many key heads as query heads, one mixing."""
     for blocks, padding in itertools.product((LINEAR, QUADRATIC), ("", "mask")):
         for normalize in ("shared", "no", "separate"):
             yield Form(blocks, normalize=normalize, padding=padding)
@@ -82,14 +94,15 @@ def recorded(form, dtype, widths, chip):
     """What one forward and one backward pass of a form launch, or one step of decoding."""
     (width, value_width), blocks, batch = widths, form.blocks, 1 if form.padding == "packed" else 2
     q, k, v = (
-        torch.zeros(batch, blocks.length, h, d, dtype=dtype) for h, d in ((4, width), (2, width), (2, value_width))
+        torch.zeros(batch, blocks.length, h, d, dtype=dtype)
+        for h, d in ((4, width), (form.groups, width), (form.groups, value_width))
     )
-    mixing = torch.zeros(blocks.num_blocks, blocks.num_blocks)
+    mixing = torch.zeros(*(4,) * form.per_head, blocks.num_blocks, blocks.num_blocks)
     dens = (q, k) if form.normalize == "separate" else (None, None)
     with recorded_launches(chip) as found:
         if form.decode:
             options = {"normalize": form.normalize != "no", "separate_den": dens[0] is not None}
-            state = MHLAState.empty(2, 2, 4, width, value_width, 64, den_dim=width, dtype=dtype, **options)
+            state = MHLAState.empty(2, form.groups, 4, width, value_width, 64, den_dim=width, dtype=dtype, **options)
             dens = [x if x is None else x[:, :1] for x in dens]
             triton_decode.triton_step(q[:, :1], k[:, :1], v[:, :1], mixing, state, 1.0, *dens)
             return found
@@ -166,7 +179,14 @@ class Launch:
         return GPUTarget("hip", self.chip, 64) if isinstance(self.chip, str) else GPUTarget("cuda", self.chip, 32)
 
 
-def typed(value, specialize=True):
+def types_of(names, arguments):
+    """What `typed` says of each argument, as the kernels are specialised."""
+    return tuple(
+        typed(x, name not in COUNTS, name not in (*COUNTS, *REPEATS)) for x, name in zip(arguments, names, strict=False)
+    )
+
+
+def typed(value, specialize=True, align=True):
     """(type, constant or None, divisible by 16) of an argument, or a list of those for a tuple."""
     if isinstance(value, tuple):
         return [typed(part) for part in value]
@@ -178,7 +198,7 @@ def typed(value, specialize=True):
         return "fp32", None, False
     if value == 1 and specialize:
         return "constexpr", (1,), False
-    return "i32" if abs(value) < 2**31 else "i64", None, specialize and value % 16 == 0
+    return "i32" if abs(value) < 2**31 else "i64", None, align and value % 16 == 0
 
 
 def shipped(dtype, widths, chip, padded=True):
@@ -191,8 +211,7 @@ def shipped(dtype, widths, chip, padded=True):
             if isinstance(chip, str) and "PRECISION" in settings:
                 settings = {**settings, "PRECISION": "ieee"}  # what `dot_precision` says where torch is built for AMD
             names = function.arg_names
-            types = tuple(typed(x, name not in COUNTS) for x, name in zip(arguments, names, strict=False))
-            launch = Launch(function, types, tuple(sorted(settings.items())), chip)
+            launch = Launch(function, types_of(names, arguments), tuple(sorted(settings.items())), chip)
             found.setdefault(launch.digest, launch)
     return found
 

@@ -26,7 +26,7 @@ forms = {
 }
 for name, same in forms.items():
     launches = [
-        {Launch(f, tuple(typed(x, n not in COUNTS) for x, n in zip(a, f.arg_names)), tuple(sorted(s.items())), 90).digest
+        {Launch(f, types_of(f.arg_names, a), tuple(sorted(s.items())), 90).digest
          for f, a, s in recorded(form, torch.bfloat16, (64, 64), 90)}
         for form in same
     ]

@@ -229,6 +229,24 @@ def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
+def test_a_mixing_beyond_two_to_the_31(form, monkeypatch):
+    """Rows of the mixing so far apart that its diagonal is not within 32 bits."""
+    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
+    inputs = features(1, 20, groups=2)
+    mixing = torch.rand(3, 3, device=DEVICE)
+    with monkeypatch.context() as unfilled:
+        unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        far = torch.empty(2**31 + 2**16, device=DEVICE).as_strided((3, 3), (2**30 + 16, 1)).copy_(mixing)
+    options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
+    results = []
+    for weights in (mixing, far):
+        tensors = [x.detach().requires_grad_() for x in (*inputs, weights)]
+        o = mhla(*tensors, **options)
+        results.append([o, *torch.autograd.grad(o.square().sum(), tensors)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 class NothingReadBack(torch.utils._python_dispatch.TorchDispatchMode):
     """Raises where the host asks for numbers of a tensor, which a CUDA graph's capture does not allow."""
 
