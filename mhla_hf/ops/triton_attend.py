@@ -119,9 +119,8 @@ def attend_kernel(
         left = load_features(a, row, token, head, seen, x, eps, X, MAPPED, DOT)
         value = state_dot(left, tile, shrink, DOT, PRECISION)
         den = tl.sum(left.to(tl.float32) * z_x[None, :], 1) if DEN == 1 else 1.0
-        on_target = (
-            load_scalars(r, row, token, head, tokens, heads, valid) if RANK == 1 else 1.0 + tl.zeros((BT,), tl.float32)
-        )
+        on_target = (load_scalars(r, row, token, head, tokens, heads, valid) if RANK == 1 else
+                     1.0 + tl.zeros((BT,), tl.float32))  # fmt: skip
         if RANK > 0:
             value += on_target[:, None] * z_y[None, :]
         if OWN:
@@ -206,8 +205,7 @@ def attend(
     heads, width, other = *a.shape[2:], out.shape[3]
     den = 0 if inv is None else 1 if state_z is not None else 2
     kind = "attend" if mixing is None else "attend_long" if cut.size > TILE_TOKENS else "attend_own"
-    keys = reverse and r is not None and mixing is not None
-    step = lanes_at_once(f"{kind}_keys" if keys else kind, width, dot, a.device)
+    step = lanes_at_once(kind + role_of(r, reverse, mixing), width, dot, a.device)
     target = out if width <= step or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     before, own_sums = None, []
     for first in range(0, width, step):
@@ -230,6 +228,11 @@ def attend(
     return None if e is None else sum(own_sums)
 
 
+def role_of(r, reverse, mixing):
+    """What a causal kind ends with in gradients of a normalised output, whose tiles have entries of their own."""
+    return "" if r is None or mixing is None else "_keys" if reverse else "_queries"
+
+
 def attend_lanes(
     a, b, c, place, state_z, share, out, cut, dot, kind, *, mixing, reverse, r, inv, before, den, e, mask, scale, add,
     more, eps, raw,
@@ -239,8 +242,7 @@ def attend_lanes(
     batch, _, heads, width = a.shape
     other, own = out.shape[3], mixing is not None
     rank = 0 if r is None else 2 if reverse else 1
-    kind += ("", "_queries", "_keys")[rank] if own else ""
-    config = pass_config(kind, width, other, dot, a.device, mask)
+    config = pass_config(kind + role_of(r, reverse, mixing), width, other, dot, a.device, mask)
     y_tiles = tiles(other, config["BY"])
     span = cut.span if own else PART_TOKENS
     parts = tiles(cut.span, span)

@@ -101,7 +101,7 @@ EXCEPTIONS = {
     (10, "attend_long_keys", 32, False, "fp32"): {"BT": 16, "BY": 16, "num_stages": 1},
     (12, "summaries", 32, False, "fp32"): {"BT": 64, "num_stages": 2},
     (12, "mix_grads", 0, False, "fp32"): {"num_stages": 2},
-    (12, "mix_grads", 0, False, "bf16"): {"maxnreg": 255},
+    **{(family, "mix_grads", 0, False, "bf16"): {"maxnreg": 255} for family in (9, 12)},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
     **{(12, "attend", 32, False, dot): {"maxnreg": 255} for dot in ("bf16", "fp16")},
     (12, "attend", 64, False, "fp32"): {"num_warps": 8, "maxnreg": 255},
@@ -141,7 +141,6 @@ EXCEPTIONS = {
     (9, "summaries", 32, False, "fp32"): {"BT": 64, "maxnreg": 255},
     **{(9, kind, 32, False, "fp32"): {"num_warps": 4, "num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "attend_own_keys", 32, False, "fp32"): {"BT": 16, "BY": 32, "num_warps": 8, "num_stages": 2},
-    (9, "mix_grads", 0, False, "bf16"): {"maxnreg": 255},
     (9, "quadratic", 16, True, "fp32"): {"maxnreg": 255},  # for triton 3.6
     **{(9, kind, 64, False, "fp32"): {"num_stages": 2} for kind in ("attend_own", "attend_long")},
     (9, "quadratic", 64, False, "tf32"): {"maxnreg": 100},
@@ -189,7 +188,7 @@ def lanes_at_once(kind, width, dot, device):
     tight = chip_of(device)[0] == 12
     if dot in ("fp32", "tf32"):
         return 32 if tight and dot == "fp32" and kind != "attend" else 64
-    many = kind == "attend_long" or kind.endswith("_keys")
+    many = "long" in kind or kind.endswith("_keys")
     return min(width, 128) if tight and dot == "bf16" and many else width
 
 

@@ -245,7 +245,10 @@ def test_blocks_come_in_parts_where_a_gpu_would_be_idle():
 @pytest.mark.parametrize("widths, dtype", [((72, 20), F32), ((136, 20), BF16), ((20, 136), BF16)])
 @pytest.mark.parametrize("block", [40, 70])
 def test_causal_heads_in_smaller_parts(widths, dtype, block, monkeypatch):
-    """On chips of 12.x: 32 lanes of fp32 at a time; 128 of bf16 in long blocks, and for keys. Four: see `test_widths`."""
+    """On chips of 12.x: 32 lanes of fp32 at a time; 128 of bf16 in long blocks, and for keys.
+
+    Four blocks: see `test_widths`.
+    """
     monkeypatch.setattr(triton_configs, "chip_of", lambda device: (12, 0))
     check(Blocks.sequence(3 * block + 20, block), causal=True, widths=widths, dtype=dtype, groups=2)
 
