@@ -44,6 +44,7 @@ bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, o
 bench-gpu: $(VENV)/.demo  ## the kernels against what a user would pick instead, on a GPU: fills docs/performance.md
 	failed=0; \
 	$(BIN)/mhla-hf bench --suite paper --device cuda --out docs/bench/gpu $(ARGS) || failed=1; \
+	$(BIN)/mhla-hf bench --suite kernels --device cuda --out docs/bench/kernels $(ARGS) || failed=1; \
 	$(BIN)/mhla-hf bench --suite decode --device cuda --out docs/bench/decode $(ARGS) || failed=1; \
 	$(BIN)/python -m mhla_hf.bench.document docs && exit $$failed
 

@@ -80,6 +80,7 @@ example:
   mhla-hf bench --suite full --out out/bench
   mhla-hf bench --suite paper --device cuda     the kernels and whole models, at the paper's sizes
   mhla-hf bench --suite decode --device cuda    one more token after 8k to 1M
+  mhla-hf bench --suite kernels --device cuda   each kernel alone, beside a copy of the bytes it must move
 """
 
 
@@ -235,7 +236,7 @@ def _card_options(sub):
 
 def _bench_options(sub):
     sub.add_argument("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    sub.add_argument("--suite", help="quick, full, wide, decode or paper")
+    sub.add_argument("--suite", help="quick, full, wide, decode, kernels or paper")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     sub.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")

@@ -1,8 +1,9 @@
 """Speed, against what a user would pick instead: `run_bench`, one record for every suite.
 
 `lengths.py` has causal attention by length and decoding, `compare.py` single operators and whole models side by side,
-`cases.py` the shapes of the paper. Unusual in all: nothing is timed before it is shown to be right, and the competitors
-take turns, round after round in one process, the fastest round of each counting.
+`kernels.py` the kernels of an operator one by one, `cases.py` the shapes of the paper. Unusual in all: nothing is timed
+before it is shown to be right, and the competitors take turns, round after round in one process, the fastest round of each
+counting.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from .lengths import LENGTH_SUITES, Suite, render_lengths
 
 FORMAT_VERSION = 1
 DECODE = Comparison(tuple(Decoding(length) for length in (8192, 32768, 131072, 1048576)))
-SUITES = (*LENGTH_SUITES, "decode", "paper")
+SUITES = (*LENGTH_SUITES, "decode", "kernels", "paper")
 
 
 def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progress=True, show=True, command=None):
@@ -27,7 +28,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
     Args:
         suite: "quick" (three lengths, a minute or two), "full" (six, to 16,384 tokens), "wide" (16 heads of 128), "decode"
             (64 tokens more after 8k to 1M, bf16), "paper" (the shapes of the paper's figures and tables, operator and whole
-            models, bf16; the last two are meant for a GPU), or a `Suite` or `Comparison`.
+            models, bf16; these two are meant for a GPU), "kernels" (each kernel alone, on a GPU only), or a `Suite` or
+            `Comparison`.
         device: where. threads: CPU threads while timing; the old number is restored.
         seed: of the inputs.
         out: folder for bench.json and bench.png, made if missing; None writes nothing. The figure needs matplotlib.
@@ -40,7 +42,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
         `Suite` also "ratios" (how many times as fast MHLA is) and "memory" (bytes kept for the backward pass).
 
     Raises:
-        ValueError: unknown suite, threads below 1, a device that torch cannot use, out is no folder one can write to.
+        ValueError: unknown suite, threads below 1, a device that torch cannot use or, for "kernels", that runs none of them;
+            out is no folder one can write to.
         RuntimeError: a result was wrong; then its speed is not reported. Other cases of a `Comparison` are timed and
             written first; bench.json grows by one after another, so that one can stop it.
     """
@@ -105,10 +108,10 @@ def check_arguments(suite, device, threads, out):
             raise ValueError(f"out is {str(out)!r}; expected a folder that can be made ({error.strerror}).") from error
         if not os.access(out, os.W_OK | os.X_OK):
             raise ValueError(f"out is {str(out)!r}; expected a folder that can be written to.")
-    if suite == "paper":
-        from .cases import PAPER  # imports transformers and diffusers
+    if suite in ("kernels", "paper"):
+        from . import cases  # imports transformers and diffusers
 
-        return PAPER
+        return cases.PAPER if suite == "paper" else cases.KERNELS
     if suite == "decode":
         return DECODE
     return LENGTH_SUITES[suite] if isinstance(suite, str) else suite

@@ -15,6 +15,7 @@ from ..models.language import MHLAForCausalLM
 from ..ops.blocks import Blocks
 from ..patch import convert
 from .compare import FORWARD, TRAINING, Comparison, Operator, without_gradients
+from .kernels import Kernels
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
 DIT_S = {**DIT, "num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64}
@@ -164,4 +165,12 @@ def paper_cases():
     return tuple(cases)
 
 
+def kernel_cases():
+    """The operators with a target in docs/performance.md, kernel by kernel."""
+    operators = [dit(256, 32), dit(512, 32), dit(2048, 1), video((3, 5, 10))]
+    operators += [language(tokens, batch, 16, (64, 64)) for tokens, batch in ((2048, 8), (8192, 2))]
+    return tuple(Kernels(operator) for operator in operators)
+
+
 PAPER = Comparison(paper_cases())
+KERNELS = Comparison(kernel_cases())

@@ -167,8 +167,7 @@ class Operator:
             work[FORWARD][name] = without_gradients(function, inputs)
             work[TRAINING][name] = functools.partial(training_step, function, inputs, direction)
         for what, tensors in moved.items():
-            source = torch.empty(average * tensors // 2, dtype=torch.uint8, device=device)
-            work[what]["copy"] = functools.partial(torch.empty_like(source).copy_, source)
+            work[what]["copy"] = copy_of(average * tensors, device)
         return work
 
 
@@ -243,9 +242,7 @@ class Decoding:
         opened = sum(place % self.blocks.block_size for place in range(self.blocks.length - STEPS, self.blocks.length))
         item = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
         moved = self.heads * self.width * (4 * self.width + 2 * item * opened // STEPS)
-        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        work["copy"] = lambda: [target.copy_(source) for _ in range(STEPS)]
+        work["copy"] = repeated(copy_of(moved, device), STEPS)
         return {f"decode, {STEPS} tokens": {name: without_gradients(function, ()) for name, function in work.items()}}
 
 
@@ -370,6 +367,23 @@ def takes(attention, q, k, v, gradients=True):
     except RuntimeError:
         return False
     return True
+
+
+def copy_of(moved, device):
+    """A function that moves so many bytes: reads half of them and writes the others."""
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def repeated(function, times):
+    """A function that calls another so many times, and returns the last result."""
+
+    def run():
+        for _ in range(times - 1):
+            function()
+        return function()
+
+    return run
 
 
 def without_gradients(function, inputs):

@@ -42,10 +42,17 @@ the decode times.
 What the kernels should reach on an H200 in bf16, by counting the bytes they must move; to the right of each target what was
 measured. A row is the fastest form of MHLA; softmax is the best backend of `scaled_dot_product_attention`; the floor is a
 copy of as many bytes as the call must read and write. Whole, Wan2.1-1.3B should be at least 2.1 times as fast as softmax
-(the paper's table 5) and no more than 5 % slower than plain linear attention. No command here measures the bandwidth of
-each kernel alone.
+(the paper's table 5) and no more than 5 % slower than plain linear attention.
 
 {targets}
+
+### Each kernel alone
+
+Every launch of a forward and a backward pass of these six, started alone, beside a copy of all bytes of the tensors it is
+given. How the copy's time compares with the kernel's is the share of the copy's bandwidth that the kernel reaches; a large
+one should reach 0.75.
+
+{kernels}
 
 ### Decoding on a GPU
 
@@ -70,9 +77,10 @@ GPU_TARGETS = {  # case of the suite "paper" -> forward µs, times softmax, % of
 
 
 def performance_page(docs):
-    """The text of performance.md for the folder `docs`, whose bench/, bench/gpu/ and bench/decode/ hold a bench.json."""
+    """The text of performance.md for the folder `docs`: bench/ and its gpu/, kernels/ and decode/ may hold a bench.json."""
     docs = Path(docs)
-    parts = {"quick": ("bench", "quick"), "gpu": ("bench/gpu", "paper"), "decode": ("bench/decode", "decode")}
+    parts = {"quick": ("bench", "quick"), "gpu": ("bench/gpu", "paper")}
+    parts |= {suite: (f"bench/{suite}", suite) for suite in ("kernels", "decode")}
     return PAGE.format(targets=target_table(docs), **{name: measured_part(docs, *at) for name, at in parts.items()})
 
 
