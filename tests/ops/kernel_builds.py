@@ -4,8 +4,9 @@ Run: TRITON_INTERPRET=0 python tests/ops/kernel_builds.py [--chips 80 90 100 120
 
 What tests/ops/kernel_builds.json does not hold of the kernels and tiles as they are now is compiled, that file and
 docs/kernels.md are written, and the exit code is 1 if a kernel has a fault. It can be stopped at any point and goes on where
-it was. --check compiles nothing and says what that file lacks; --again compiles one width anew and says what differs.
-For another version of triton than the table's: --record build/other.json, which leaves that file and the table alone.
+it was. --check compiles nothing and says what that file lacks; --again compiles one width anew (--again 4 a fourth of its
+launches) and says what differs. For another version of triton than the table's: --record build/other.json, which leaves that
+file and the table alone.
 No driver is needed; ptxas and cuobjdump come with triton.
 """
 
@@ -140,25 +141,29 @@ def is_current(record, chip, row, launches):
     return record.get(row, {}).get(name_of(chip), [None])[-1] == digest_of(sorted(launches))
 
 
-def build_shape(chip, dtype, widths, record, again=False):
-    """{row: cell of the record} of what the record lacks (or of everything), and how many launches were compiled for it."""
+def build_shape(chip, dtype, widths, record):
+    """{row: cell of the record} of what the record lacks, and how many launches were compiled for it."""
     file = UNFINISHED / triton.__version__ / f"{name_of(chip)}-{KINDS[dtype]}-{widths[0]}-{widths[1]}.jsonl"
-    known = dict(map(json.loads, file.read_text().splitlines())) if file.is_file() and not again else {}
+    known = dict(map(json.loads, file.read_text().splitlines())) if file.is_file() else {}
     cells, compiled = {}, 0
     for row, launches in cells_of(chip, dtype, widths).items():
-        if is_current(record, chip, row, launches) and not again:
+        if is_current(record, chip, row, launches):
             continue
         for digest in launches.keys() - known.keys():
             known[digest] = build(launches[digest])
             compiled += 1
-            if not again:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("a") as lines:
-                    lines.write(json.dumps([digest, known[digest]]) + "\n")
-        registers, shared, stacks, faults = zip(*(known[digest] for digest in launches), strict=True)
-        fault = next(filter(None, faults), None)
-        cells[row] = [max(registers), round(max(shared)), max(stacks), fault, digest_of(sorted(launches))]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as lines:
+                lines.write(json.dumps([digest, known[digest]]) + "\n")
+        cells[row] = cell_of(launches, [known[digest] for digest in launches])
     return cells, compiled
+
+
+def cell_of(launches, built):
+    """The most that any of what was built needs, and which launches these are."""
+    registers, shared, stacks, faults = zip(*built, strict=True)
+    fault = next(filter(None, faults), None)
+    return [max(registers), round(max(shared)), max(stacks), fault, digest_of(sorted(launches))]
 
 
 def build_all(chips, jobs, path):
@@ -223,12 +228,14 @@ def lacking(record, chips):
                 yield f"{name_of(chip)}, {row}: of no launch"
 
 
-def differences(record, chips):
-    """Between the record and one width compiled now."""
+def differences(record, chips, step):
+    """Between the record and one width compiled now; of every `step`th launch only what is above the record."""
     for chip in chips:
-        for row, cell in build_shape(chip, *SHAPES[0], record, again=True)[0].items():
-            recorded = record.get(row, {}).get(name_of(chip))
-            if cell != recorded:
+        for row, launches in cells_of(chip, *SHAPES[0]).items():
+            cell = cell_of(launches, [build(launches[digest]) for digest in sorted(launches)[::step]])
+            recorded = record.get(row, {}).get(name_of(chip), [-1, -1, -1, None, None])
+            above = any(now > then for now, then in zip(cell[:3], recorded[:3], strict=True))
+            if above or cell[3:] != recorded[3:] or (step == 1 and cell != recorded):
                 yield f"{name_of(chip)}, {row}: {cell}, and {recorded} in the record"
 
 
@@ -266,7 +273,12 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--check", action="store_true", help="say what the record lacks, and compile nothing")
     parser.add_argument(
-        "--again", action="store_true", help="compile bf16 heads of width 64 anew, compare with the record"
+        "--again",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="N",
+        help="compile every Nth launch of bf16 heads of width 64 anew (default: 1) and compare with the record",
     )
     parser.add_argument("--record", type=Path, default=RECORD, help="the file; the table is written from the default")
     arguments = parser.parse_args()
@@ -274,7 +286,7 @@ def main():
     if arguments.check or arguments.again:
         record, _ = read_record(arguments.record)
         found = [
-            *(lacking(record, chips) if arguments.check else differences(record, chips)),
+            *(lacking(record, chips) if arguments.check else differences(record, chips, arguments.again)),
             *complaints(record, chips),
         ]
     else:

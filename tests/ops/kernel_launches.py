@@ -18,13 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from mhla_hf.ops import triton_attend, triton_blocks, triton_configs, triton_decode, triton_quadratic, triton_summaries
+from mhla_hf.ops import triton_configs, triton_decode
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
-from mhla_hf.ops.triton_common import COUNTS, REPEATS, spell
+from mhla_hf.ops.triton_common import COUNTS, REPEATS, launches_through, spell
 from mhla_hf.ops.triton_operator import triton_backward, triton_forward
 
-MODULES = [triton_attend, triton_blocks, triton_decode, triton_quadratic, triton_summaries]
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 KINDS[torch.bool] = "i1"
 WIDTHS = ((64, 64), (32, 32), (72, 72), (96, 96), (128, 128), (128, 256), (256, 256))
@@ -76,18 +75,18 @@ def forms_of_one_kind_of_heads():
 
 @contextlib.contextmanager
 def recorded_launches(chip):
-    """Inside, launches of every module go into the list this gives, as (function, arguments, settings), for that chip."""
-    found, kept = [], [(module, module.launch) for module in MODULES]
-    chip_of = triton_configs.chip_of
-    for module in MODULES:
-        module.launch = lambda function, programs, device, *args, **settings: found.append((function, args, settings))
+    """Inside, launches go into the list this gives, as (function, arguments, settings), for that chip, and nowhere else."""
+    found, chip_of = [], triton_configs.chip_of
+
+    def record(function, programs, device, *arguments, **settings):
+        found.append((function, arguments, settings))
+
     triton_configs.chip_of = lambda device: (0, 0) if isinstance(chip, str) else divmod(chip, 10)
     try:
-        yield found
+        with launches_through(record):
+            yield found
     finally:
         triton_configs.chip_of = chip_of
-        for module, launch in kept:
-            module.launch = launch
 
 
 def recorded(form, dtype, widths, chip):
