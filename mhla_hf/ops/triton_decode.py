@@ -226,7 +226,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
         BY=tile,
         BZ=den_lanes,
         BT=16,
-        num_warps=4,
+        num_warps=8 if lanes > 128 else 4,
     )
     close_tile = min(32, lanes), min(32, lanes_for(other))
     launch(
