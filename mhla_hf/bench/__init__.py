@@ -6,6 +6,7 @@ before it is shown to be right, and the competitors take turns, round after roun
 counting.
 """
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -44,8 +45,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
     Raises:
         ValueError: unknown suite, threads below 1, a device that torch cannot use or, for "kernels", that runs none of them;
             out is no folder one can write to.
-        RuntimeError: a result was wrong; then its speed is not reported. Other cases of a `Comparison` are timed and
-            written first; bench.json grows by one after another, so that one can stop it.
+        RuntimeError: a result was wrong, so its speed is not reported, or did not come. Other cases of a `Comparison` are
+            timed and written first; bench.json grows by one after another, so that one can stop it.
     """
     shape = check_arguments(suite, device, threads, out)
     before = torch.get_num_threads()
@@ -62,18 +63,17 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, out=None, progr
             "seed": seed,
             "command": command,
         }
-        if isinstance(shape, Comparison):
-            measured = shape.measure(device, seed, progress, lambda part: keep(out, record | part))
-        else:
-            measured = shape.measure(device, seed, progress)
-        record |= measured
+        keeping = (lambda part: keep(out, record | part),) if isinstance(shape, Comparison) else ()
+        gpu = torch.device(device).type == "cuda"
+        with torch.cuda.device(device) if gpu else contextlib.nullcontext():  # graphs and clocks are those of this one
+            record |= shape.measure(device, seed, progress, *keeping)
     finally:
         torch.set_num_threads(before)
     if record["rows"] or not record.get("wrong"):
         if show:
             print(render_bench(record))
         keep(out, record)
-        if out is not None:
+        if out is not None and record["rows"]:
             shape.plot(Path(out) / "bench.png", record)
     if record.get("wrong"):
         raise RuntimeError("\n".join(record["wrong"]))

@@ -160,15 +160,19 @@ class Operator:
         """what -> name -> function of nothing, to be timed."""
         competitors = self.competitors(device, seed)
         _, direction = self.inputs(device, seed)
-        moved = {FORWARD: 4, TRAINING: 4 + 7}  # q, k, v, o; then also q, k, v and three gradients, and that of o
-        average = direction.nbytes * (self.widths[0] + self.widths[1]) // (2 * self.widths[1])
         work = {FORWARD: {}, TRAINING: {}}
         for name, (function, inputs) in competitors.items():
             work[FORWARD][name] = without_gradients(function, inputs)
             work[TRAINING][name] = functools.partial(training_step, function, inputs, direction)
-        for what, tensors in moved.items():
-            work[what]["copy"] = copy_of(average * tensors, device)
+        for what, moved in self.floors().items():
+            work[what]["copy"] = copy_of(moved, device)
         return work
+
+    def floors(self):
+        """what -> the bytes that it must move at least: q, k, v, o; then also q, k, v and three gradients, and that of o."""
+        item = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
+        average = self.batch * self.blocks.length * self.heads * sum(self.widths) * item // 2
+        return {FORWARD: 4 * average, TRAINING: (4 + 7) * average}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,6 +440,10 @@ class Comparison:
                 skipped[f"{case.name}: {what}"] = NO_ROOM
             except WrongResult as error:
                 wrong.append(str(error))
+            except ValueError:
+                raise
+            except Exception as error:  # of one case, which leaves the others their turn
+                wrong.append(f"{case.name}: {what} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             found["took"] = sorted(f"{choice}, {why}" for choice, why in ANNOUNCED_CHOICES)
             if rows:
                 keep(found)
@@ -458,7 +466,7 @@ def fastest_of_rounds(work, device, rounds, seconds, graph):
             ready[name] = captured(function, device) if graph and getattr(function, "graph", True) else function
             seconds_of(ready[name], 1, device)  # warms up
             calls[name] = max(1, int(seconds / max(seconds_of(ready[name], 1, device), 1e-7)))
-        except RuntimeError as error:  # running out of memory is one too
+        except Exception as error:  # triton's are no RuntimeErrors
             ready.pop(name, None)
             full = isinstance(error, torch.OutOfMemoryError)
             failed[name] = NO_ROOM if full else "failed: " + str(error).partition("\n")[0]
@@ -502,9 +510,10 @@ def seconds_of(function, calls, device):
 
 def render_comparison(record):
     """The record as a table: each competitor's time, and how many times as fast the best MHLA is."""
+    checks, versions = record["checks"], record["versions"]
     lines = [
-        f"{record['hardware']}; torch {record['versions']['torch']}, triton {record['versions'].get('triton', 'absent')}",
-        f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
+        f"{record['hardware']}; torch {versions['torch']}, triton {versions.get('triton', 'absent')}",
+        f"Right before fast: largest relative error of {len(checks)} checks {max(checks.values(), default=0):.0e}",
     ]
     for row in record["rows"]:
         ours = min((ms for name, ms in row["ms"].items() if name.startswith("mhla")), default=None)
@@ -512,5 +521,5 @@ def render_comparison(record):
         for name, ms in sorted(row["ms"].items(), key=lambda entry: entry[1]):
             ratio = "" if ours is None or name.startswith("mhla") else f"{ms / ours:>9.2f}x MHLA's time"
             lines.append(f"  {name:18}{ms:>12.4f} ms{ratio}")
-    lines += ["", *(f"{name}: not timed, it {why}." for name, why in record["skipped"].items())]
+    lines += ["", *(f"{name}: not timed, it {why}." for name, why in record["skipped"].items()), *record["wrong"]]
     return "\n".join(lines).rstrip()

@@ -1,13 +1,14 @@
 """docs/performance.md from what `mhla-hf bench` has measured: python -m mhla_hf.bench.document docs
 
-Unusual: a part without a measurement says so and names the command that makes one; nothing here holds a figure of its own.
+Unusual: a part without a measurement says so and names the command that makes one. Besides the targets and the words on the
+demo nothing here holds a figure of its own; what the kernels move is counted anew and kept in bench/traffic.json.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from ..files import file_aside
+from ..files import file_aside, write_json
 from . import render_bench
 from .compare import FORWARD, TRAINING
 
@@ -15,7 +16,7 @@ PAGE = """# Performance
 
 Made from the JSON files beside it by `python -m mhla_hf.bench.document docs`. In all of them every competitor takes its
 turn in every round of one process, the fastest round of each counts, and nothing is timed before it has been compared with
-the definition.
+the definition: of a whole model its attention, of an operator at full length one sequence of the batch.
 
 ## The operator on a CPU
 
@@ -39,20 +40,27 @@ the decode times.
 
 {gpu}
 
-What the kernels should reach on an H200 in bf16, by counting the bytes they must move; to the right of each target what was
-measured. A row is the fastest form of MHLA; softmax is the best backend of `scaled_dot_product_attention`; the floor is a
-copy of as many bytes as the call must read and write. Whole, Wan2.1-1.3B should be at least 2.1 times as fast as softmax
-(the paper's table 5) and no more than 5 % slower than plain linear attention.
+Targets for an H200 in bf16, set before the kernels were written; to the right of each what was measured. A row is the
+fastest form of MHLA; softmax is the best backend of `scaled_dot_product_attention`; the floor is a copy of as many bytes as
+the call must read and write. Whole, Wan2.1-1.3B should be at least 2.1 times as fast as softmax (the paper's table 5) and no
+more than 5 % slower than plain linear attention.
 
 {targets}
 
 ### Each kernel alone
 
-Every launch of a forward and a backward pass of these six, started alone, beside a copy of all bytes of the tensors it is
-given. How the copy's time compares with the kernel's is the share of the copy's bandwidth that the kernel reaches; a large
-one should reach 0.75.
+Every launch of a kernel in a forward and a backward pass of these six, started alone, beside a copy of all bytes of the
+tensors it is given. How the copy's time compares with the kernel's is the share of the copy's bandwidth that the kernel
+reaches; a large one should reach 0.75. What fits the GPU's cache stays there, for the copy too.
 
 {kernels}
+
+Counted, not measured: the same bytes of all launches together, and the time they take at 4.3 TB/s, which is what the targets
+take for an H200's copy. Sums of blocks and other results between kernels are among them; the floor is what a call is given
+and returns. Where the time is above the target, kernels as good as a copy miss it unless caches help: then fewer passes over
+memory are needed, not other tiles.
+
+{traffic}
 
 ### Decoding on a GPU
 
@@ -66,6 +74,7 @@ UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make bench-gpu`, on a machine with one, runs the suite `{suite}` and fills\n"
     "this part. What the kernels compile to stands in [kernels.md](kernels.md); no speed is claimed."
 )
+COPY_BANDWIDTH = 4.3e6  # bytes a µs
 GPU_TARGETS = {  # case of the suite "paper" -> forward µs, times softmax, % of the floor, forward + backward µs
     "DiT-S/2 512 px, 16 blocks, batch 32": (40, 2.8, 58, 150),
     "DiT-S/2 2048 px, 16 blocks, batch 1": (23, 37, 50, 62),
@@ -81,7 +90,36 @@ def performance_page(docs):
     docs = Path(docs)
     parts = {"quick": ("bench", "quick"), "gpu": ("bench/gpu", "paper")}
     parts |= {suite: (f"bench/{suite}", suite) for suite in ("kernels", "decode")}
-    return PAGE.format(targets=target_table(docs), **{name: measured_part(docs, *at) for name, at in parts.items()})
+    measured = {name: measured_part(docs, *at) for name, at in parts.items()}
+    return PAGE.format(targets=target_table(docs), traffic=traffic_table(docs), **measured)
+
+
+def traffic():
+    """{case: [bytes of the floor and of the kernels, forward, then of both passes]} of those with targets."""
+    from .cases import KERNELS  # imports transformers and diffusers
+
+    found = {}
+    for case in KERNELS.cases:
+        pairs = zip(case.operator.floors().values(), case.traffic(), strict=True)
+        found[case.name] = [list(pair) for pair in pairs]
+    return found
+
+
+def traffic_table(docs):
+    """bench/traffic.json as a table, beside GPU_TARGETS."""
+    lines = [
+        "| shape | forward: floor, MB | kernels, MB | at 4.3 TB/s, µs | target, µs "
+        "| forward + backward: floor, MB | kernels, MB | at 4.3 TB/s, µs | target, µs |",
+        "|---" * 9 + "|",
+    ]
+    for case, passes in json.loads((docs / "bench" / "traffic.json").read_text(encoding="utf-8")).items():
+        forward, *_, both = GPU_TARGETS[case]
+        cells = (
+            f"{floor / 1e6:.0f} | {moved / 1e6:.0f} | {moved / COPY_BANDWIDTH:.0f} | {target}"
+            for (floor, moved), target in zip(passes, (forward, both), strict=True)
+        )
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def target_table(docs):
@@ -119,5 +157,6 @@ def measured_part(docs, folder, suite):
 
 
 if __name__ == "__main__":
+    write_json(Path(sys.argv[1]) / "bench" / "traffic.json", traffic())
     with file_aside(Path(sys.argv[1]) / "performance.md") as aside:
         aside.write_text(performance_page(sys.argv[1]), encoding="utf-8")

@@ -13,7 +13,8 @@ import math
 
 import torch
 
-from ..ops.triton_common import launches_through, start
+from ..ops.triton_common import launches_through, spell, start
+from ..ops.triton_operator import triton_backward, triton_forward
 from .compare import Operator, copy_of, repeated
 
 TIMES = 10  # in a CUDA graph, which takes longer to start than a small kernel to run
@@ -47,30 +48,45 @@ class Kernels:
         work = {}
         for stage, launches in (("forward", forward), ("backward", backward)):
             for place, launch in enumerate(launches, 1):
-                function, _, _, *arguments = launch.args
-                moved, kernel = bytes_of(arguments), function.fn.__name__.removesuffix("_kernel")
+                moved, kernel = bytes_of(launch), launch.args[0].fn.__name__.removesuffix("_kernel")
                 pair = {"mhla kernel": launch, "copy": copy_of(moved, device)}
                 what = f"{stage} {place}, {kernel} of {moved / 1e6:.3g} MB, {TIMES} times"
                 work[what] = {name: repeated(run, TIMES) for name, run in pair.items()}
         return work
 
+    def traffic(self):
+        """Bytes that the kernels of a forward pass and those of a training step move, by `bytes_of`; none is started."""
+        shape, heads = self.operator, self.operator.heads
+        size, dtype = (shape.batch, shape.blocks.length, heads), getattr(torch, shape.dtype)
+        q, k, v = (torch.zeros(*size, width, dtype=dtype) for width in (shape.widths[0], *shape.widths))
+        mixing = torch.zeros(shape.blocks.num_blocks, shape.blocks.num_blocks)
+        cuts, normalize = [spell(shape.blocks)] * 2, "shared" if shape.normalize else "no"
+        rest = (*[None] * 5, *cuts, shape.causal, normalize, 1.0, None)
+        with recorded_launches(started=False) as launches:
+            o, inv = triton_forward(q, k, v, mixing, *rest)
+            forward = len(launches)
+            triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *rest)
+        moved = [bytes_of(launch) for launch in launches]
+        return sum(moved[:forward]), sum(moved)
+
 
 @contextlib.contextmanager
-def recorded_launches():
-    """Inside, launches also go into the list this gives, as functions of nothing that start them again."""
+def recorded_launches(started=True):
+    """Inside, launches go into the list this gives, as functions of nothing that start them again; or for the first time."""
     found = []
 
     def record(*arguments, **settings):
         found.append(functools.partial(start, *arguments, **settings))
-        found[-1]()
+        if started:
+            found[-1]()
 
     with launches_through(record):
         yield found
 
 
-def bytes_of(arguments):
-    """Of all tensors among a kernel's arguments, each once; of an expanded one what lies in memory."""
-    flat = [x for group in arguments for x in (group if isinstance(group, tuple) else (group,))]
+def bytes_of(launch):
+    """Of all tensors among a launch's arguments, each once; of an expanded one what lies in memory."""
+    flat = [x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))]
     held = {}
     for x in flat:
         if isinstance(x, torch.Tensor):

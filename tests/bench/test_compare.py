@@ -10,6 +10,7 @@ from mhla_hf.bench import DECODE, Comparison, compare, render_bench, run_bench
 from mhla_hf.bench.cases import DIT, PAPER, WholeModel
 from mhla_hf.bench.compare import FORWARD, TRAINING, Decoding, Operator
 from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.triton_common import INTERPRETED
 
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 MORE = Decoding(100, heads=2, width=8, dtype="float32")
@@ -56,6 +57,7 @@ def test_half_of_the_decoded_tokens_come_after_a_block_ends():
     assert [cut.length - compare.STEPS // 2 for cut in blocks[1:]] == [case.length for case in DECODE.cases]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter runs kernels on the CPU")
 def test_the_decoding_kernels_go_back_to_where_they_were(monkeypatch):
     """What a CUDA graph replays: the same tokens at the same places, the second time too."""
     monkeypatch.setattr(compare, "STEPS", 8)
@@ -119,7 +121,26 @@ def test_a_wrong_result_leaves_the_others_their_speed(monkeypatch, tmp_path, cap
         run_bench(quick(GRID, TEXT), out=tmp_path, progress=False)
     record = json.loads((tmp_path / "bench.json").read_text())
     assert {row["case"] for row in record["rows"]} == {"text"} and len(record["wrong"]) == 1
-    assert "grid" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert record["wrong"][0] in told and "grid: forward" not in told
+
+
+def test_a_case_that_fails_leaves_the_others_their_turn(monkeypatch, tmp_path):
+    """Also with an error of triton's, which is no RuntimeError."""
+
+    class Refused(Exception):
+        pass
+
+    def refuse(*_):
+        raise Refused("no room for\nits tiles")
+
+    check = Operator.check
+    monkeypatch.setattr(Operator, "check", lambda self, *a: refuse() if self.name == "grid" else check(self, *a))
+    with pytest.raises(RuntimeError, match=r"^grid: forward failed: Refused: no room for$"):
+        run_bench(quick(GRID, TEXT), out=tmp_path, progress=False, show=False)
+    assert {row["case"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]} == {"text"}
+    best, failed = compare.fastest_of_rounds({"one": refuse, "other": list}, "cpu", 1, 0.0, False)
+    assert best.keys() == {"other"} and failed == {"one": "failed: no room for"}
 
 
 def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):

@@ -1,5 +1,7 @@
 """Each kernel alone: which launches are timed, what they must move, and that they start again as they were."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from mhla_hf.bench.compare import Operator
 from mhla_hf.bench.document import GPU_TARGETS
 from mhla_hf.bench.kernels import Kernels, bytes_of, recorded_launches
 from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.triton_common import INTERPRETED
 
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter runs kernels on the CPU")
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="float32")
 BOTH = Comparison((Kernels(GRID), Kernels(TEXT)), rounds=1, seconds=0.0)
@@ -49,9 +53,9 @@ def test_the_copy_moves_what_the_kernel_must(interpreted):
 
 def test_bytes_are_counted_once():
     x, expanded = torch.zeros(3, 4), torch.zeros(1, 5).expand(7, 5)
-    assert bytes_of([x, None, 3, 1.0]) == 48
-    assert bytes_of([(x, 4, 1), x, (expanded, 0, 1)]) == 48 + 20
-    assert bytes_of([x, x[:, :2]]) == 48 + 24  # another tensor: a kernel reads both
+    assert bytes_of(partial(print, x, None, 3, 1.0)) == 48
+    assert bytes_of(partial(print, (x, 4, 1), x, (expanded, 0, 1))) == 48 + 20
+    assert bytes_of(partial(print, x, x[:, :2])) == 48 + 24  # another tensor: a kernel reads both
 
 
 def test_a_launch_starts_again_as_it_was():
@@ -63,6 +67,16 @@ def test_a_launch_starts_again_as_it_was():
     o.fill_(torch.nan)
     found[-1]()
     assert torch.equal(o, wanted)
+
+
+@pytest.mark.parametrize("operator", [GRID, TEXT])
+def test_traffic_is_told_without_a_launch(operator, interpreted, monkeypatch):
+    pairs = Kernels(operator).work("cpu", 0)
+    moved = {what: 2 * pair["copy"]().nbytes for what, pair in pairs.items()}
+    forward = sum(size for what, size in moved.items() if what.startswith("forward"))
+    monkeypatch.setattr(kernels, "start", lambda *_, **__: pytest.fail("a kernel was started"))
+    told = Kernels(operator).traffic()
+    assert all(0 <= t - m < 2 * len(moved) for t, m in zip(told, (forward, sum(moved.values())), strict=True))
 
 
 def test_without_a_gpu_it_says_so(tmp_path):

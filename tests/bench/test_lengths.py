@@ -74,7 +74,7 @@ def test_no_speed_for_a_wrong_result(monkeypatch, tmp_path, capsys, wrong, words
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"suite": "slow"}, "suite is 'slow'; expected one of quick, full, wide, decode, paper."),
+        ({"suite": "slow"}, "suite is 'slow'; expected one of quick, full, wide, decode, kernels, paper."),
         ({"threads": 0}, "threads is 0; expected an integer of at least 1."),
         ({"threads": 1.0}, "threads is 1.0; expected an integer of at least 1."),
         ({"device": "abacus"}, "device is 'abacus'; expected one that torch can use here."),
