@@ -257,6 +257,11 @@ def document(record, count):
     return text + "\n".join(lines) + "\n"
 
 
+def count_of(path):
+    """How many launches the page at `path` says were compiled."""
+    return int(re.search(r"([\d,]+) of them", path.read_text())[1].replace(",", ""))
+
+
 def in_words(cell):
     """registers / KiB, and what spills."""
     if cell is None:
@@ -282,6 +287,8 @@ def main():
     )
     parser.add_argument("--record", type=Path, default=RECORD, help="the file; the table is written from the default")
     arguments = parser.parse_args()
+    if arguments.again is not None and arguments.again < 1:
+        parser.error(f"--again is {arguments.again}; expected a number of at least 1.")
     chips = [int(name) if name.isdigit() else name for name in arguments.chips]
     if arguments.check or arguments.again:
         record, _ = read_record(arguments.record)
@@ -289,6 +296,9 @@ def main():
             *(lacking(record, chips) if arguments.check else differences(record, chips, arguments.again)),
             *complaints(record, chips),
         ]
+        count = count_of(DOCUMENT) if arguments.record == RECORD else None
+        if count is not None and DOCUMENT.read_text() != document(record, count):
+            found.append("docs/kernels.md is not the table of this record.")
     else:
         record = build_all(chips, arguments.jobs, arguments.record)
         if arguments.record.resolve() == RECORD:
