@@ -5,9 +5,9 @@ All four are one formula. For the tokens t of a block with state P (its mixed su
     out[t] = a[t] P + own * sum over the block's own tokens s of <a[t], b[s]> c[s]
 
 where causal means s <= t for outputs (a, b, c = q, k, v) and for queries' gradients (g, v, k), s >= t for keys' (v, g, q)
-and for values' (k, q, g); the second part is missing where nothing is causal. A long block is walked in chunks of 64 tokens
-with a running state, so the cost of a token does not grow with the block. A denominator, and the rank-one terms that its
-gradient adds to <a, b>, are taken along. All of it is a sum over the lanes of a and b: where products are of fp32
+and for values' (k, q, g); the second part is missing where nothing is causal. A long block is walked in chunks of 16 to 64
+tokens with a running state, so the cost of a token does not grow with the block. A denominator, and the rank-one terms that
+its gradient adds to <a, b>, are taken along. All of it is a sum over the lanes of a and b: where products are of fp32
 numbers, which take more registers, and on some chips, wide heads are taken so many lanes at a time as `lanes_at_once` says,
 each launch adding to what the last one left.
 """

@@ -25,7 +25,8 @@ FAULTS_FOUND = {}
 
 
 class KernelKind(NamedTuple):
-    """What decides which kernels run: calls that share it are checked once."""
+    """What calls have in common that are checked once. Tables of places, padding on the left and packed sequences, which
+    only say where tokens lie, are not part of it."""
 
     device: torch.device
     dtype: torch.dtype

@@ -35,12 +35,15 @@ CHIPS = (*SPILL_FREE, 86)  # there the table shows what is left to tune, without
 SHARED_LIMIT = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}  # KiB a block may use
 HEADER = """# Kernels: registers and shared memory
 
-Made by `python tests/ops/kernel_builds.py` with triton {version}: compiled offline, no GPU was used. Every launch of a
-forward and a backward pass is compiled with the configuration it would have, {count:,} of them: without causality and in the
-quadratic form, both with and without relu inside; causal with blocks of 64 and of 256; each with a denominator of the same
-features, with none, with one of other features (or the official one), with and without a key mask, causal ones also with
-left padding and with packed sequences; and decoding; with a key head for each query head and with one for two, and with a
-mixing for all heads and one for each. Key width / value width of heads: {widths}.
+Made by `python tests/ops/kernel_builds.py` with triton {version}: compiled offline, no GPU was used. The launches of a
+forward and a backward pass are compiled with the configuration they would have, {count:,} of them: grids without causality
+and in the quadratic form, both with and without relu inside; causal with blocks of 64 and of 256; each with a denominator of
+the same features, with none, with one of other features (or the official one), with and without a key mask, causal ones also
+with left padding and with packed sequences; and decoding; with a key head for each query head and with one for two, and with
+a mixing for all heads and one for each. Key width / value width of heads: {widths}.
+
+Not compiled yet: sequences without causality and grids cut into runs of tokens, whose kernels read no table of places, and
+fp32 values beside fp16 queries and keys.
 
 A cell is the most that any launch of a kernel needs, registers of a thread and KiB of shared memory of a block; "spills"
 are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
@@ -65,8 +68,8 @@ again before they pass. For sm_90 they were compiled by hand with triton 3.6.0 a
 cores, none takes more than 156 KiB (`--record`, see CONTRIBUTING.md).
 
 Causal heads of fp32, or with keys or values wider than 128, that have a key mask, have masked keys and values set to zero
-outside the kernels, a pass over memory more: inside, a mask takes registers that are not left there. In all other cases the
-kernels read the mask.
+outside the kernels, a pass over memory more: inside, a mask takes registers that are not left there. So have those of a
+denominator of other features, which is of fp32 products. In all other cases the kernels read the mask.
 
 """
 WITHOUT_PRODUCTS = ("prepare", "decode")
