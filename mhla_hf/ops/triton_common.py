@@ -151,7 +151,7 @@ class Cut:
 
     blocks M, tokens T, and the most tokens in a block (span). Either size is the block size and block i is the places
     from starts[row] + i * size on, or edges (int32 [M, 2]) holds first and end of each. order (int32 [T]) is the token at
-    each place, None where that is the place itself; index (int32 [T]) is the block of each token, None for a sequence.
+    each place, None where that is the place itself; index (int32 [T]) is the block of each token, None if there is a size.
     """
 
     blocks: int
@@ -175,9 +175,11 @@ def cut_of(shape, device, starts=None, edges=None):
     blocks = Blocks(tuple(shape[:axes]), tuple(shape[axes:-2]), shape[-2] or None, shape[-1])
     if edges is not None:
         return Cut(edges.shape[0], blocks.length, blocks.block_size, blocks.block_size, edges=edges)
-    if blocks.block_size is not None:
-        span = min(blocks.block_size, blocks.length)
-        return Cut(blocks.num_blocks, blocks.length, span, blocks.block_size, starts=starts)
+    size = blocks.block_size
+    if size is None and blocks.contiguous and blocks.equal:
+        size = blocks.length // blocks.num_blocks
+    if size is not None:
+        return Cut(blocks.num_blocks, blocks.length, min(size, blocks.length), size, starts=starts)
     order, edges, index = grid_tables(blocks, device)
     return Cut(blocks.num_blocks, blocks.length, max(blocks.sizes()), 0, edges, order, index=index)
 
@@ -189,12 +191,12 @@ def spell(blocks):
 
 @lru_cache(maxsize=1024)  # many, for a CUDA graph goes on reading those of its grid
 def grid_tables(blocks, device):
-    """order [T] (None if the identity), edges [M, 2] and index [T] of a grid, int32; kept, for they are read every call."""
+    """order [T], edges [M, 2] and index [T] of a grid, int32; kept, for they are read every call."""
     index = blocks.index()
     ends = torch.tensor(blocks.sizes()).cumsum(0)
     edges = torch.stack((ends - torch.tensor(blocks.sizes()), ends), 1)
-    order = None if blocks.contiguous else torch.argsort(index, stable=True).to(torch.int32).to(device)
-    return order, edges.to(torch.int32).to(device), index.to(torch.int32).to(device)
+    order = torch.argsort(index, stable=True)
+    return tuple(table.to(torch.int32).to(device) for table in (order, edges, index))
 
 
 def as_argument(x):

@@ -64,8 +64,9 @@ class Work:
         attend(q, k, v, p, out, self.cut, dot, eps=self.eps, **options)
 
     def short(self, k, v):
-        """Whether the quadratic form is taken."""
-        return use_quadratic(k.shape[1], self.key_cut.blocks, (k.shape[3], v.shape[3]), self.causal)
+        """Whether the quadratic form is taken; not between a grid and a sequence, for which it is not compiled ahead."""
+        alike = (self.cut.index is None) == (self.key_cut.index is None)
+        return alike and use_quadratic(k.shape[1], self.key_cut.blocks, (k.shape[3], v.shape[3]), self.causal)
 
     def backward(self, q, k, v, g, grads, r=None, dot=None):
         """Write the gradients of q, k, v to `grads`, given that of the sum, g, and of the weights, r; returns mixing's."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
-from kernel_launches import KINDS, SHAPES, digest_of, shipped
+from kernel_launches import KINDS, SHAPES, WIDTHS, digest_of, shipped
 
 ROOT = Path(__file__).parents[2]
 RECORD, DOCUMENT = Path(__file__).with_suffix(".json"), ROOT / "docs" / "kernels.md"
@@ -36,20 +36,20 @@ SHARED_LIMIT = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}  # Ki
 HEADER = """# Kernels: registers and shared memory
 
 Made by `python tests/ops/kernel_builds.py` with triton {version}: compiled offline, no GPU was used. The launches of a
-forward and a backward pass are compiled with the configuration they would have, {count:,} of them: grids without causality
-and in the quadratic form, both with and without relu inside; causal with blocks of 64 and of 256; each with a denominator of
-the same features, with none, with one of other features (or the official one), with and without a key mask, causal ones also
-with left padding and with packed sequences; and decoding; with a key head for each query head and with one for two, and with
-a mixing for all heads and one for each. Key width / value width of heads: {widths}.
-
-Not compiled yet: sequences without causality and grids cut into runs of tokens, whose kernels read no table of places, and
-fp32 values beside fp16 queries and keys.
+forward and a backward pass are compiled with the configuration they would have, {count:,} of them. Without causality: grids,
+and sequences (which grids cut into equal runs of tokens are too), in the linear and in the quadratic form, with and without
+relu inside, and, where nothing is normalised, with fp32 values beside fp16 queries and keys. Causal ones: with blocks of 64
+and of 256, with left padding, with packed sequences, and decoding. Each with a denominator of the same features, with none,
+and with one of other features (or the official one); with and without a key mask; with a key head for each query head and
+with one for two; with a mixing for all heads and one for each. In bf16, fp16 and fp32, with heads of these
+widths of keys and values: {widths}.
 
 A cell is the most that any launch of a kernel needs, registers of a thread and KiB of shared memory of a block; "spills"
 are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
 
 The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, V) * M) for S keys in M blocks and K, V up
 to 128: with 16 blocks and heads of 64, up to 662 tokens. That is a count of operations and bytes, not yet a measurement.
+Where queries are a grid and keys a sequence, or the reverse, the linear form is taken always.
 
 Other widths than these take the tiles of the next power of two, and are not compiled here.
 
@@ -244,10 +244,7 @@ def differences(record, chips, step):
 
 def document(record, count):
     """docs/kernels.md."""
-    by_dtype = {}
-    for dtype, (width, value_width) in sorted(SHAPES, key=lambda shape: shape[1]):
-        by_dtype.setdefault(KINDS[dtype], []).append(f"{width}/{value_width}")
-    widths = "; ".join(f"{dtype} {', '.join(found)}" for dtype, found in by_dtype.items())
+    widths = ", ".join(f"{width}/{value_width}" for width, value_width in sorted(WIDTHS))
     free = ", ".join(map(name_of, SPILL_FREE))
     text = HEADER.format(version=triton.__version__, count=count, widths=widths, all=free)
     names = [name_of(chip) for chip in CHIPS]
@@ -293,6 +290,7 @@ def main():
     if arguments.again is not None and arguments.again < 1:
         parser.error(f"--again is {arguments.again}; expected a number of at least 1.")
     chips = [int(name) if name.isdigit() else name for name in arguments.chips]
+    torch.set_num_threads(1)  # the tensors of the recorded calls are small
     if arguments.check or arguments.again:
         record, _ = read_record(arguments.record)
         found = [

@@ -29,6 +29,7 @@ KINDS[torch.bool] = "i1"
 WIDTHS = ((64, 64), (32, 32), (72, 72), (96, 96), (128, 128), (128, 256), (256, 256))
 SHAPES = tuple(itertools.product((torch.bfloat16, torch.float16, torch.float32), WIDTHS))
 LINEAR, QUADRATIC = Blocks.grid((32, 32), (2, 2)), Blocks.grid((16, 16), (4, 4))
+IN_ORDER = (Blocks.sequence(1024, 256), Blocks.sequence(256, 16))  # so are grids cut into equal runs of tokens
 SHORT_BLOCKS, LONG_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256)
 
 
@@ -37,7 +38,8 @@ class Form:
     """What decides which kernels a call launches, but for dtype and widths.
 
     normalize as `triton_forward` takes it; padding "", "mask", "starts" or "packed"; mapped: relu inside the kernels;
-    groups: key heads of four query heads; per_head: mixing of each query head.
+    groups: key heads of four query heads; per_head: mixing of each query head; wide: fp32 values beside fp16 queries and
+    keys, as diffusion models have them where nothing is normalised.
     """
 
     blocks: Blocks
@@ -48,24 +50,28 @@ class Form:
     decode: bool = False
     groups: int = 4
     per_head: bool = False
+    wide: bool = False
 
 
 def forms():
     """Those whose kernels differ."""
     for form in forms_of_one_kind_of_heads():
         yield form
-        yield replace(form, groups=2)
-        if not form.padding:
+        if not form.wide:  # diffusion models have as many key heads as query heads
+            yield replace(form, groups=2)
+        if not form.wide and not form.padding:
             yield replace(form, groups=2, per_head=True)
 
 
 def forms_of_one_kind_of_heads():
     """As many key heads as query heads, one mixing."""
-    for blocks, padding in itertools.product((LINEAR, QUADRATIC), ("", "mask")):
+    for blocks, padding in itertools.product((LINEAR, QUADRATIC, *IN_ORDER), ("", "mask")):
         for normalize in ("shared", "no", "separate"):
             yield Form(blocks, normalize=normalize, padding=padding)
         for normalize in ("shared", "no", "official"):
             yield Form(blocks, normalize=normalize, padding=padding, mapped=True)
+    for blocks, padding, mapped in itertools.product((LINEAR, QUADRATIC, *IN_ORDER), ("", "mask"), (False, True)):
+        yield Form(blocks, normalize="no", padding=padding, mapped=mapped, wide=True)
     for blocks, normalize in itertools.product((SHORT_BLOCKS, LONG_BLOCKS), ("shared", "no", "separate")):
         for padding in ("", "mask", "starts", "packed"):
             yield Form(blocks, True, normalize, padding)
@@ -96,6 +102,7 @@ def recorded(form, dtype, widths, chip):
         torch.zeros(batch, blocks.length, h, d, dtype=dtype)
         for h, d in ((4, width), (form.groups, width), (form.groups, value_width))
     )
+    v = v.float() if form.wide else v
     mixing = torch.zeros(*(4,) * form.per_head, blocks.num_blocks, blocks.num_blocks)
     dens = (q, k) if form.normalize == "separate" else (None, None)
     with recorded_launches(chip) as found:
@@ -204,7 +211,7 @@ def shipped(dtype, widths, chip, padded=True):
     """Every different `Launch` of all forms, or of those without padding."""
     found = {}
     for form in forms():
-        if form.padding and not padded:
+        if (form.padding and not padded) or (form.wide and dtype != torch.float16):
             continue
         for function, arguments, settings in recorded(form, dtype, widths, chip):
             if isinstance(chip, str) and "PRECISION" in settings:

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from mhla_hf.ops import triton_common, triton_configs, triton_impl
+from mhla_hf.ops import triton_common, triton_configs, triton_impl, triton_quadratic
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.triton_common import INTERPRETED
@@ -25,6 +25,7 @@ GRIDS = {
     "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
     "prefix": Blocks.grid((5, 6), (2, 3), prefix=3),
     "even": Blocks.grid((4, 6), (2, 2)),
+    "runs": Blocks.grid((4, 6), (2, 1), prefix=12),
 }
 
 pytestmark = [
@@ -307,6 +308,24 @@ def test_quadratic_denominators(widths, normalize, dtype):
 
 def test_quadratic_rectangular():
     check(GRIDS["2-D"], key_blocks=Blocks.grid((41,), (4,)), per_head=True, mask=True)
+
+
+@pytest.mark.parametrize(
+    "grids, expected",
+    [(("even", "2-D"), 1), (("sequence", "runs"), 1), (("even", "runs"), 0), (("sequence", "even"), 0)],
+)
+def test_quadratic_where_both_are_cut_in_the_same_way(grids, expected):
+    blocks, key_blocks = (GRIDS[grid] for grid in grids)
+    inputs = inputs_for(blocks, key_blocks, 1, 2, 1, (8, 8), False, True, F32, False)
+    started = []
+
+    def note(function, *arguments, **settings):
+        started.append(function)
+        triton_common.start(function, *arguments, **settings)
+
+    with triton_common.launches_through(note):
+        mhla(*inputs, blocks=blocks, key_blocks=key_blocks, impl="triton")
+    assert started.count(triton_quadratic.quadratic_kernel) == expected
 
 
 def test_which_shapes_are_quadratic():
