@@ -24,7 +24,10 @@ WARNED = set()
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm over each head's output, in fp32, one weight of `[V]` for all heads (section 4.1)."""
+    """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1).
+
+    In the dtype of o where the weight has it too: one kernel of torch's then reads o and writes the result. Else in fp32.
+    """
 
     def __init__(self, value_dim: int, eps: float):
         super().__init__()
@@ -36,7 +39,10 @@ class OutputNorm(nn.Module):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(o.float(), self.weight.shape, self.weight.float(), self.eps)
+        weight = self.weight
+        if o.dtype != weight.dtype:
+            o, weight = o.float(), weight.float()
+        return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
 class OutputGate(nn.Linear):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.core import MHLA
+from mhla_hf.nn.core import MHLA, OutputNorm
 from mhla_hf.nn.features import FeatureMap
 from mhla_hf.nn.mixing import MIXING_FLOOR, Mixing, extend_causal, locality_start
 
@@ -71,6 +71,21 @@ def test_hedgehog_starts_as_two_softmaxes_of_x():
 
 def test_relu_is_never_all_zero():
     assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_norm_rounds_once(dtype):
+    """Whatever the dtypes, it computes in fp32; in that of a whole model in half precision it answers in that."""
+    norm = OutputNorm(16, 1e-6)
+    norm.weight.data.uniform_(0.5, 2.0).copy_(norm.weight.data.to(dtype))
+    o = torch.randn(2, 5, 3, 16).to(dtype).requires_grad_()
+    mixed = norm(o)
+    assert mixed.dtype == torch.float32
+    (expected,) = torch.autograd.grad(mixed.square().sum(), o)
+    half = norm.to(dtype)(o)
+    assert half.dtype == dtype and torch.equal(half, mixed.to(dtype))
+    (gradient,) = torch.autograd.grad(half.float().square().sum(), o)
+    assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize("form", ["softmax", "direct"])

@@ -60,7 +60,8 @@ keys.
 
 Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of
 `mhla`), and its derivative where they write gradients: the mapped features are neither written nor kept. Where a rotation
-comes between, as in Wan and in language models, the map stays outside.
+comes between, as in Wan and in language models, the map stays outside. So does the RMSNorm after a form without denominator:
+it needs whole rows of the output, and tiles hold 64 columns or fewer. It is a call of torch's on the output as it is.
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
 spills where the table says so. The tests hold this table to the kernels and tiles as they are: a changed one is compiled
