@@ -126,6 +126,7 @@ class Call(Work):
 
     def __init__(self, like, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps):
         self.normalize, self.padded = normalize, starts is not None
+        key_mask, starts = (x if x is None else x.contiguous() for x in (key_mask, starts))
         rows = cut_of(cut, like.device, starts, edges)
         columns = rows if key_cut == cut else cut_of(key_cut, like.device)
         super().__init__(

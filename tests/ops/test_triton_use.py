@@ -1,5 +1,6 @@
 """What people do with the kernels: decode, compile, pad, hold huge tensors, ask for them in vain. In the interpreter."""
 
+import itertools
 import subprocess
 import sys
 
@@ -47,6 +48,32 @@ def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=to
 
 def close(got, want, tolerance=1e-5):
     return float((got.double() - want.double()).norm() / want.double().norm()) <= tolerance
+
+
+LAYOUTS = {  # of [2, T] values, the same in memory of another order
+    "column-major": lambda x: x.T.contiguous().T,
+    "every second": lambda x: torch.stack((x, ~x if x.dtype == torch.bool else x + 7), -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(*x.shape),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [*itertools.product(("key_mask", "causal key_mask"), LAYOUTS), ("starts", "every second"), ("starts", "expanded")],
+)
+def test_padding_in_any_memory_layout(kind, layout):
+    inputs = [x.requires_grad_() for x in (*features(2, 24, dtype=torch.bfloat16), torch.rand(4, 4, device=DEVICE))]
+    blocks = Blocks.grid((4, 6), (2, 2)) if kind == "key_mask" else Blocks.sequence(24, 6)
+    name = kind.removeprefix("causal ")
+    values = torch.tensor([5, 9], device=DEVICE) if name == "starts" else torch.rand(2, 24, device=DEVICE) > 0.4
+    padding = LAYOUTS[layout](values)
+    assert not padding.is_contiguous()
+    options = {"blocks": blocks, "causal": kind != "key_mask", "impl": "triton"}
+    results = []
+    for given in (padding, padding.contiguous()):
+        o = mhla(*inputs, **{name: given}, **options)
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), inputs)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("normalize, den_width", [(True, None), (False, None), (True, 5)])
