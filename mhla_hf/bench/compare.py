@@ -24,7 +24,7 @@ from ..ops.state import MHLAState
 from ..ops.triton_decode import pin_state
 from ..ops.triton_operator import triton_refusal
 from ..plots import plot_bars
-from .lengths import FORWARD, TOLERANCES, TRAINING, WrongResult, refuse_wrong, relative_error
+from .lengths import FORWARD, TOLERANCES, TRAINING, WrongResult, errors_against, refuse_wrong, relative_error
 
 SOFTMAX_BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
@@ -86,20 +86,28 @@ class Operator:
     def check(self, device, seed):
         """Relative errors by name; RuntimeError for one that is too large.
 
-        Output and all gradients on few tokens against the definition in fp64, and the competitors' outputs; at full
-        size the output of some queries against it, and the kernels' gradients against the torch form's in fp32.
+        Output and all gradients of all competitors on few tokens against their definitions in fp64; of MHLA at full size
+        the output of some queries, and the kernels' gradients against the torch form's in fp32.
         """
         checks, small = {}, self.small()
         (q, k, v, mixing), direction = small.inputs(device, seed)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v, mixing)]
-        wanted = mhla_reference(*exact, blocks=small.blocks, causal=self.causal, normalize=self.normalize)
-        wanted = [wanted, *torch.autograd.grad(wanted, exact, direction.double())]
+        options = {"blocks": small.blocks, "causal": self.causal, "normalize": self.normalize}
+        uniform = torch.ones_like(mixing)
+
+        def by_mixing(q, k, v, mixing=uniform):
+            return mhla_reference(q, k, v, mixing.to(q.dtype), **options)
+
+        def by_softmax(q, k, v):
+            return rows_of_softmax(q, k, v, torch.arange(q.shape[1], device=q.device), self.causal)
+
+        def compare(name, definition, attention, *tensors):
+            errors = errors_against(definition, attention, tensors, direction)
+            tokens = small.blocks.length
+            checks.update({f"{self.name}, {name}, {what} of {tokens} tokens": error for what, error in errors.items()})
+
         (fq, fk, fv, fm), full = self.inputs(device, seed, batch=1)
         for form in self.forms(device):
-            got = small.attend(q, k, v, mixing, form)
-            got = [got, *torch.autograd.grad(got, (q, k, v, mixing), direction)]
-            for name, x, y in zip(("output", "dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
-                checks[f"{self.name}, {form}, {name} of {small.blocks.length} tokens"] = relative_error(x, y)
+            compare(form, by_mixing, functools.partial(small.attend, impl=form), q, k, v, mixing)
             with torch.no_grad():
                 got, queries = self.attend(fq, fk, fv, fm, form), sampled_queries(self.blocks.length, device)
                 wanted_rows = rows_of_definition(fq, fk, fv, fm, self, queries)
@@ -110,13 +118,10 @@ class Operator:
             wanted = torch.autograd.grad(self.attend(*wide, "torch"), wide, full.float())
             for name, x, y in zip(("dq", "dk", "dv", "dmixing"), got, wanted, strict=True):
                 checks[f"{self.name}, triton, {name} at full size"] = relative_error(x, y)
-        with torch.no_grad():
-            softmax = rows_of_softmax(q, k, v, torch.arange(q.shape[1], device=q.device), self.causal)
         for name, attention in self.softmax(q, k, v).items():
-            checks[f"{self.name}, {name}"] = relative_error(attention(q, k, v), softmax)
+            compare(name, by_softmax, attention, q, k, v)
         linear = self.linear(device)
-        uniform = small.attend(q, k, v, torch.ones_like(mixing), "torch")
-        checks[f"{self.name}, {linear.__name__}"] = relative_error(linear(q, k, v), uniform)
+        compare(linear.__name__.replace("_", " "), by_mixing, linear, q, k, v)
         refuse_wrong(checks, TOLERANCES[self.dtype])
         return checks
 

@@ -6,6 +6,7 @@ Everyone gets tensors as a model has them, [B, T, H, K], and pays for any rearra
 """
 
 import dataclasses
+import functools
 import time
 
 import torch
@@ -112,9 +113,9 @@ def make_inputs(shape, length, device, seed):
 def check_before_timing(shape, device, seed):
     """Relative errors of what will be timed; RuntimeError if one is not below the dtype's bound (fp32 1e-5).
 
-    MHLA against its T x T definition in fp64, output and every gradient, on a length that ends inside a block; at every
-    timed length its last block against the definition; every decoder's first token against its own; plain linear attention
-    against MHLA with uniform mixing, which it is.
+    All against their T x T definitions in fp64, output and every gradient, on a length that ends inside a block (plain
+    linear attention is MHLA with uniform mixing); at every timed length MHLA's last block against the definition, and every
+    decoder's first token against its own.
     """
     checks = check_definition(shape, device, seed)
     with torch.no_grad():
@@ -139,21 +140,36 @@ def check_definition(shape, device, seed):
     """The part of `check_before_timing` that needs the whole T x T definition."""
     length = 3 * shape.block_size + 5
     inputs, direction = make_inputs(shape, length, device, seed)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    blocks = shape.blocks(length)
-    expected = mhla_reference(*exact, blocks=blocks, causal=True, normalize=False)
-    got = ATTENTION["mhla"](*inputs, blocks)
-    checks = {f"output, {length:,} tokens": relative_error(got, expected)}
-    for name, mine, true in zip(
-        ("q", "k", "v", "mixing"),
-        torch.autograd.grad(got, inputs, direction),
-        torch.autograd.grad(expected, exact, direction.double()),
-        strict=True,
-    ):
-        checks[f"gradient of {name}, {length:,} tokens"] = relative_error(mine, true)
-    uniform = ATTENTION["mhla"](*inputs[:3], torch.ones_like(inputs[3]), blocks)
-    checks["plain linear against uniform mixing"] = relative_error(ATTENTION["linear"](*inputs, blocks), uniform)
+    blocks, uniform = shape.blocks(length), torch.ones_like(inputs[3])
+
+    def by_softmax(q, k, v):
+        later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+        products = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+        return torch.einsum("bhts,bshv->bthv", products.masked_fill(later, -torch.inf).softmax(-1), v)
+
+    def by_mixing(q, k, v, mixing=uniform):
+        return mhla_reference(q, k, v, mixing.to(q.dtype), blocks=blocks, causal=True, normalize=False)
+
+    def attend(form, q, k, v, mixing=uniform):
+        return form(q, k, v, mixing, blocks)
+
+    checks = {}
+    for name, definition in (("softmax", by_softmax), ("linear", by_mixing), ("mhla", by_mixing)):
+        tensors = inputs if name == "mhla" else inputs[:3]
+        errors = errors_against(definition, functools.partial(attend, ATTENTION[name]), tensors, direction)
+        checks |= {f"{name}, {what} of {length:,} tokens": error for what, error in errors.items()}
     return checks
+
+
+def errors_against(definition, attention, tensors, direction):
+    """{"output", "dq", "dk", "dv" and "dmixing" where that is the fourth: relative error} against what a definition gives
+    for the same tensors in fp64."""
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    o, wanted = attention(*tensors), definition(*exact)
+    got = o, *torch.autograd.grad(o, tensors, direction)
+    wanted = wanted, *torch.autograd.grad(wanted, exact, direction.double())
+    names = ("output", "dq", "dk", "dv", "dmixing")[: len(got)]
+    return {name: relative_error(x, y) for name, x, y in zip(names, got, wanted, strict=True)}
 
 
 class WrongResult(RuntimeError):

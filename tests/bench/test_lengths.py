@@ -1,5 +1,6 @@
 """The benchmark: right before fast, a record that explains itself, and no number for a wrong result."""
 
+import functools
 import json
 
 import pytest
@@ -28,7 +29,7 @@ def test_record_files_and_table(tmp_path, capsys, tiny_targets):
     for ratio in record["ratios"]:
         row = rows[ratio["what"], ratio["length"]]
         assert ratio["ratio"] == row[f"{ratio['against']}_ms"] / row["mhla_ms"]
-    assert 0 < max(record["checks"].values()) < 1e-5 and len(record["checks"]) == 14
+    assert 0 < max(record["checks"].values()) < 1e-5 and len(record["checks"]) == (4 + 4 + 5) + 2 * (1 + 3)
     assert record["versions"]["torch"] == torch.__version__ and record["seed"] == 0
     table = capsys.readouterr().out
     lines = [line for line in table.splitlines() if line.startswith(bench.TRAINING)]
@@ -43,28 +44,28 @@ def test_memory_is_what_is_kept(tiny_targets):
     assert row["softmax_bytes"] >= 4 * tensors
 
 
-def off_by_a_little(q, k, v, mixing, blocks):
-    return bench.mhla_attention(q, k, v, mixing, blocks) * (1 + 1e-4)
+def off_by_a_little(right, q, k, v, mixing, blocks):
+    return right(q, k, v, mixing, blocks) * (1 + 1e-4)
 
 
-def wrong_gradient(q, k, v, mixing, blocks):
-    return bench.mhla_attention(q, k.detach() + 0.5 * (k - k.detach()), v, mixing, blocks)
+def wrong_gradient(right, q, k, v, mixing, blocks):
+    return right(q, k.detach() + 0.5 * (k - k.detach()), v, mixing, blocks)
 
 
-def wrong_late(q, k, v, mixing, blocks):
-    return bench.mhla_attention(q, k, v, mixing * (1.01 if q.shape[1] == 48 else 1), blocks)
+def wrong_late(right, q, k, v, mixing, blocks):
+    return right(q, k, v, mixing * (1.01 if q.shape[1] == 48 else 1), blocks)
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "name, wrong, words",
     [
-        (off_by_a_little, "output, 53 tokens: relative error 1.0e-04"),
-        (wrong_gradient, "gradient of k, 53 tokens: relative error 5.0e-01"),
-        (wrong_late, "last block of 48 tokens: relative error 1.0e-02"),
+        *((name, off_by_a_little, f"{name}, output of 53 tokens: relative error 1.0e-04") for name in bench.NAMES),
+        *((name, wrong_gradient, f"{name}, dk of 53 tokens: relative error 5.0e-01") for name in bench.NAMES),
+        ("mhla", wrong_late, "last block of 48 tokens: relative error 1.0e-02"),
     ],
 )
-def test_no_speed_for_a_wrong_result(monkeypatch, tmp_path, capsys, wrong, words):
-    monkeypatch.setitem(bench.ATTENTION, "mhla", wrong)
+def test_no_speed_for_a_wrong_result(monkeypatch, tmp_path, capsys, name, wrong, words):
+    monkeypatch.setitem(bench.ATTENTION, name, functools.partial(wrong, bench.ATTENTION[name]))
     with pytest.raises(RuntimeError) as error:
         run_bench(TINY, out=tmp_path / "out", progress=False)
     assert str(error.value).startswith(words) and str(error.value).endswith("so no speed is reported.")
