@@ -51,7 +51,10 @@ The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, 
 to 128: with 16 blocks and heads of 64, up to 662 tokens. That is a count of operations and bytes, not yet a measurement.
 Where queries are a grid and keys a sequence, or the reverse, the linear form is taken always.
 
-Other widths than these take the tiles of the next power of two, and are not compiled here.
+Not compiled yet: other widths, which take the tiles of the next power of two, and keys twice as wide as values, as the
+feature map "hedgehog" makes them; fp32 queries and keys beside values of half the size, as autocast leaves them;
+denominators of other features (or the official one) with one head, with a multiple of 16, or where tokens times heads are no
+multiple of 16; causal blocks of 16; left padding with a key mask. There the tiles may spill.
 
 fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly and has
 room for what is between them. In both, heads wider than 64 are taken 64 lanes at a time; on sm_120 causal fp32 ones
@@ -61,7 +64,7 @@ keys.
 Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of
 `mhla`), and its derivative where they write gradients: the mapped features are neither written nor kept. Where a rotation
 comes between, as in Wan and in language models, the map stays outside. So does the RMSNorm after a form without denominator:
-it needs whole rows of the output, and tiles hold 64 columns or fewer. It is a call of torch's on the output as it is.
+it needs whole rows of the output, and tiles hold 64 columns or fewer, often 32. It is a call of torch's on that output.
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
 spills where the table says so. The tests hold this table to the kernels and tiles as they are: a changed one is compiled
