@@ -45,6 +45,11 @@ class OutputNorm(nn.Module):
         return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
+def like_values(v: torch.Tensor, *features: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Features in the dtype of v: under autocast a rotation leaves fp32, which softmax attention would cast back, too."""
+    return [x if x is None else x.to(v.dtype) for x in features]
+
+
 class OutputGate(nn.Linear):
     """W x + b for every output channel, of which silu is one at the start (section 4.1).
 
@@ -167,7 +172,7 @@ class MHLA(MHLACore):
         Returns:
             `[B, T, H, V]` in v's dtype.
         """
-        q, k, q_den, k_den = self.map_features(q, k, key_mask, rotate)
+        q, k, q_den, k_den = like_values(v, *self.map_features(q, k, key_mask, rotate))
         settings = self.settings
         options = {
             "normalize": settings.normalize,

@@ -12,7 +12,7 @@ from ..ops.blocks import Blocks
 from ..ops.operator import mhla
 from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
-from .core import MHLACore
+from .core import MHLACore, like_values
 from .mixing import check_mixing_values, locality_start
 from .settings import MHLASettings
 
@@ -197,11 +197,12 @@ class GridMHLA(MHLACore):
         if v.dtype == torch.float16 and not self.settings.normalize:
             values = v.float()  # sums over all tokens pass fp16's largest number
         settings, mixing = self.settings, self.mixing(blocks.counts)
-        options = {"blocks": blocks, "normalize": settings.normalize}
+        options, features = {"blocks": blocks, "normalize": settings.normalize}, (q, k, None, None)
         if rotate is None and shard is None and settings.feature_map in FEATURE_EPS:
             options["feature_map"] = settings.feature_map  # read once: the operator's kernels map what they read
         else:
-            q, k, options["q_den"], options["k_den"] = self.map_features(q, k, key_mask, rotate)
+            features = self.map_features(q, k, key_mask, rotate)
+        q, k, options["q_den"], options["k_den"] = like_values(v, *features)
         if shard is None:
             o = mhla(q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
         else:

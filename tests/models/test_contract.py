@@ -29,6 +29,27 @@ def test_340m_is_340m():
     assert model.model.layers[3].self_attn.mhla.mixing.weight.shape == (32, 32)
 
 
+def test_autocast_gives_the_operator_one_dtype(model, monkeypatch):
+    """Rotated queries and keys come in fp32 there, which the kernels would take for products of fp32."""
+    given = []
+    operator = mhla_hf.nn.core.mhla
+
+    def noting(q, k, v, mixing, **options):
+        given.append({x.dtype for x in (q, k, v, options["q_den"], options["k_den"]) if x is not None})
+        return operator(q, k, v, mixing, **options)
+
+    monkeypatch.setattr(mhla_hf.nn.core, "mhla", noting)
+    ids = tokens(2, 40)
+    exact = model(ids, labels=ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    half = len(given) // 2
+    assert half and given == [{torch.float32}] * half + [{torch.bfloat16}] * half
+    assert abs(loss - exact) <= 1e-2 * exact
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_loss_and_gradients_reach_every_parameter(model):
     model.train()
     ids = tokens(2, 40)

@@ -52,7 +52,7 @@ to 128: with 16 blocks and heads of 64, up to 662 tokens. That is a count of ope
 Where queries are a grid and keys a sequence, or the reverse, the linear form is taken always.
 
 Not compiled yet: other widths, which take the tiles of the next power of two, and keys twice as wide as values, as the
-feature map "hedgehog" makes them; fp32 queries and keys beside values of half the size, as autocast leaves them;
+feature map "hedgehog" makes them; fp32 queries and keys beside values of half the size (our models never have those);
 denominators of other features (or the official one) with one head, with a multiple of 16, or where tokens times heads are no
 multiple of 16; causal blocks of 16; left padding with a key mask. There the tiles may spill.
 
