@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from mhla_hf.ops.triton_common import INTERPRETED
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 MORE = Decoding(100, heads=2, width=8, dtype="float32")
 TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="bfloat16")
-
-
 GRADED = ("output", "dq", "dk", "dv")
 
 
@@ -247,12 +246,16 @@ def test_whole_models_have_the_dtypes_of_loaded_ones(name, size, operator, tmp_p
 def test_the_papers_shapes():
     operators = {case.name: case for case in PAPER.cases if isinstance(case, Operator)}
     assert len({case.name for case in PAPER.cases}) == len(PAPER.cases)
-    tokens = {case.blocks.length for case in operators.values()}
-    assert {256, 1024, 4096, 16384, 65536, 31500, 2048, 8192, 32768} <= tokens
+    shapes = {(case.blocks.length, case.heads, *case.widths, case.causal) for case in operators.values()}
+    images = {(tokens, 6, 64, 64, False) for tokens in (256, 1024, 4096, 16384, 65536)} | {(1024, 16, 72, 72, False)}
+    texts = {(tokens, 16, width, width, True) for tokens in (2048, 8192, 32768) for width in (64, 128)}
+    assert shapes == images | texts | {(31500, 12, 128, 128, False), (2048, 4, 128, 256, True)}
     wan = [case for case in operators.values() if case.blocks.length == 31500]
     assert {(case.blocks.num_blocks, case.blocks.equal) for case in wan} == {(150, True), (105, True)}
     table = {
         (case.blocks.num_blocks, case.blocks.length) for name, case in operators.items() if name.startswith("table 14")
     }
     assert len(table) == 12 and (1024, 4096) in table and (1024, 1024) not in table
-    assert {case.widths for case in operators.values()} == {(64, 64), (72, 72), (128, 128), (128, 256)}
+    whole = {case.name.split()[0]: case for case in PAPER.cases if isinstance(case, WholeModel)}
+    assert set(whole) == {"DiT-S/2", "DiT-XL/2", "Wan2.1-1.3B,", "LM-340M"}
+    assert all(case.operator.blocks.length == math.prod(case.grid) for case in whole.values())
