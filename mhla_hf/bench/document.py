@@ -16,8 +16,8 @@ PAGE = """# Performance
 
 Made from the JSON files beside it by `python -m mhla_hf.bench.document docs`. In all of them every competitor takes its
 turn in every round of one process, the fastest round of each counts, and nothing is timed before it has been compared with
-its definition in fp64: output and gradients on few tokens, and of MHLA at full length some outputs of one sequence of the
-batch; of a whole model its attention.
+its definition in fp64: of an operator output and gradients on few tokens, and of MHLA at full length some outputs of one
+sequence of the batch; of decoding some tokens; of a whole model its attention.
 
 ## The operator on a CPU
 

@@ -26,7 +26,7 @@ WARNED = set()
 class OutputNorm(nn.Module):
     """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1).
 
-    In the dtype of o where the weight has it too: one kernel of torch's then reads o and writes the result. Else in fp32.
+    Given in the dtype of o where the weight has it too, by one call of torch's, else in fp32.
     """
 
     def __init__(self, value_dim: int, eps: float):
