@@ -14,6 +14,7 @@ from torch import nn
 
 from ..ops.blocks import Blocks
 from ..ops.operator import mhla, mhla_step
+from ..ops.reference import head_norm
 from .features import FeatureMap
 from .mixing import Mixing
 from .settings import MHLASettings
@@ -24,10 +25,7 @@ WARNED = set()
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1).
-
-    Given in the dtype of o where the weight has it too, by one call of torch's, else in fp32.
-    """
+    """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1)."""
 
     def __init__(self, value_dim: int, eps: float):
         super().__init__()
@@ -38,11 +36,9 @@ class OutputNorm(nn.Module):
         """The start of each own parameter, for models that are built empty and filled later."""
         return {"weight": torch.ones(self.weight.shape)}
 
-    def forward(self, o: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if o.dtype != weight.dtype:
-            o, weight = o.float(), weight.float()
-        return F.rms_norm(o, weight.shape, weight, self.eps)
+    def forward(self, o) -> torch.Tensor:
+        """Of o `[.., V]`, by `head_norm`; or what a function o gives, called with `output_norm`, `mhla`'s argument."""
+        return o(output_norm=(self.weight, self.eps)) if callable(o) else head_norm(o, self.weight, self.eps)
 
 
 def like_values(v: torch.Tensor, *features: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -114,11 +110,11 @@ class MHLACore(nn.Module):
         q_den, k_den = (q, k) if self.settings.normalize else (None, None)
         return *rotate(q, k), q_den, k_den
 
-    def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Output norm and gate over `[B, T, H, V]`."""
+    def finish_output(self, o, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Output norm and gate over `[B, T, H, V]`; o is a tensor, or a function as `OutputNorm` takes it."""
         if self.settings.output_norm:
             o = self.norm(o)
-        o = o.to(dtype)
+        o = (o() if callable(o) else o).to(dtype)
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o

@@ -4,6 +4,8 @@ Unusual: the counts of blocks are the model's, the size of the grid is the input
 blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -204,7 +206,7 @@ class GridMHLA(MHLACore):
             features = self.map_features(q, k, key_mask, rotate)
         q, k, options["q_den"], options["k_den"] = like_values(v, *features)
         if shard is None:
-            o = mhla(q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
+            o = partial(mhla, q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
         else:
             o = sharded_mhla(q, k, values, mixing, start=shard[0], add_up=shard[1], **options)
         o = self.finish_output(o, hidden_states, dtype)

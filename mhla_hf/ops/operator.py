@@ -12,7 +12,7 @@ import math
 import torch
 
 from .blocks import Blocks
-from .reference import FEATURE_EPS, mhla_reference, relu_features
+from .reference import FEATURE_EPS, head_norm, mhla_reference, relu_features
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_impl import torch_mhla
@@ -44,6 +44,7 @@ def mhla(
     cu_seqlens: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     feature_map: str | None = None,
+    output_norm: tuple | None = None,
     return_state: bool = False,
     impl: str = "auto",
 ):
@@ -68,6 +69,8 @@ def mhla(
         with blocks of its own. Then mixing needs rows for the longest sequence only.
     feature_map: None where q and k are feature-mapped; "relu" (relu(x) + 1e-6) or "plain_relu" maps them here, which the
         kernels, without causality, do where they read q and k. Not with q_den.
+    output_norm: (weight [V], eps) of an RMSNorm over each head of o; the kernels take it along where nothing is causal or
+        normalised, no gradient is asked for, q and v are of 16 bits, and heads are up to 128 wide.
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
         which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else
@@ -77,9 +80,7 @@ def mhla(
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(q, scale, normalize, impl)
-    if feature_map is not None and (feature_map not in list(FEATURE_EPS) or q_den is not None):
-        given = repr(feature_map) if q_den is None else f"{feature_map!r} with q_den"
-        raise ValueError(f"feature_map is {given}; expected None, 'relu' or 'plain_relu', the last two without q_den.")
+    check_taken_along(feature_map, output_norm, q_den, v)
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
     check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
@@ -97,14 +98,12 @@ def mhla(
         "cu_seqlens": cu_seqlens,
         "starts": starts,
     }
+    weight = None if output_norm is None else output_norm[0]
     kind = {"normalize": normalize, "causal": causal, "blocks": blocks, "feature_map": feature_map}
-    kind["masked"] = key_mask is not None
+    kind["masked"], kind["backward"] = key_mask is not None, needs_gradients(q, k, v, mixing, q_den, k_den, weight)
+    kind["normed"] = output_norm is not None and not (normalize or causal or kind["backward"])
     choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
-    if feature_map is not None and choice == "triton" and not causal:
-        options["eps"] = FEATURE_EPS[feature_map]
-    elif feature_map is not None:
-        q, k = relu_features(q, feature_map), relu_features(k, feature_map)
-    o = FORMS[choice](q, k, v, mixing, **options)
+    o = attend_by(choice, q, k, v, mixing, feature_map, output_norm, kind["normed"], options)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -219,6 +218,23 @@ def choose_implementation(impl, q, k, v, q_den, k_den, **kind):
         ANNOUNCED_CHOICES.add((choice, why))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)
     return choice
+
+
+def attend_by(choice, q, k, v, mixing, feature_map, output_norm, normed, options):
+    """o by an implementation, with the feature map and the norm (`normed`) in its kernels, else around it."""
+    if feature_map is not None and choice == "triton" and not options["causal"]:
+        options = {**options, "eps": FEATURE_EPS[feature_map]}
+    elif feature_map is not None:
+        q, k = relu_features(q, feature_map), relu_features(k, feature_map)
+    if choice == "triton" and normed:
+        return triton_mhla(q, k, v, mixing, norm=output_norm, **options)
+    o = FORMS[choice](q, k, v, mixing, **options)
+    return o if output_norm is None else head_norm(o, *output_norm).to(v.dtype)
+
+
+def needs_gradients(*tensors):
+    """Whether autograd will ask for the gradient of one of these, some of which may be None."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def check_features(q, k, v, q_den, k_den, normalize):
@@ -346,6 +362,24 @@ def check_cu_seqlens(cu_seqlens, q):
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.tolist()}; expected numbers rising from 0 to {q.shape[1]}, the tokens of q."
         )
+
+
+def check_taken_along(feature_map, output_norm, q_den, v):
+    """What comes before and after the sum over keys, and may be done in the kernels."""
+    if feature_map is not None and (feature_map not in list(FEATURE_EPS) or q_den is not None):
+        given = repr(feature_map) if q_den is None else f"{feature_map!r} with q_den"
+        raise ValueError(f"feature_map is {given}; expected None, 'relu' or 'plain_relu', the last two without q_den.")
+    if output_norm is None:
+        return
+    if not (isinstance(output_norm, tuple) and len(output_norm) == 2 and isinstance(output_norm[0], torch.Tensor)):
+        raise TypeError(f"output_norm is {output_norm!r}; expected (weight, eps), a tensor and a number.")
+    weight, eps = output_norm
+    if weight.shape != v.shape[3:] or weight.device != v.device:
+        raise ValueError(
+            f"output_norm has a weight {list(weight.shape)} on {weight.device}; expected {[v.shape[3]]} on {v.device}."
+        )
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"output_norm has eps {eps!r}; expected a finite number of at least 0.")
 
 
 def check_mixing_shape(mixing, q):

@@ -1,6 +1,7 @@
 """The kernel that makes tokens from mixed summaries, in four roles: outputs, and gradients of queries, keys and values.
+And a smaller one for outputs that an RMSNorm over each head follows.
 
-All four are one formula. For the tokens t of a block with state P (its mixed summary or the gradient of its summary),
+All four roles are one formula. For the tokens t of a block with state P (its mixed summary or the gradient of its summary),
 
     out[t] = a[t] P + own * sum over the block's own tokens s of <a[t], b[s]> c[s]
 
@@ -228,6 +229,11 @@ def attend(
     return None if e is None else sum(own_sums)
 
 
+def shrink_of(cut):
+    """About one over the tokens of a block, a power of two: what keeps a block's sums within fp16."""
+    return 2.0 ** -(max(1, cut.tokens // cut.blocks) - 1).bit_length()
+
+
 def role_of(r, reverse, mixing):
     """What a causal kind ends with in gradients of a normalised output, whose tiles have entries of their own."""
     return "" if r is None or mixing is None else "_keys" if reverse else "_queries"
@@ -277,7 +283,7 @@ def attend_lanes(
         span,
         parts,
         scale,
-        2.0 ** -(max(1, cut.tokens // cut.blocks) - 1).bit_length(),
+        shrink_of(cut),
         eps or 0.0,
         None if raw is None else as_argument(raw),
         X=width,
@@ -296,3 +302,71 @@ def attend_lanes(
         **config,
     )
     return None if e is None else e_sums.sum(3)
+
+
+@kernel
+def normed_kernel(
+    a, state, weight, out, edges, order, starts, tokens, size, blocks, heads, share, span, parts, scale, shrink, eps,
+    norm_eps, X: constexpr, Y: constexpr, BX: constexpr, BY: constexpr, BT: constexpr, MAPPED: constexpr, DOT: constexpr,
+    PRECISION: constexpr,
+):  # fmt: skip
+    """`span` tokens of one block, one head of `out` [B, T, heads, Y], whole rows of it; `attend_normed` says the rest."""
+    program = tl.program_id(0)
+    part, item = program % parts, program // parts
+    block, head, row = item % blocks, (item // blocks % heads).to(tl.int64), (item // blocks // heads).to(tl.int64)
+    x, y = tl.arange(0, BX), tl.arange(0, BY)
+    offset = (row * (heads // share) + head // share) * blocks + block
+    tile, _, _ = load_state(state, None, offset, x, y, X, Y, 0, 0)
+    by = tl.load(weight + y, mask=y < Y, other=0.0).to(tl.float32)
+    low, high = block_range(block, row, edges, starts, tokens, size)
+    low, high = low + part * span, tl.minimum(high, low + part * span + span)
+    for chunk in range(0, tl.cdiv(high - low, BT)):
+        place = low + chunk * BT + tl.arange(0, BT)
+        valid = place < high
+        token = token_at(place, valid, order)
+        left = load_features(a, row, token, head, valid, x, eps, X, MAPPED, DOT)
+        value = state_dot(left, tile, shrink, DOT, PRECISION) * scale
+        value *= tl.rsqrt(tl.sum(value * value, 1) / Y + norm_eps)[:, None]
+        store_tile(out, row, token, head, valid, y, value * by[None, :], Y)
+
+
+def holds_rows(width, other, dot):
+    """Whether a tile of `attend_normed` holds whole rows of `other` lanes, for queries of `width`: its registers do."""
+    return dot in ("bf16", "fp16") and max(width, other) <= 128
+
+
+def attend_normed(a, state, out, cut, dot, weight, norm_eps, *, scale=1.0, eps=None):
+    """out [B, T, H, Y] = RMSNorm over Y of a[t] P, times weight [Y]; without causality, and where `holds_rows` says so.
+
+    a, state and eps as in `attend`; the norm is of numbers that were rounded by nothing yet, in fp32.
+    """
+    batch, _, heads, width = a.shape
+    parts = tiles(cut.span, PART_TOKENS)
+    launch(
+        normed_kernel,
+        parts * cut.blocks * heads * batch,
+        a.device,
+        as_argument(a),
+        (state, state.stride(2), state.shape[4], 1),
+        weight,
+        as_argument(out),
+        *cut.place,
+        cut.tokens,
+        cut.size,
+        cut.blocks,
+        heads,
+        heads // state.shape[1],
+        PART_TOKENS,
+        parts,
+        scale,
+        shrink_of(cut),
+        eps or 0.0,
+        norm_eps,
+        X=width,
+        Y=out.shape[3],
+        BX=lanes_for(width),
+        MAPPED=eps is not None,
+        DOT=language_dtype(dot),
+        PRECISION=dot_precision(dot),
+        **pass_config("normed", width, out.shape[3], dot, a.device),
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .blocks import Blocks
-from .reference import FEATURE_EPS, relu_features
+from .reference import FEATURE_EPS, head_norm, relu_features
 from .state import MHLAState
 from .torch_decode import torch_step
 from .torch_impl import torch_mhla
@@ -40,21 +40,23 @@ class KernelKind(NamedTuple):
     grouped: bool
     masked: bool
     mapped: bool
+    normed: bool
     backward: bool
     decode: bool
 
 
 def kernel_kind(
-    q, k, v, q_den=None, *, normalize, causal=False, blocks=None, feature_map=None, masked=False, decode=False
-):
+    q, k, v, q_den=None, *, normalize, causal=False, blocks=None, feature_map=None, masked=False, normed=False,
+    backward=False, decode=False,
+):  # fmt: skip
     """The fields of the kind of a call of `mhla`, or with `decode` of `mhla_step`."""
-    backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) and not decode
     long = causal and not decode and not blocks.block_size <= TILE_TOKENS  # a symbol that is negated becomes a bool
     grouped = not q.shape[2] <= k.shape[2]  # likewise
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (len([None] * width) for width in (q.shape[3], v.shape[3], den_width))  # a symbol becomes a number
     mapped = feature_map is not None and not causal
-    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, grouped, masked, mapped, backward, decode
+    flags = causal, long, grouped, masked, mapped, normed, backward, decode
+    return q.device, q.dtype, v.dtype, *widths, normalize, *flags
 
 
 @torch.compiler.assume_constant_result
@@ -108,9 +110,12 @@ def call_errors(kind: KernelKind) -> dict[str, float]:
         options = {"blocks": blocks, "causal": kind.causal, "normalize": kind.normalize}
         if kind.masked:
             options["key_mask"] = torch.arange(blocks.length, device=kind.device)[None] % 5 != 4
-        got = outcome(triton_mhla, inputs, grad, kind, {**options, "eps": FEATURE_EPS["relu"] if kind.mapped else None})
+        norm = (torch.linspace(0.5, 1.5, kind.value_width, device=kind.device), 1e-6) if kind.normed else None
+        inside = {"eps": FEATURE_EPS["relu"] if kind.mapped else None, "norm": norm}
+        got = outcome(triton_mhla, inputs, grad, kind, {**options, **inside})
         inputs = [x.double() for x in inputs]
         want = outcome(torch_mhla, inputs, grad.double(), kind, options, "relu" if kind.mapped else None)
+        want[0] = head_norm(want[0], *norm) if kind.normed else want[0]
         for name, x, y in zip(("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den"), got, want, strict=False):
             errors[name] = max(errors.get(name, 0.0), difference(x, y))
     return errors

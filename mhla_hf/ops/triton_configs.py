@@ -251,6 +251,8 @@ def attend_tiles(kind, inner, dot, masked, ampere):
     """
     long, keys, wide, tight = "long" in kind, "keys" in kind, dot in ("fp32", "tf32"), masked or ampere
     small = {"BT": 16, "BY": 32, "num_stages": 1}
+    if kind == "normed":
+        return {"BT": TILE_TOKENS, "BY": 128, "num_warps": 8}
     if kind == "attend":
         return {"BT": TILE_TOKENS, "BY": 32 if wide or inner > 128 else 64, "num_warps": 8 if inner > 64 else 4}
     if kind == "quadratic" and inner > 64 and ampere and (dot == "tf32" or (masked and not wide)):

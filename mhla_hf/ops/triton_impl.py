@@ -8,7 +8,8 @@ sequences without causality take the quadratic form instead. A denominator from 
 
 import torch
 
-from .triton_attend import attend
+from .reference import head_norm
+from .triton_attend import attend, attend_normed, holds_rows
 from .triton_blocks import mix, mix_grads
 from .triton_common import cut_of, dot_kind, in_rows
 from .triton_quadratic import quadratic, use_quadratic
@@ -170,6 +171,16 @@ class Call(Work):
             inv = torch.where(dead, 0, 1 / torch.where(dead, 1, den))
         self.forward(q, k, v, o, inv, self.normalize == "shared")
         return o, inv
+
+    def run_normed(self, q, k, v, weight, norm_eps):
+        """o [B, T, H, V], not normalised and not causal, after an RMSNorm over V."""
+        o, dot = self.room(v, *q.shape[:3], v.shape[3]), dot_kind(q, k, v)
+        if self.short(k, v) or not holds_rows(q.shape[3], v.shape[3], dot):
+            self.forward(q, k, v, o)
+            return head_norm(o, weight, norm_eps).to(o.dtype)
+        p, _, _, _ = self.mixed(k, v, q.shape[2], dot, False, self.mask)
+        attend_normed(q, p, o, self.cut, dot, weight, norm_eps, scale=self.scale, eps=self.eps)
+        return o
 
     def run_back(self, grad, q, k, v, q_den, k_den, o, inv):
         """Gradients of q, k, v, mixing, q_den and k_den (the last two None where they were not given)."""

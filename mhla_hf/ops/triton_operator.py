@@ -1,4 +1,4 @@
-"""The Triton form as two `torch.library` operators, forward and backward, and `triton_mhla` in front of them.
+"""The Triton form as `torch.library` operators, forward, backward and forward with a norm, and `triton_mhla` in front.
 
 As custom operators they are opaque to torch.compile, which then needs one graph for all lengths. Their namespace carries
 NAMESPACE, so that bundles of different versions never meet; a second copy of the same version uses the first one's.
@@ -18,6 +18,10 @@ TRITON_OPTIONS = (
     "float scale, float? eps"
 )
 TRITON_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? q_den, Tensor? k_den, {TRITON_OPTIONS})"
+TRITON_NORMED_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor weight, Tensor? key_mask, SymInt[] cut, SymInt[] key_cut, "
+    "float scale, float? eps, float norm_eps)"
+)
 TRITON_BACK_SCHEMA = f"(Tensor grad, Tensor o, Tensor inv, {TRITON_SCHEMA[1:]}"
 
 
@@ -38,10 +42,12 @@ def triton_mhla(
     cu_seqlens=None,
     starts=None,
     eps=None,
+    norm=None,
 ):
     """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked, and `triton_refusal` had nothing to say.
 
-    eps: a number if the kernels are to take relu(q) + eps and relu(k) + eps; not causal, and no q_den.
+    eps: a number if the kernels are to take relu(q) + eps and relu(k) + eps; not causal, and no q_den. norm: the weight and
+    eps of an RMSNorm that the kernels are to take along; not causal, not normalised, and without gradients.
     """
     kind = (
         "official" if normalize == "official" else "no" if not normalize else "shared" if q_den is None else "separate"
@@ -58,6 +64,8 @@ def triton_mhla(
     starts = None if starts is None else starts.to(q.device)
     cut = spell(blocks)
     key_cut = cut if key_blocks is None else spell(key_blocks)
+    if norm is not None:
+        return TRITON_NORMED(q, k, v, mixing, norm[0], key_mask, cut, key_cut, scale, eps, norm[1])
     return TRITON_FORWARD(
         q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, kind, scale, eps
     )[0]  # fmt: skip
@@ -92,6 +100,18 @@ def triton_forward_fake(
     """The shapes of `triton_forward`."""
     inv = q.new_empty(q.shape[:3] if normalize != "no" else (0,), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3]), inv
+
+
+def triton_normed(q, k, v, mixing, weight, key_mask, cut, key_cut, scale, eps, norm_eps):
+    """o [B, T, H, V] of the un-normalised form without causality, after an RMSNorm over V. No gradients."""
+    call = Call(q, mixing, key_mask, None, None, cut, key_cut, False, "no", scale, eps)
+    with torch.autocast(q.device.type, enabled=False):
+        return call.run_normed(*(in_rows(x) for x in (q, k, v)), weight.contiguous(), norm_eps)
+
+
+def triton_normed_fake(q, k, v, mixing, weight, key_mask, cut, key_cut, scale, eps, norm_eps):
+    """The shape of `triton_normed`."""
+    return v.new_empty(*q.shape[:3], v.shape[3])
 
 
 def triton_backward(
@@ -152,3 +172,4 @@ TRITON_BACKWARD = registered_operator(
 TRITON_FORWARD = registered_operator(
     "forward", f"{TRITON_SCHEMA} -> (Tensor, Tensor)", triton_forward, triton_forward_fake
 )
+TRITON_NORMED = registered_operator("normed", f"{TRITON_NORMED_SCHEMA} -> Tensor", triton_normed, triton_normed_fake)

@@ -54,7 +54,7 @@ Where queries are a grid and keys a sequence, or the reverse, the linear form is
 Not compiled yet: other widths, which take the tiles of the next power of two, and keys twice as wide as values, as the
 feature map "hedgehog" makes them; fp32 queries and keys beside values of half the size (our models never have those);
 denominators of other features (or the official one) with one head, with a multiple of 16, or where tokens times heads are no
-multiple of 16; causal blocks of 16; left padding with a key mask. There the tiles may spill.
+multiple of 16; causal blocks of 16; left padding with a key mask; outputs with an RMSNorm. There the tiles may spill.
 
 fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly and has
 room for what is between them. In both, heads wider than 64 are taken 64 lanes at a time; on sm_120 causal fp32 ones
@@ -63,8 +63,12 @@ keys.
 
 Without causality a relu of q and k that nothing rotates afterwards is taken where the kernels read q and k (`feature_map` of
 `mhla`), and its derivative where they write gradients: the mapped features are neither written nor kept. Where a rotation
-comes between, as in Wan and in language models, the map stays outside. So does the RMSNorm after a form without denominator:
-it needs whole rows of the output, and tiles hold 64 columns or fewer, often 32. It is a call of torch's on that output.
+comes between, as in Wan and in language models, the map stays outside.
+
+The RMSNorm after a form without denominator (`output_norm` of `mhla`) is taken where outputs are written ("normed") if
+nothing is causal, no gradient is asked for, tensors are of 16 bits and heads up to 128 wide: a pass less over the output.
+With gradients, the output before the norm must be written in any case. Causal tiles hold 64 columns or fewer beside their
+running state, often 32, and a norm needs whole rows. There it is a call of torch's on the output.
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
 spills where the table says so. The tests hold this table to the kernels and tiles as they are: a changed one is compiled

@@ -194,6 +194,42 @@ def test_feature_map_in_the_quadratic_form(normalize, dtype, mask):
     check(GRIDS["even"], feature_map="relu", normalize=normalize, dtype=dtype, mask=mask)
 
 
+@pytest.mark.parametrize(
+    "grid, key_grid, widths, dtype, inside",
+    [
+        ("3-D", None, (128, 128), BF16, True),
+        ("2-D", None, (12, 20), F16, True),
+        ("sequence", None, (64, 72), BF16, True),
+        ("runs", None, (72, 33), F16, True),
+        ("2-D", "even", (20, 12), BF16, True),
+        ("even", None, (12, 136), BF16, False),
+        ("prefix", None, (136, 12), F16, False),
+        ("2-D", None, (12, 20), F32, False),
+        ("quadratic", None, (12, 20), BF16, False),
+    ],
+)
+@pytest.mark.parametrize("feature_map", [None, "relu"])
+def test_output_norm(grid, key_grid, widths, dtype, inside, feature_map, monkeypatch):
+    """Without gradients, in the kernels where they hold whole rows, rounded once; with gradients after them."""
+    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: grid == "quadratic")
+    blocks, key_blocks = GRIDS["even" if grid == "quadratic" else grid], key_grid and GRIDS[key_grid]
+    norm = torch.rand(widths[1], device=DEVICE) + 0.5, 1e-6
+    options = {"normalize": False, "output_norm": norm, "feature_map": feature_map, "key_blocks": key_blocks}
+    check(blocks, widths=widths, dtype=dtype, mask=True, per_head=feature_map is None, **options)
+    inputs = inputs_for(blocks, key_blocks, 2, 2, 1, widths, feature_map is None, False, dtype, True)
+    options |= {"blocks": blocks, "scale": 0.3, "key_mask": torch.rand(inputs[1].shape[:2], device=DEVICE) > 0.3}
+    want, launched = mhla(*(x.double() for x in inputs), impl="reference", **options), []
+
+    def note(function, *rest, **settings):
+        launched.append(function.__name__)
+        triton_common.start(function, *rest, **settings)
+
+    with triton_common.launches_through(note):
+        got = mhla(*inputs, impl="triton", **options)
+    assert got.dtype is dtype and ("normed_kernel" in launched) is inside
+    assert error(got, want) <= (TOLERANCE[dtype] if dtype is F32 else 2.0 ** (-8 if dtype is BF16 else -10))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(

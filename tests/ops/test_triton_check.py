@@ -71,7 +71,25 @@ def test_kinds_are_checked_apart():
     mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
     mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
     mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
-    assert len(triton_check.FAULTS_FOUND) == 6
+    norm = {"normalize": False, "output_norm": (torch.ones(9), 1e-6)}
+    mhla(q, k, v, mixing, blocks=GRID, **norm)  # the norm is not in the kernels, where there are gradients
+    with torch.no_grad():
+        mhla(q, k, v, mixing, blocks=GRID, **norm)
+    assert len(triton_check.FAULTS_FOUND) == 8
+
+
+def test_a_fault_of_the_norm_is_found(monkeypatch, caplog):
+    """Only the calls that take it in the kernels go without them."""
+    kernels = triton_check.triton_mhla
+
+    def wrong_norm(*args, norm=None, **options):
+        return kernels(*args, **options) if norm is None else kernels(*args, norm=(norm[0] * 1.2, norm[1]), **options)
+
+    options = {"normalize": False, "output_norm": (torch.ones(9), 1e-6)}
+    with torch.no_grad(), caplog.at_level(logging.INFO, "mhla_hf"):
+        call_with(monkeypatch, "triton_mhla", wrong_norm, **options)
+        mhla(*inputs(), blocks=GRID, normalize=False)
+    assert [x.message.split("took ")[1].split(",")[0] for x in caplog.records] == ["'torch'", "'triton'"]
 
 
 def test_a_fault_under_a_mask_is_found(monkeypatch):

@@ -381,6 +381,16 @@ def test_opcheck(causal, kind, eps):
     torch.library.opcheck(triton_operator.TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
 
 
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_opcheck_with_a_norm(eps):
+    q, k, v = (x.bfloat16() for x in features(1, 12))
+    weight, mixing = torch.rand(v.shape[3], device=DEVICE), torch.rand(4, 4, device=DEVICE)
+    cut = spell(Blocks.grid((3, 4), (2, 2)))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (q, k, v, mixing, weight, None, cut, cut, 0.5, eps, 1e-6)
+    torch.library.opcheck(triton_operator.TRITON_NORMED, arguments, test_utils=checks)
+
+
 def test_a_second_copy_uses_the_first_ones_operator():
     again = triton_operator.registered_operator("forward", "()", None, None)
     assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
