@@ -14,7 +14,7 @@ from ..models.configuration import MHLAConfig
 from ..models.language import MHLAForCausalLM
 from ..ops.blocks import Blocks
 from ..patch import convert
-from .compare import FORWARD, TRAINING, Comparison, Operator, without_gradients
+from .compare import FORWARD, LINEAR_BLOCK, TRAINING, Comparison, Operator, without_gradients
 from .kernels import Kernels
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
@@ -49,7 +49,9 @@ class WholeModel:
         """name -> model, all of the same size: the stock one, plain linear, MHLA, and for Wan the hybrid."""
         if len(self.grid) == 1:
             own = {**self.config, "num_attention_heads": self.operator.heads}
-            linear = {**MHLAConfig(**own).mhla, "block_size": self.grid[0], "num_blocks": 1}
+            size = min(LINEAR_BLOCK, self.grid[0])  # blocks that weigh the same, as in the operators' "linear ours"
+            linear = {"block_size": size, "num_blocks": -(-self.grid[0] // size), "mixing_start": "uniform"}
+            linear = {**MHLAConfig(**own).mhla, **linear, "learn_mixing": False}
             made = {
                 "softmax": LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **self.config)),
                 "linear": MHLAForCausalLM(MHLAConfig(**own, mhla=linear)),

@@ -24,7 +24,16 @@ from ..ops.state import MHLAState
 from ..ops.triton_decode import pin_state
 from ..ops.triton_operator import triton_refusal
 from ..plots import plot_bars
-from .lengths import FORWARD, TOLERANCES, TRAINING, WrongResult, errors_against, refuse_wrong, relative_error
+from .checks import (
+    TOLERANCES,
+    WrongResult,
+    errors_against,
+    refuse_wrong,
+    relative_error,
+    rows_of_definition,
+    rows_of_softmax,
+)
+from .lengths import FORWARD, PLAIN, TRAINING
 
 SOFTMAX_BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
@@ -53,6 +62,11 @@ class Operator:
     dtype: str = "bfloat16"
     graph = True
 
+    @property
+    def options(self):
+        """What `mhla` and its definition are told of the kind."""
+        return {"causal": self.causal, "normalize": self.normalize}
+
     def small(self):
         """The same on few tokens, for the whole definition: blocks of a ragged size, two heads."""
         if self.blocks.block_size is not None:
@@ -76,8 +90,7 @@ class Operator:
 
     def attend(self, q, k, v, mixing, impl, blocks=None):
         """MHLA of this shape."""
-        options = {"causal": self.causal, "normalize": self.normalize, "impl": impl}
-        return mhla(q, k, v, mixing, blocks=blocks or self.blocks, **options)
+        return mhla(q, k, v, mixing, blocks=blocks or self.blocks, impl=impl, **self.options)
 
     def forms(self, device):
         """The implementations of MHLA that run here."""
@@ -91,7 +104,7 @@ class Operator:
         """
         checks, small = {}, self.small()
         (q, k, v, mixing), direction = small.inputs(device, seed)
-        options = {"blocks": small.blocks, "causal": self.causal, "normalize": self.normalize}
+        options = {"blocks": small.blocks, **self.options}
         uniform = torch.ones_like(mixing)
 
         def by_mixing(q, k, v, mixing=uniform):
@@ -110,7 +123,7 @@ class Operator:
             compare(form, by_mixing, functools.partial(small.attend, impl=form), q, k, v, mixing)
             with torch.no_grad():
                 got, queries = self.attend(fq, fk, fv, fm, form), sampled_queries(self.blocks.length, device)
-                wanted_rows = rows_of_definition(fq, fk, fv, fm, self, queries)
+                wanted_rows = rows_of_definition(fq, fk, fv, fm, queries, blocks=self.blocks, **self.options)
                 checks[f"{self.name}, {form}, sampled outputs"] = relative_error(got[:, queries], wanted_rows)
         if "triton" in self.forms(device):
             got = torch.autograd.grad(self.attend(fq, fk, fv, fm, "triton"), (fq, fk, fv, fm), full)
@@ -189,7 +202,7 @@ class Decoding:
     heads: int = 16
     width: int = 64
     dtype: str = "bfloat16"
-    causal, normalize, graph = True, False, True
+    graph = True
 
     @property
     def name(self):
@@ -232,11 +245,11 @@ class Decoding:
         definition in fp64; RuntimeError for one that is too large."""
         q, k, v, mixing = self.inputs(device, seed)
         steps = torch.tensor([0, STEPS // 2 - 1, STEPS // 2, STEPS - 1], device=device)
-        queries = q.shape[1] - STEPS + steps
+        queries, options = q.shape[1] - STEPS + steps, {"blocks": self.blocks, **PLAIN}
         definitions = {
-            "sdpa": rows_of_softmax(q, k, v, queries, self.causal),
-            "linear": rows_of_definition(q, k, v, torch.ones_like(mixing), self, queries),
-            "mhla": rows_of_definition(q, k, v, mixing, self, queries),
+            "sdpa": rows_of_softmax(q, k, v, queries, True),
+            "linear": rows_of_definition(q, k, v, torch.ones_like(mixing), queries, **options),
+            "mhla": rows_of_definition(q, k, v, mixing, queries, **options),
         }
         checks = {}
         for name, decode in self.decoders(device, seed).items():
@@ -262,8 +275,8 @@ class MHLADecoder:
         self.q, self.k, self.v, self.mixing, self.form = q, k, v, mixing, form
         self.graph = form == "triton"
         first = [x[:, :-STEPS] for x in (q, k, v)]
-        options = {"causal": True, "normalize": False, "return_state": True}
-        _, self.state = mhla(*first, mixing, blocks=Blocks.sequence(first[0].shape[1], size), impl=form, **options)
+        blocks = Blocks.sequence(first[0].shape[1], size)
+        _, self.state = mhla(*first, mixing, blocks=blocks, impl=form, return_state=True, **PLAIN)
         self.state.reserve(mixing.shape[0])
         if self.graph:
             pin_state(self.state, mixing, q.shape[1])
@@ -316,36 +329,6 @@ def forms_for(width, dtype, device):
 def sampled_queries(length, device):
     """A few queries, the first and the last among them."""
     return torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).long()
-
-
-def rows_of_definition(q, k, v, mixing, shape, queries):
-    """The outputs of some queries by the definition, in fp64."""
-    index = shape.blocks.index(q.device)
-    factor = mixing.double()[index[queries]][:, index]
-    if shape.causal:
-        factor = factor * (torch.arange(k.shape[1], device=q.device) <= queries[:, None])
-
-    def weights_of(products):
-        weights = products * factor
-        return weights / weights.sum(-1, keepdim=True) if shape.normalize else weights
-
-    return rows_with(weights_of, q, k, v, queries)
-
-
-def rows_of_softmax(q, k, v, queries, causal):
-    """The outputs of some queries by softmax attention, in fp64."""
-    hidden = (torch.arange(k.shape[1], device=q.device) > queries[:, None]) & causal
-    return rows_with(lambda products: products.masked_fill(hidden, -torch.inf).softmax(-1), q, k, v, queries)
-
-
-def rows_with(weights_of, q, k, v, queries):
-    """The outputs of some queries in fp64, given their weights from the scaled products [B, queries, S]; head by head, for
-    one head of a million tokens has room where all of them have not."""
-    rows = []
-    for head in range(q.shape[2]):
-        products = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
-        rows.append(weights_of(products) @ v[:, :, head].double())
-    return torch.stack(rows, 2)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from ..ops.blocks import Blocks
 from ..ops.operator import mhla, mhla_step
 from ..ops.reference import mhla_reference
 from ..plots import plot_speed
+from .checks import TOLERANCES, errors_against, refuse_wrong, relative_error, rows_of_definition, rows_of_softmax
 
 NAMES = ("softmax", "linear", "mhla")
 TRAINING, FORWARD, DECODING = "forward + backward", "forward", "decode, per token"
@@ -27,8 +28,8 @@ TARGETS = {  # (what, length, against) -> at least so many times as fast, on one
     (TRAINING, 8192, "linear"): 1.0,
 }
 MEMORY_TARGET = 1.05
+PLAIN = {"causal": True, "normalize": False}
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def linear_attention(q, k, v, mixing, blocks):
 
 def mhla_attention(q, k, v, mixing, blocks):
     """The operator, un-normalised as in the paper's language models."""
-    return mhla(q, k, v, mixing, blocks=blocks, causal=True, normalize=False)
+    return mhla(q, k, v, mixing, blocks=blocks, **PLAIN)
 
 
 ATTENTION = {"softmax": softmax_attention, "linear": linear_attention, "mhla": mhla_attention}
@@ -125,7 +126,9 @@ def check_before_timing(shape, device, seed):
             last = (length - 1) // blocks.block_size * blocks.block_size
             if FORWARD in shape.what:
                 got = ATTENTION["mhla"](*inputs, blocks)[:, last:]
-                expected = last_block(*inputs, last, blocks.block_size)
+                expected = rows_of_definition(
+                    *inputs, torch.arange(last, length, device=device), blocks=blocks, **PLAIN
+                )
                 checks[f"last block of {length:,} tokens"] = relative_error(got, expected)
             if DECODING in shape.what:
                 for name in NAMES:
@@ -143,12 +146,10 @@ def check_definition(shape, device, seed):
     blocks, uniform = shape.blocks(length), torch.ones_like(inputs[3])
 
     def by_softmax(q, k, v):
-        later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-        products = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-        return torch.einsum("bhts,bshv->bthv", products.masked_fill(later, -torch.inf).softmax(-1), v)
+        return rows_of_softmax(q, k, v, torch.arange(length, device=device), True)
 
     def by_mixing(q, k, v, mixing=uniform):
-        return mhla_reference(q, k, v, mixing.to(q.dtype), blocks=blocks, causal=True, normalize=False)
+        return mhla_reference(q, k, v, mixing.to(q.dtype), blocks=blocks, **PLAIN)
 
     def attend(form, q, k, v, mixing=uniform):
         return form(q, k, v, mixing, blocks)
@@ -159,45 +160,6 @@ def check_definition(shape, device, seed):
         errors = errors_against(definition, functools.partial(attend, ATTENTION[name]), tensors, direction)
         checks |= {f"{name}, {what} of {length:,} tokens": error for what, error in errors.items()}
     return checks
-
-
-def errors_against(definition, attention, tensors, direction):
-    """{"output", "dq", "dk", "dv" and "dmixing" where that is the fourth: relative error} against what a definition gives
-    for the same tensors in fp64."""
-    exact = [x.detach().double().requires_grad_() for x in tensors]
-    o, wanted = attention(*tensors), definition(*exact)
-    got = o, *torch.autograd.grad(o, tensors, direction)
-    wanted = wanted, *torch.autograd.grad(wanted, exact, direction.double())
-    names = ("output", "dq", "dk", "dv", "dmixing")[: len(got)]
-    return {name: relative_error(x, y) for name, x, y in zip(names, got, wanted, strict=True)}
-
-
-class WrongResult(RuntimeError):
-    """Something that is to be timed does not give what its definition gives."""
-
-
-def refuse_wrong(checks, tolerance):
-    """WrongResult, in one sentence, for the first error that is not below the tolerance."""
-    for name, error in checks.items():
-        if not error < tolerance:
-            raise WrongResult(
-                f"{name}: relative error {error:.1e}; expected below {tolerance:.0e}, so no speed is reported."
-            )
-
-
-def last_block(q, k, v, mixing, first, size):
-    """The outputs of the tokens from `first` on, the last block's, by the definition, in fp64."""
-    block = torch.arange(k.shape[1], device=k.device) // size
-    earlier = torch.arange(k.shape[1], device=k.device) <= torch.arange(first, k.shape[1], device=k.device)[:, None]
-    weight = torch.einsum("bthk,bshk->bhts", q[:, first:].double(), k.double()) * q.shape[-1] ** -0.5
-    weight = weight * mixing.double()[block[-1], block] * earlier
-    return torch.einsum("bhts,bshv->bthv", weight, v.double())
-
-
-def relative_error(got, expected):
-    """Frobenius distance over the size of what is expected."""
-    got, expected = got.detach().double(), expected.detach().double()
-    return float((got - expected).norm() / expected.norm())
 
 
 class Decoder:
@@ -220,8 +182,7 @@ class Decoder:
         elif name == "linear":
             self.summary = torch.einsum("bthk,bthv->bhkv", k.float(), v.float())
         else:
-            options = {"causal": True, "normalize": False, "return_state": True}
-            _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, **options)
+            _, self.state = mhla(q, k, v, self.mixing, blocks=blocks, return_state=True, **PLAIN)
 
     def step(self):
         """The output of the next token, [1, 1, H, V]."""
@@ -241,11 +202,11 @@ class Decoder:
     def expected_first(self):
         """What the first step must give, by the definition, in fp64."""
         q, k, v = (torch.cat([x, new], 1) for x, new in zip(self.inputs, self.token, strict=True))
+        last = torch.tensor([q.shape[1] - 1], device=q.device)
         if self.name == "softmax":
-            weight = torch.einsum("bthk,bshk->bhts", q[:, -1:].double(), k.double()) * self.scale
-            return torch.einsum("bhts,bshv->bthv", weight.softmax(-1), v.double())
+            return rows_of_softmax(q, k, v, last, True)
         mixing = self.mixing if self.name == "mhla" else torch.ones_like(self.mixing)
-        return last_block(q, k, v, mixing, q.shape[1] - 1, self.block_size)
+        return rows_of_definition(q, k, v, mixing, last, blocks=Blocks.sequence(q.shape[1], self.block_size), **PLAIN)
 
 
 def time_by_turns(shape, device, seed, progress):

@@ -15,7 +15,8 @@ import pytest
 
 from mhla_hf.bench import render_bench
 from mhla_hf.bench.cases import PAPER
-from mhla_hf.bench.document import GPU_TARGETS, performance_page, target_table
+from mhla_hf.bench.compare import FORWARD
+from mhla_hf.bench.document import GPU_TARGETS, WHOLE_CASE, performance_page, target_table, whole_table
 from mhla_hf.cli import build_parser
 from mhla_hf.demo.report import render_report
 from mhla_hf.flops import costs_table
@@ -216,3 +217,15 @@ def test_triton_is_left_to_torch():
     """torch's CUDA builds ask for one version of triton; a pin of another would make them impossible to install."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert "torch==" in pins and "triton==" not in pins
+
+
+def test_the_whole_model_beside_its_targets(tmp_path):
+    """A copy of what a GPU's bench.json looks like."""
+    assert WHOLE_CASE in {case.name for case in PAPER.cases}
+    (tmp_path / "bench" / "gpu").mkdir(parents=True)
+    assert whole_table(tmp_path).count("not measured") == 4
+    ms = {"softmax": 50.0, "linear": 19.0, "mhla": 20.0, "mhla hybrid 2/3": 25.0}
+    rows = [{"case": WHOLE_CASE, "what": FORWARD, "ms": ms}, {"case": "another", "what": FORWARD, "ms": {"mhla": 1.0}}]
+    (tmp_path / "bench" / "gpu" / "bench.json").write_text(json.dumps({"rows": rows}))
+    table = whole_table(tmp_path).splitlines()
+    assert table[2:] == ["| mhla | 2.1 | 2.5 | 0.95 | 0.95 |", "| mhla hybrid 2/3 |  | 2 |  | 0.76 |"]
