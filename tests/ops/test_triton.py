@@ -110,9 +110,24 @@ def test_bidirectional(grid, normalize, per_head, mask, dtype):
 @pytest.mark.parametrize("grid", ["2-D", "sequence"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_rectangular(grid, normalize, per_head, mask):
-    check(
-        GRIDS[grid], key_blocks=Blocks.grid((4, 7), (2, 2)), normalize=normalize, per_head=per_head, mask=mask, groups=2
-    )
+    options = {"normalize": normalize, "per_head": per_head, "mask": mask, "groups": 2}
+    check(GRIDS[grid], key_blocks=Blocks.grid((4, 7), (2, 2)), dtype=BF16 if mask and not per_head else F32, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtypes", [(F32, F32, BF16), (F16, F16, F32), (BF16, F32, F32)])
+def test_tensors_of_different_dtypes(dtypes, normalize, causal):
+    """Products are those of fp32; the errors are of the results' dtypes."""
+    blocks = GRIDS["sequence"]
+    inputs = inputs_for(blocks, None, 1, 2, 1, (12, 20), False, normalize, F32, False)
+    inputs = [*(x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=False)), inputs[3]]
+    options = {"blocks": blocks, "causal": causal, "normalize": normalize}
+    grad = torch.randn(1, blocks.length, 2, 20, device=DEVICE).to(dtypes[2])
+    want = compute(mhla, inputs, grad, True, impl="reference", **options)
+    got = compute(mhla, inputs, grad, False, impl="triton", **options)
+    for x, y in zip(got, want, strict=True):
+        assert error(x, y) <= max(TOLERANCE[x.dtype], TOLERANCE[dtypes[2]] if normalize else 0), (x.dtype, error(x, y))
 
 
 @pytest.mark.parametrize("grid", ["2-D", "sequence"])
@@ -149,10 +164,11 @@ def test_causal_in_half_precision(length, size, normalize, mask, dtype):
     check(Blocks.sequence(length, size), causal=True, normalize=normalize, mask=mask, dtype=dtype)
 
 
+@pytest.mark.parametrize("widths", [(12, 20), (12, 20, 7)])
 @pytest.mark.parametrize("size, dtype", [(8, BF16), (40, F16)])
-def test_padding_in_half_precision(size, dtype):
-    options = {"causal": True, "heads": 1, "dtype": dtype}
-    check(Blocks.sequence(45, size), batch=3, starts=torch.tensor([0, 11, 45]), **options)
+def test_padding_in_half_precision(size, dtype, widths):
+    options = {"causal": True, "heads": 1, "dtype": dtype, "widths": widths}
+    check(Blocks.sequence(45, size), batch=3, starts=torch.tensor([0, 11, 45]), mask=size == 8, **options)
     check(Blocks.sequence(90, size), cu_seqlens=torch.tensor([0, 20, 20, 57, 90]), **options)
 
 
@@ -233,7 +249,20 @@ def test_output_norm(grid, key_grid, widths, dtype, inside, feature_map, monkeyp
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    "widths", [(32, 32), (64, 64), (72, 72), (96, 96), (128, 128), (256, 256), (17, 33), (128, 256), (1, 1)]
+    "widths",
+    [
+        (32, 32),
+        (64, 64),
+        (128, 64),
+        (72, 72),
+        (96, 96),
+        (128, 128),
+        (256, 128),
+        (256, 256),
+        (17, 33),
+        (128, 256),
+        (1, 1),
+    ],
 )
 def test_widths(widths, causal, dtype):
     """Six blocks: with two, causal and normalised, one number is all of the mixing's gradient, mostly rounding."""

@@ -1,6 +1,7 @@
 """What people do with the kernels: decode, compile, pad, hold huge tensors, ask for them in vain. In the interpreter."""
 
 import itertools
+import math
 import subprocess
 import sys
 
@@ -27,6 +28,7 @@ from mhla_hf.ops.triton_operator import TRITON_FORWARD
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = (
     triton_attend.attend_kernel,
+    triton_attend.normed_kernel,
     triton_blocks.mix_kernel,
     triton_blocks.mix_grads_kernel,
     triton_quadratic.quadratic_kernel,
@@ -77,7 +79,7 @@ def test_padding_in_any_memory_layout(kind, layout):
 
 
 @pytest.mark.parametrize("normalize, den_width", [(True, None), (False, None), (True, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decoding_equals_the_whole(normalize, den_width, dtype):
     tokens, size = 21, 8
     q, k, v = features(2, tokens, heads=4, groups=2, dtype=dtype)
@@ -231,29 +233,38 @@ def test_gradients_are_the_same_every_time():
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
+@pytest.mark.parametrize("form", ["linear", "quadratic", "causal", "normed"])
 @pytest.mark.parametrize("apart", ["rows", "tokens", "heads"])
 def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
-    """The last row, token or head of each tensor begins past element 2^31 of memory that nobody touches in between."""
+    """The last row, token or head of each tensor, outputs and gradients among them, begins past element 2^31 of memory that
+    nobody touches in between."""
     monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
-    q, k, v = features(2, 20, groups=2)
-    with monkeypatch.context() as unfilled:
-        unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-        far = torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device=DEVICE)
-    axis = ("rows", "tokens", "heads").index(apart)
-    strided, offset = [], 0
-    for x in (q, k, v):
-        strides = [n if i != axis else 2**31 // (x.shape[axis] - 1) + 64 for i, n in enumerate(x.stride())]
-        strided.append(far.as_strided(x.shape, strides, offset).copy_(x))
-        offset += x.numel()
-    mixing = torch.rand(3, 3, device=DEVICE)
+    inputs, made = [x.to(torch.bfloat16) for x in features(2, 20, groups=2)], []
+
+    def spread(shape):
+        """A tensor of that shape, full of NaN."""
+        strides, axis = [math.prod(shape[i + 1 :]) for i in range(4)], ("rows", "tokens", "heads").index(apart)
+        strides[axis] = 2**31 // (shape[axis] - 1) + 64
+        with monkeypatch.context() as unfilled:
+            unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            made.append(torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device=DEVICE).as_strided(shape, strides))
+        return made[-1].fill_(math.nan)
+
+    def room(call, x, *shape, dtype=None):
+        shape = shape or x.shape
+        return spread(shape) if len(shape) == 4 else torch.empty(shape, dtype=dtype or x.dtype, device=DEVICE)
+
+    mixing, results = torch.rand(3, 3, device=DEVICE), []
     options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
-    results = []
-    for inputs in ([x.to(torch.bfloat16) for x in (q, k, v)], strided):
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        o = mhla(*inputs, mixing, **options)
-        results.append([o, *torch.autograd.grad(o, inputs, torch.ones_like(o))])
+    if form == "normed":
+        options |= {"normalize": False, "output_norm": (torch.rand(inputs[2].shape[3], device=DEVICE), 1e-6)}
+    for tensors in (inputs, [spread(x.shape).copy_(x) for x in inputs]):
+        tensors = [x.detach().requires_grad_(form != "normed") for x in tensors]
+        o = mhla(*tensors, mixing, **options)
+        results.append([o, *(torch.autograd.grad(o, tensors, torch.ones_like(o)) if form != "normed" else ())])
+        monkeypatch.setattr(triton_impl.Call, "room", room)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert len(made) == (4 if form == "normed" else 7) and all(max(x.stride()) > 2**26 for x in results[1])
 
 
 @pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
@@ -327,16 +338,18 @@ def test_counts_are_never_compiled_in():
         assert {"tokens", "blocks"} & set(names) & set(COUNTS), function.fn.__name__
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_compiles_to_one_graph_for_all_lengths(causal):
+@pytest.mark.parametrize(
+    "causal, padding", [(True, None), (True, "key_mask"), (True, "starts"), (False, None), (False, "key_mask")]
+)
+def test_compiles_to_one_graph_for_all_lengths(causal, padding):
     graphs = []
 
     def count(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    def loss(q, k, v, mixing):
-        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 8), causal=causal, impl="triton")
+    def loss(q, k, v, mixing, **padding):
+        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 8), causal=causal, impl="triton", **padding)
         return o.square().sum()
 
     torch.compiler.reset()
@@ -344,13 +357,16 @@ def test_compiles_to_one_graph_for_all_lengths(causal):
     for tokens in (24, 29, 40):
         inputs = [x.requires_grad_() for x in features(1, tokens)]
         mixing = torch.rand(-(-tokens // 8), -(-tokens // 8), device=DEVICE, requires_grad=True)
-        got = torch.autograd.grad(compiled(*inputs, mixing), (*inputs, mixing))
-        want = torch.autograd.grad(loss(*inputs, mixing), (*inputs, mixing))
+        given = {"key_mask": torch.rand(1, tokens, device=DEVICE) > 0.3, "starts": torch.tensor([5], device=DEVICE)}
+        given = {name: x for name, x in given.items() if name == padding}
+        got = torch.autograd.grad(compiled(*inputs, mixing, **given), (*inputs, mixing))
+        want = torch.autograd.grad(loss(*inputs, mixing, **given), (*inputs, mixing))
         assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
     assert len(graphs) == 1
 
 
-def test_compiled_training_step():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_step(backend):
     blocks = Blocks.grid((4, 6), (2, 2))
 
     def step(q, k, v, mixing):
@@ -358,7 +374,7 @@ def test_compiled_training_step():
 
     torch.compiler.reset()
     inputs = [x.requires_grad_() for x in (*features(1, 24), torch.rand(4, 4, device=DEVICE))]
-    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(*inputs), inputs)
     want = torch.autograd.grad(step(*inputs), inputs)
     assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
 
