@@ -13,8 +13,6 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ..ops.blocks import Blocks
@@ -33,15 +31,9 @@ from .checks import (
     rows_of_definition,
     rows_of_softmax,
 )
+from .competitors import copy_of, fla_kernel, softmax_backends
 from .lengths import FORWARD, PLAIN, TRAINING
 
-SOFTMAX_BACKENDS = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa math": SDPBackend.MATH,
-}
-MATH_TOKENS = 4096
 LINEAR_BLOCK = 1024
 SAMPLED_QUERIES = 16
 STEPS = 64
@@ -140,8 +132,7 @@ class Operator:
 
     def softmax(self, q, k, v):
         """name -> torch's fused attention, of the backends that take tensors like these."""
-        made = {name: functools.partial(softmax_by, x, self.causal) for name, x in SOFTMAX_BACKENDS.items()}
-        return {name: attention for name, attention in made.items() if takes(attention, q, k, v)}
+        return softmax_backends(q, k, v, self.causal)
 
     def linear(self, device):
         """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block, or,
@@ -236,8 +227,7 @@ class Decoding:
 
     def softmax(self, q, k, v):
         """name -> torch's fused attention, of the backends that take one query like these."""
-        made = {name: functools.partial(softmax_by, x, False) for name, x in SOFTMAX_BACKENDS.items()}
-        return {name: attention for name, attention in made.items() if takes(attention, q[:, -1:], k, v, False)}
+        return softmax_backends(q[:, -1:], k, v, False, gradients=False)
 
     @torch.no_grad()
     def check(self, device, seed):
@@ -329,42 +319,6 @@ def forms_for(width, dtype, device):
 def sampled_queries(length, device):
     """A few queries, the first and the last among them."""
     return torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).long()
-
-
-@functools.cache
-def fla_kernel():
-    """fla's chunked linear attention, None where fla is not installed."""
-    try:
-        from fla.ops.linear_attn import chunk_linear_attn
-    except ImportError:
-        return None
-    return chunk_linear_attn
-
-
-def softmax_by(backend, causal, q, k, v):
-    """torch's fused attention with one backend, [B, T, H, K]."""
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
-
-
-def takes(attention, q, k, v, gradients=True):
-    """Whether a backend takes tensors like these; tried on a few tokens."""
-    if attention.args[0] == SDPBackend.MATH and q.shape[1] > MATH_TOKENS:
-        return False
-    few = [x.detach()[:1, :64].clone().requires_grad_(gradients) for x in (q, k, v)]
-    try:
-        o = attention(*few)
-        if gradients:
-            torch.autograd.grad(o.sum(), few)
-    except RuntimeError:
-        return False
-    return True
-
-
-def copy_of(moved, device):
-    """A function that moves so many bytes: reads half of them and writes the others."""
-    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
-    return functools.partial(torch.empty_like(source).copy_, source)
 
 
 def repeated(function, times):

@@ -7,6 +7,7 @@ Everyone gets tensors as a model has them, [B, T, H, K], and pays for any rearra
 
 import dataclasses
 import functools
+import itertools
 import time
 
 import torch
@@ -18,8 +19,9 @@ from ..ops.operator import mhla, mhla_step
 from ..ops.reference import mhla_reference
 from ..plots import plot_speed
 from .checks import TOLERANCES, errors_against, refuse_wrong, relative_error, rows_of_definition, rows_of_softmax
+from .competitors import chosen_backend, copy_of, softmax_backends
 
-NAMES = ("softmax", "linear", "mhla")
+NAMES, MIXED = ("softmax", "linear", "mhla"), ("linear", "mhla")
 TRAINING, FORWARD, DECODING = "forward + backward", "forward", "decode, per token"
 TARGETS = {  # (what, length, against) -> at least so many times as fast, on one CPU thread
     (TRAINING, 2048, "softmax"): 3.0,
@@ -34,7 +36,8 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """What is timed: causal attention over `lengths` tokens, batch 1, `rounds` rounds at least.
+    """What is timed: causal attention over `lengths` tokens, batch 1, `rounds` rounds at least. Softmax is the backend that
+    torch chooses; its others are timed, too, and a copy of as many bytes as must move at least.
 
     what: of TRAINING, FORWARD and DECODING. dtype: of all tensors but the mixing.
     """
@@ -56,9 +59,16 @@ class Suite:
         """What the record says of the suite."""
         return {**dataclasses.asdict(self), "batch": 1, "causal": True, "normalize": False}
 
+    def floors(self, length):
+        """what -> the bytes that it must move at least: q, k, v, o; then also q, k, v and three gradients, and that of o."""
+        tensor = length * self.heads * self.width * getattr(torch, self.dtype).itemsize
+        return {FORWARD: 4 * tensor, TRAINING: (4 + 7) * tensor}
+
     def measure(self, device, seed, progress):
         """The parts of the record that are measured; `run_bench` says what they are."""
         measured = {"checks": check_before_timing(self, device, seed)}
+        inputs, _ = make_inputs(self, max(self.lengths), device, seed)
+        measured["softmax"] = chosen_backend(*inputs[:3])
         measured["rows"] = time_by_turns(self, device, seed, progress)
         kept = self.lengths if TRAINING in self.what else ()
         measured["memory"] = [saved_bytes(self, length, device, seed) for length in kept]
@@ -98,6 +108,16 @@ def mhla_attention(q, k, v, mixing, blocks):
 
 
 ATTENTION = {"softmax": softmax_attention, "linear": linear_attention, "mhla": mhla_attention}
+
+
+def other_backends(q, k, v, mixing):
+    """name -> softmax attention by each backend that takes tensors like these and that torch does not choose."""
+    chosen = chosen_backend(q, k, v)
+    return {
+        name: lambda q, k, v, mixing, blocks, by=attention: by(q, k, v)
+        for name, attention in softmax_backends(q, k, v, True).items()
+        if name != chosen
+    }
 
 
 def make_inputs(shape, length, device, seed):
@@ -155,9 +175,9 @@ def check_definition(shape, device, seed):
         return form(q, k, v, mixing, blocks)
 
     checks = {}
-    for name, definition in (("softmax", by_softmax), ("linear", by_mixing), ("mhla", by_mixing)):
-        tensors = inputs if name == "mhla" else inputs[:3]
-        errors = errors_against(definition, functools.partial(attend, ATTENTION[name]), tensors, direction)
+    for name, attention in {**ATTENTION, **other_backends(*inputs)}.items():
+        tensors, definition = inputs if name == "mhla" else inputs[:3], by_mixing if name in MIXED else by_softmax
+        errors = errors_against(definition, functools.partial(attend, attention), tensors, direction)
         checks |= {f"{name}, {what} of {length:,} tokens": error for what, error in errors.items()}
     return checks
 
@@ -210,29 +230,41 @@ class Decoder:
 
 
 def time_by_turns(shape, device, seed, progress):
-    """Rows of milliseconds: what, length, <name>_ms."""
-    best = {}
-    bar = tqdm(total=len(shape.lengths) * (shape.rounds + 1) * len(NAMES), desc="bench", disable=not progress)
-    with bar:
+    """Rows of milliseconds: what, length, <name>_ms, and others_ms: {name: milliseconds}, none of which decodes."""
+    best, rows = {}, []
+    with tqdm(total=len(shape.lengths) * (shape.rounds + 1), desc="bench", disable=not progress) as bar:
         for length in shape.lengths:
             inputs, direction = make_inputs(shape, length, device, seed)
+            attentions = {**ATTENTION, **other_backends(*inputs)}
+            floors = {what: moved for what, moved in shape.floors(length).items() if what in shape.what}
             for turn in range(shape.rounds + 1):  # the first only warms up
-                for name in NAMES:
-                    for what, seconds in time_once(name, shape, inputs, direction).items():
-                        if turn > 0:
-                            best[what, length, name] = min(best.get((what, length, name), seconds), seconds)
-                    bar.update()
-                    bar.set_postfix(tokens=length, refresh=False)
-    return [
-        {"what": what, "length": length, **{f"{name}_ms": 1e3 * best[what, length, name] for name in NAMES}}
-        for what in shape.what
-        for length in shape.lengths
-    ]
+                times = {"copy": {what: time_copy(moved, direction) for what, moved in floors.items()}}
+                for name, attention in attentions.items():
+                    times[name] = time_once(name, attention, shape, inputs, direction)
+                for name, found in times.items() if turn > 0 else ():
+                    for what, seconds in found.items():
+                        best[what, length, name] = min(best.get((what, length, name), seconds), seconds)
+                bar.update()
+                bar.set_postfix(tokens=length, refresh=False)
+    for what, length in itertools.product(shape.what, shape.lengths):
+        found = {name: 1e3 * seconds for (*row, name), seconds in best.items() if row == [what, length]}
+        own = {f"{name}_ms": found.pop(name) for name in NAMES}
+        rows.append({"what": what, "length": length, **own, "others_ms": found})
+    return rows
 
 
-def time_once(name, shape, inputs, direction):
+def time_copy(moved, like):
+    """Seconds of copying half as many bytes, which reads one half and writes the other."""
+    copy = copy_of(moved, like.device)
+    copy()  # what is written is there before
+    start = clock(like)
+    copy()
+    return clock(like) - start
+
+
+def time_once(name, attention, shape, inputs, direction):
     """Seconds of one training step, one forward pass without gradients, and one of `decode_tokens` decoded tokens."""
-    attention, blocks, seconds = ATTENTION[name], shape.blocks(direction.shape[1]), {}
+    blocks, seconds = shape.blocks(direction.shape[1]), {}
     if TRAINING in shape.what:
         start = clock(direction)
         used = inputs if name == "mhla" else inputs[:3]
@@ -243,7 +275,7 @@ def time_once(name, shape, inputs, direction):
             start = clock(direction)
             attention(*inputs, blocks)
             seconds[FORWARD] = clock(direction) - start
-        if DECODING in shape.what:
+        if DECODING in shape.what and name in NAMES:
             decoder = Decoder(name, shape, inputs)
             decoder.step()  # the first makes room in the state
             start = clock(direction)
@@ -294,18 +326,24 @@ def render_lengths(record):
     """The record as a table for the terminal."""
     settings = record["settings"]
     ratios = {(r["what"], r["length"], r["against"]): r for r in record["ratios"]}
+    others = list(dict.fromkeys(name for row in record["rows"] for name in row.get("others_ms", {})))
     lines = [
         f"Causal attention, {settings['heads']} heads of {settings['width']}, blocks of {settings['block_size']}, "
         f"{SHORT[settings['dtype']]}, batch 1, [B, T, H, K] inputs; {record['hardware']}; "
-        f"torch {record['versions']['torch']}",
+        f"torch {record['versions']['torch']}; softmax: {record.get('softmax', 'as torch chooses')}",
         f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
         "",
-        f"{'':20}{'tokens':>8}{'softmax ms':>12}{'linear ms':>12}{'MHLA ms':>12}{'vs softmax':>14}{'vs linear':>14}",
+        f"{'':20}{'tokens':>8}{'softmax ms':>12}{'linear ms':>12}{'MHLA ms':>12}{'vs softmax':>14}{'vs linear':>14}"
+        + "".join(f"{f'{name} ms':>14}" for name in others),
     ]
     for row in record["rows"]:
         cells = [f"{row['what']:20}{row['length']:>8,}"] + [f"{row[f'{name}_ms']:>12.3f}" for name in NAMES]
         for against in ("softmax", "linear"):
             cells.append(f"{times(ratios[row['what'], row['length'], against]):>14}")
+        cells += [
+            f"{row.get('others_ms', {})[name]:>14.3f}" if name in row.get("others_ms", {}) else f"{'-':>14}"
+            for name in others
+        ]
         lines.append("".join(cells))
     for row in record["memory"]:
         share = row["mhla_bytes"] / row["softmax_bytes"]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mhla_hf.bench import DECODE, Comparison, compare, render_bench, run_bench
+from mhla_hf.bench import DECODE, Comparison, compare, competitors, render_bench, run_bench
 from mhla_hf.bench.cases import DIT, PAPER, WholeModel
 from mhla_hf.bench.compare import FORWARD, TRAINING, Decoding, Operator
 from mhla_hf.ops.blocks import Blocks
@@ -70,13 +70,14 @@ def test_the_decoding_kernels_go_back_to_where_they_were(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mhla_step", "decode_linear", "softmax_by"])
 def test_no_speed_for_a_wrong_decoder(name, monkeypatch, tmp_path):
-    right = getattr(compare, name)
+    place = competitors if name == "softmax_by" else compare
+    right = getattr(place, name)
 
     def wrong(*arguments, **options):
         o = right(*arguments, **options)
         return (o[0] * 1.001, o[1]) if isinstance(o, tuple) else o * 1.001
 
-    monkeypatch.setattr(compare, name, wrong)
+    monkeypatch.setattr(place, name, wrong)
     with pytest.raises(RuntimeError, match=r"after 100 tokens, .*so no speed is reported\.$"):
         run_bench(quick(MORE), out=tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
@@ -158,8 +159,8 @@ def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
 
 
 def test_a_wrong_competitor_is_not_timed(monkeypatch):
-    true = compare.softmax_by
-    monkeypatch.setattr(compare, "softmax_by", lambda *arguments: true(*arguments) * 1.001)
+    true = competitors.softmax_by
+    monkeypatch.setattr(competitors, "softmax_by", lambda *arguments: true(*arguments) * 1.001)
     with pytest.raises(RuntimeError, match=r"^grid, sdpa "):
         run_bench(quick(GRID), progress=False, show=False)
 
@@ -176,15 +177,17 @@ def test_what_does_not_fit_is_said(monkeypatch):
 
 
 def test_what_fails_leaves_the_others_their_turn(monkeypatch):
-    true = compare.softmax_by
+    true = competitors.softmax_by
 
     def failing(backend, causal, q, k, v):
         if q.shape[1] == GRID.blocks.length and torch.is_grad_enabled():
             raise RuntimeError("no kernel here\nand more")
         return true(backend, causal, q, k, v)
 
-    monkeypatch.setattr(compare, "takes", lambda attention, q, k, v: attention.args[0] == compare.SDPBackend.MATH)
-    monkeypatch.setattr(compare, "softmax_by", failing)
+    math = {"sdpa math": competitors.SOFTMAX_BACKENDS["sdpa math"]}
+    monkeypatch.setattr(competitors, "SOFTMAX_BACKENDS", math)
+    monkeypatch.setattr(competitors, "takes", lambda *_: True)
+    monkeypatch.setattr(competitors, "softmax_by", failing)
     record = run_bench(quick(GRID), progress=False, show=False)
     assert [row["what"] for row in record["rows"]] == [FORWARD, TRAINING]
     assert record["skipped"] == {f"grid: {TRAINING}, sdpa math": "failed: no kernel here"}

@@ -26,12 +26,17 @@ def test_record_files_and_table(tmp_path, capsys, tiny_targets):
     rows = {(row["what"], row["length"]): row for row in record["rows"]}
     assert set(rows) == {(what, n) for what in (bench.TRAINING, bench.FORWARD, bench.DECODING) for n in (20, 48)}
     assert all(row[f"{name}_ms"] > 0 for row in rows.values() for name in bench.NAMES)
+    for (what, _), row in rows.items():
+        assert row["others_ms"].keys() == (set() if what == bench.DECODING else {"sdpa math", "copy"})
+        assert all(time > 0 for time in row["others_ms"].values())
     for ratio in record["ratios"]:
         row = rows[ratio["what"], ratio["length"]]
         assert ratio["ratio"] == row[f"{ratio['against']}_ms"] / row["mhla_ms"]
-    assert 0 < max(record["checks"].values()) < 1e-5 and len(record["checks"]) == (4 + 4 + 5) + 2 * (1 + 3)
+    assert 0 < max(record["checks"].values()) < 1e-5 and len(record["checks"]) == (4 + 4 + 5 + 4) + 2 * (1 + 3)
+    assert record["softmax"] == "sdpa flash" and "sdpa math, dk of 53 tokens" in record["checks"]
     assert record["versions"]["torch"] == torch.__version__ and record["seed"] == 0
     table = capsys.readouterr().out
+    assert "softmax: sdpa flash\n" in table and "  sdpa math ms" in table and "  copy ms" in table
     lines = [line for line in table.splitlines() if line.startswith(bench.TRAINING)]
     assert len(lines) == 2 and "(>=1e+09)!" in lines[1] and "(>=1e-09)" in lines[1] and "(>=1e-09)!" not in lines[1]
 
