@@ -31,7 +31,7 @@ from .checks import (
     rows_of_definition,
     rows_of_softmax,
 )
-from .competitors import copy_of, fla_kernel, softmax_backends
+from .competitors import copy_of, fla_kernels, softmax_backends
 from .lengths import FORWARD, PLAIN, TRAINING
 
 LINEAR_BLOCK = 1024
@@ -137,12 +137,11 @@ class Operator:
     def linear(self, device):
         """Plain linear attention: fla's kernel for causal shapes where it is installed, else MHLA with a single block, or,
         causal and long, with blocks that weigh the same, which is the same and leaves a GPU more to do at once."""
-        kernel = fla_kernel() if self.causal and torch.device(device).type == "cuda" else None
-        if kernel is not None:
+        kernels = fla_kernels(device) if self.causal else None
+        if kernels is not None:
 
             def linear_fla(q, k, v):
-                o = kernel(q, k, v, scale=q.shape[-1] ** -0.5, normalize=self.normalize)
-                return o[0] if isinstance(o, tuple) else o
+                return kernels[0](q, k, v, scale=q.shape[-1] ** -0.5, normalize=self.normalize)[0]
 
             return linear_fla
         form = self.forms(device)[-1]
@@ -220,7 +219,10 @@ class Decoding:
         found, caches = {}, [x.transpose(1, 2).contiguous() for x in (k, v)]
         for name, attention in self.softmax(q, k, v).items():
             found[name] = functools.partial(decode_softmax, attention, q, k, v, caches)
-        found["linear ours"] = functools.partial(decode_linear, q, k, v, summary_of(k[:, :-STEPS], v[:, :-STEPS]))
+        summary, kernels = summary_of(k[:, :-STEPS], v[:, :-STEPS]), fla_kernels(device)
+        found["linear ours"] = functools.partial(decode_linear, q, k, v, summary)
+        if kernels is not None:
+            found["linear fla"] = functools.partial(decode_by_fla, kernels[1], q, k, v, summary)
         for form in forms_for(self.width, self.dtype, device):
             found[f"mhla {form}"] = MHLADecoder(q, k, v, mixing, self.blocks.block_size, form)
         return found
@@ -308,6 +310,17 @@ def decode_linear(q, k, v, summary):
         summary.addcmul_(key[..., :, None], value[..., None, :])
         outputs.append((query[..., None, :] @ summary)[..., 0, :] * q.shape[-1] ** -0.5)
     return torch.stack(outputs, 1).to(v.dtype)
+
+
+def decode_by_fla(kernel, q, k, v, summary):
+    """`decode_linear` by fla's recurrent kernel."""
+    outputs = []
+    for i in range(k.shape[1] - STEPS, k.shape[1]):
+        token = (x[:, i : i + 1] for x in (q, k, v))
+        options = {"initial_state": summary, "output_final_state": True, "normalize": False}
+        o, summary = kernel(*token, scale=q.shape[-1] ** -0.5, **options)
+        outputs.append(o)
+    return torch.cat(outputs, 1)
 
 
 def forms_for(width, dtype, device):

@@ -15,14 +15,15 @@ SOFTMAX_BACKENDS = {
 MATH_TOKENS = 4096
 
 
-@functools.cache
-def fla_kernel():
-    """fla's chunked linear attention, None where fla is not installed."""
+def fla_kernels(device):
+    """fla's linear attention in chunks and token by token, on a GPU where fla is installed; else None."""
+    if torch.device(device).type != "cuda":
+        return None
     try:
-        from fla.ops.linear_attn import chunk_linear_attn
+        from fla.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
     except ImportError:
         return None
-    return chunk_linear_attn
+    return chunk_linear_attn, fused_recurrent_linear_attn
 
 
 def softmax_by(backend, causal, q, k, v):

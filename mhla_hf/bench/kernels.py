@@ -15,7 +15,8 @@ import torch
 
 from ..ops.triton_common import launches_through, spell, start
 from ..ops.triton_operator import triton_backward, triton_forward
-from .compare import Operator, copy_of, repeated
+from .compare import Operator, repeated
+from .competitors import copy_of
 
 TIMES = 10  # in a CUDA graph, which takes longer to start than a small kernel to run
 

@@ -90,6 +90,40 @@ def test_plain_linear_attention_in_long_blocks_is_the_same(monkeypatch):
     assert compare.relative_error(TEXT.linear("cpu")(q, k, v), whole.double()) < 1e-2
 
 
+def fla_chunked(q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None):
+    """As fla 0.6.0 declares its kernel, slow."""
+    return fla_recurrent(q, k, v, scale, initial_state, output_final_state, False, normalize)
+
+
+def fla_recurrent(
+    q, k, v, scale=None, initial_state=None, output_final_state=False, reverse=False, normalize=False, cu_seqlens=None
+):
+    """As fla 0.6.0 declares its kernel, slow."""
+    assert scale is not None and not reverse and cu_seqlens is None
+    weights = torch.einsum("bthk,bshk->bhts", q.float(), k.float()).tril() * scale
+    o = torch.einsum("bhts,bshv->bthv", weights, v.float())
+    if normalize:
+        o = o / weights.sum(-1).transpose(1, 2)[..., None]
+    if initial_state is not None:
+        o = o + torch.einsum("bthk,bhkv->bthv", q.float(), initial_state) * scale
+    state = torch.einsum("bthk,bthv->bhkv", k.float(), v.float()) + (0 if initial_state is None else initial_state)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_flas_kernels_are_competitors_where_fla_is_installed(normalize, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare, "fla_kernels", lambda device: (fla_chunked, fla_recurrent))
+    record = run_bench(quick(dataclasses.replace(TEXT, normalize=normalize), MORE), progress=False, show=False)
+    assert all("linear fla" in row["ms"] for row in record["rows"])
+    assert any("linear fla, dk" in name for name in record["checks"])
+    assert f"{MORE.name}, linear fla" in record["checks"]
+    monkeypatch.setattr(
+        compare, "fla_kernels", lambda device: (fla_chunked, lambda *a, **s: (a[2], s["initial_state"]))
+    )
+    with pytest.raises(RuntimeError, match="linear fla"):
+        run_bench(quick(MORE), out=tmp_path, progress=False)
+
+
 def test_the_floor_moves_what_must_move():
     work = GRID.work("cpu", 0)
     tensor = 2 * 24 * 2 * 8 * 4
