@@ -94,8 +94,7 @@ def attend_kernel(
     a, b, c, state, state_z, m, m_head, m_row, r, inv, den_before, e, e_sums, out, mask_a, mask_b, edges, order, starts,
     tokens, size, blocks, heads, group, reps, share, span, parts, scale, shrink, eps, raw, X: constexpr, Y: constexpr,
     BX: constexpr, BY: constexpr, BT: constexpr, OWN: constexpr, MULTI: constexpr, REVERSE: constexpr, DEN: constexpr,
-    RANK: constexpr, ADD: constexpr, MORE: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr,
-):  # fmt: skip
+    RANK: constexpr, ADD: constexpr, MORE: constexpr, MAPPED: constexpr, DOT: constexpr, PRECISION: constexpr):  # fmt: skip
     """`span` tokens of one block, one head of `out` [B, T, heads, Y], one tile of Y; `attend` says what the rest is."""
     y_tiles: constexpr = (Y + BY - 1) // BY
     program = tl.program_id(0)

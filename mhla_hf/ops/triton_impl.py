@@ -11,7 +11,7 @@ import torch
 from .reference import head_norm
 from .triton_attend import attend, attend_normed, holds_rows
 from .triton_blocks import mix, mix_grads
-from .triton_common import cut_of, dot_kind, in_rows
+from .triton_common import cut_of, dot_kind, in_rows, tiles
 from .triton_quadratic import quadratic, use_quadratic
 from .triton_summaries import prepare, summaries
 
@@ -139,13 +139,20 @@ class Call(Work):
         make = torch.zeros if self.padded else torch.empty
         return make(shape or x.shape, dtype=dtype or x.dtype, device=x.device)
 
+    def column(self, like):
+        """`room` for a number of each token and head of like [B, T, H, ..], fp32 [B, T, H, 1]: with strides that 16 divides,
+        whatever T and H are, for the kernels are compiled for that."""
+        batch, tokens, heads = like.shape[:3]
+        room = self.room(like, batch, heads, 16 * tiles(tokens, 16), dtype=torch.float32)
+        return room[..., :tokens].transpose(1, 2)[..., None]
+
     def counting(self, q, k):
         """Weights alone: a `Work` and values of ones, whose output is the denominator (of the official kind, unmixed)."""
         mixing = self.mixing
         if self.normalize == "official":
             mixing = torch.eye(self.cut.blocks, dtype=torch.float32, device=q.device)
         work = Work(mixing, self.cut, self.key_cut, self.causal, self.mask, 1.0, self.eps)
-        return work, torch.ones(1, 1, 1, 1, dtype=torch.float32, device=q.device).expand(*k.shape[:3], 1)
+        return work, torch.ones((), dtype=torch.float32, device=q.device).expand(*k.shape[:3], 1)  # strides of 0
 
     def across_slots(self, x, mixing):
         """sum_j m_ij x_j over blocks for each slot of a block, [B, T, H] to [B, T, H]: the official denominator's mixing."""
@@ -161,12 +168,14 @@ class Call(Work):
         if self.normalize == "no":
             self.forward(q, k, v, o)
             return o, torch.empty(0, dtype=torch.float32, device=q.device)
-        inv = self.room(q, *q.shape[:3], dtype=torch.float32)
-        if self.normalize != "shared":
-            features = (q, k) if q_den is None else (q_den, k_den)
+        if self.normalize == "shared":
+            inv = self.room(q, *q.shape[:3], dtype=torch.float32)
+        else:
+            features, den = (q, k) if q_den is None else (q_den, k_den), self.column(q)
             work, ones = self.counting(*features)
-            work.forward(*features, ones, inv[..., None], dot="fp32")
-            den = self.across_slots(inv, self.mixing) if self.normalize == "official" else inv
+            work.forward(*features, ones, den, dot="fp32")
+            den = den[..., 0].contiguous()
+            den = self.across_slots(den, self.mixing) if self.normalize == "official" else den
             dead = den.abs() < torch.finfo(torch.float32).tiny
             inv = torch.where(dead, 0, 1 / torch.where(dead, 1, den))
         self.forward(q, k, v, o, inv, self.normalize == "shared")
@@ -195,17 +204,17 @@ class Call(Work):
         work, ones = self.counting(*features)
         den_grads = [self.room(x) for x in features]
         if self.normalize == "official":
-            own = torch.empty_like(r)
-            work.forward(*features, ones, own[..., None], dot="fp32")
+            own = self.column(r)
+            work.forward(*features, ones, own, dot="fp32")
             cut, order = self.cut, self.cut.order
-            slots = [x if order is None else x.index_select(1, order) for x in (r, own)]
+            slots = [x if order is None else x.index_select(1, order) for x in (r, own[..., 0])]
             slots = [x.unflatten(1, (cut.blocks, -1)).permute(0, 3, 1, 2) for x in slots]
             per_head = torch.matmul(slots[0], slots[1].mT).sum(0)
             dm = dm + (per_head if self.per_head else per_head.sum(0))
             r = self.across_slots(r, self.mixing.mT)
-            work.backward(*features, ones, r[..., None], [*den_grads, None], dot="fp32")
+            work.backward(*features, ones, self.column(r).copy_(r[..., None]), [*den_grads, None], dot="fp32")
         else:
-            dm = dm + work.backward(*features, ones, r[..., None], [*den_grads, None], dot="fp32")
+            dm = dm + work.backward(*features, ones, self.column(r).copy_(r[..., None]), [*den_grads, None], dot="fp32")
         if q_den is None:
             return grads[0] + den_grads[0], grads[1] + den_grads[1], grads[2], dm, None, None
         return *grads, dm, *den_grads

@@ -38,11 +38,13 @@ HEADER = """# Kernels: registers and shared memory
 Made by `python tests/ops/kernel_builds.py` with triton {version}: compiled offline, no GPU was used. The launches of a
 forward and a backward pass are compiled with the configuration they would have, {count:,} of them. Without causality: grids,
 and sequences (which grids cut into equal runs of tokens are too), in the linear and in the quadratic form, with and without
-relu inside, and, where nothing is normalised, with fp32 values beside fp16 queries and keys. Causal ones: with blocks of 64
-and of 256, with left padding, with packed sequences, and decoding. Each with a denominator of the same features, with none,
-and with one of other features (or the official one); with and without a key mask; with a key head for each query head and
-with one for two; with a mixing for all heads and one for each. In bf16, fp16 and fp32, with heads of these
-widths of keys and values: {widths}.
+relu inside, and, where nothing is normalised, with fp32 values beside fp16 queries and keys, and with an RMSNorm inside.
+Causal ones: with blocks of 16, 64 and 256, with left padding, alone or with a key mask, with packed sequences, and decoding.
+Each with a denominator of the same features, with none, and with one of other features (or the official one); with and
+without a key mask; with a key head for each query head and with one for two; with a mixing for all heads and one for each.
+In bf16, fp16 and fp32, with heads of these widths of keys and values: {widths}.
+Where widths are multiples of 16, or heads even in number, how many batches, heads, tokens and blocks there are changes
+nothing of what is compiled.
 
 A cell is the most that any launch of a kernel needs, registers of a thread and KiB of shared memory of a block; "spills"
 are bytes of registers that did not fit. All kernels with products of tiles use tensor cores.
@@ -51,10 +53,8 @@ The quadratic form is taken, without causality, where S * S < 260 * (S + max(K, 
 to 128: with 16 blocks and heads of 64, up to 662 tokens. That is a count of operations and bytes, not yet a measurement.
 Where queries are a grid and keys a sequence, or the reverse, the linear form is taken always.
 
-Not compiled yet: other widths, which take the tiles of the next power of two, and keys twice as wide as values, as the
-feature map "hedgehog" makes them; fp32 queries and keys beside values of half the size (our models never have those);
-denominators of other features (or the official one) with one head, with a multiple of 16, or where tokens times heads are no
-multiple of 16; causal blocks of 16; left padding with a key mask; outputs with an RMSNorm. There the tiles may spill.
+Not compiled: other widths, which take the tiles of the next power of two, and tensors of other dtypes beside each other
+(layers of this package give q and k the dtype of v, also under autocast). There the tiles may spill.
 
 fp32 products are three of tf32; gradients of fp16 tensors go through one of tf32, which reads fp16 numbers exactly and has
 room for what is between them. In both, heads wider than 64 are taken 64 lanes at a time; on sm_120 causal fp32 ones
@@ -72,8 +72,7 @@ running state, often 32, and a norm needs whole rows. There it is a call of torc
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
 spills where the table says so. The tests hold this table to the kernels and tiles as they are: a changed one is compiled
-again before they pass. For sm_90 they were compiled by hand with triton 3.6.0 and 3.7.1 too: none spills, all use tensor
-cores, none takes more than 156 KiB (`--record`, see CONTRIBUTING.md).
+again before they pass.
 
 Causal heads of fp32, or with keys or values wider than 128, that have a key mask, have masked keys and values set to zero
 outside the kernels, a pass over memory more: inside, a mask takes registers that are not left there. So have those of a

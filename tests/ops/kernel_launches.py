@@ -22,24 +22,25 @@ from mhla_hf.ops import triton_configs, triton_decode
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton_common import COUNTS, REPEATS, launches_through, spell
-from mhla_hf.ops.triton_operator import triton_backward, triton_forward
+from mhla_hf.ops.triton_operator import triton_backward, triton_forward, triton_normed
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 KINDS[torch.bool] = "i1"
-WIDTHS = ((64, 64), (32, 32), (72, 72), (96, 96), (128, 128), (128, 256), (256, 256))
+WIDTHS = ((64, 64), (128, 64), (256, 128), (32, 32), (72, 72), (96, 96), (128, 128), (128, 256), (256, 256))
 SHAPES = tuple(itertools.product((torch.bfloat16, torch.float16, torch.float32), WIDTHS))
 LINEAR, QUADRATIC = Blocks.grid((32, 32), (2, 2)), Blocks.grid((16, 16), (4, 4))
 IN_ORDER = (Blocks.sequence(1024, 256), Blocks.sequence(256, 16))  # so are grids cut into equal runs of tokens
-SHORT_BLOCKS, LONG_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256)
+SHORT_BLOCKS, LONG_BLOCKS, SMALL_BLOCKS = Blocks.sequence(256, 64), Blocks.sequence(512, 256), Blocks.sequence(64, 16)
 
 
 @dataclass(frozen=True)
 class Form:
     """What decides which kernels a call launches, but for dtype and widths.
 
-    normalize as `triton_forward` takes it; padding "", "mask", "starts" or "packed"; mapped: relu inside the kernels;
-    groups: key heads of four query heads; per_head: mixing of each query head; wide: fp32 values beside fp16 queries and
-    keys, as diffusion models have them where nothing is normalised.
+    normalize as `triton_forward` takes it; padding "", "mask", "starts", "starts, mask" or "packed"; mapped: relu inside the
+    kernels; heads, groups: query heads and key heads; per_head: mixing of each query head; wide: fp32 values beside fp16
+    queries and keys, as diffusion models have them where nothing is normalised; normed: an RMSNorm in the kernels, without
+    gradients.
     """
 
     blocks: Blocks
@@ -48,9 +49,11 @@ class Form:
     padding: str = ""
     mapped: bool = False
     decode: bool = False
+    heads: int = 4
     groups: int = 4
     per_head: bool = False
     wide: bool = False
+    normed: bool = False
 
 
 def forms():
@@ -72,8 +75,10 @@ def forms_of_one_kind_of_heads():
             yield Form(blocks, normalize=normalize, padding=padding, mapped=True)
     for blocks, padding, mapped in itertools.product((LINEAR, QUADRATIC, *IN_ORDER), ("", "mask"), (False, True)):
         yield Form(blocks, normalize="no", padding=padding, mapped=mapped, wide=True)
-    for blocks, normalize in itertools.product((SHORT_BLOCKS, LONG_BLOCKS), ("shared", "no", "separate")):
-        for padding in ("", "mask", "starts", "packed"):
+    for blocks, mapped in itertools.product((LINEAR, IN_ORDER[0]), (False, True)):
+        yield Form(blocks, normalize="no", mapped=mapped, normed=True)
+    for blocks, normalize in itertools.product((SHORT_BLOCKS, LONG_BLOCKS, SMALL_BLOCKS), ("shared", "no", "separate")):
+        for padding in ("", "mask", "starts", "starts, mask", "packed"):
             yield Form(blocks, True, normalize, padding)
     for normalize in ("shared", "no", "separate"):
         yield Form(SHORT_BLOCKS, True, normalize, decode=True)
@@ -100,24 +105,29 @@ def recorded(form, dtype, widths, chip):
     (width, value_width), blocks, batch = widths, form.blocks, 1 if form.padding == "packed" else 2
     q, k, v = (
         torch.zeros(batch, blocks.length, h, d, dtype=dtype)
-        for h, d in ((4, width), (form.groups, width), (form.groups, value_width))
+        for h, d in ((form.heads, width), (form.groups, width), (form.groups, value_width))
     )
     v = v.float() if form.wide else v
-    mixing = torch.zeros(*(4,) * form.per_head, blocks.num_blocks, blocks.num_blocks)
+    mixing = torch.zeros(*(form.heads,) * form.per_head, blocks.num_blocks, blocks.num_blocks)
     dens = (q, k) if form.normalize == "separate" else (None, None)
     with recorded_launches(chip) as found:
         if form.decode:
             options = {"normalize": form.normalize != "no", "separate_den": dens[0] is not None}
-            state = MHLAState.empty(2, form.groups, 4, width, value_width, 64, den_dim=width, dtype=dtype, **options)
+            state = MHLAState.empty(
+                2, form.groups, form.heads, width, value_width, 64, den_dim=width, dtype=dtype, **options
+            )
             dens = [x if x is None else x[:, :1] for x in dens]
             triton_decode.triton_step(q[:, :1], k[:, :1], v[:, :1], mixing, state, 1.0, *dens)
             return found
         padding = (
-            torch.ones(batch, blocks.length, dtype=torch.bool) if form.padding == "mask" else None,
-            torch.zeros(batch, dtype=torch.int64) if form.padding == "starts" else None,
+            torch.ones(batch, blocks.length, dtype=torch.bool) if "mask" in form.padding else None,
+            torch.zeros(batch, dtype=torch.int64) if "starts" in form.padding else None,
             torch.zeros(blocks.num_blocks, 2, dtype=torch.int32) if form.padding == "packed" else None,
         )
         eps = 1e-6 if form.mapped else None
+        if form.normed:
+            triton_normed(q, k, v, mixing, v[0, 0, 0], None, spell(blocks), spell(blocks), 1.0, eps, 1e-6)
+            return found
         rest = (*dens, *padding, spell(blocks), spell(blocks), form.causal, form.normalize, 1.0, eps)
         o, inv = triton_forward(q, k, v, mixing, *rest)
         triton_backward(torch.zeros_like(o), o, inv, q, k, v, mixing, *rest)

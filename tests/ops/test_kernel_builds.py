@@ -22,6 +22,10 @@ forms = {
     "packed": [Form(Blocks.sequence(n, 64), True, "shared", "packed") for n in (256, 300, 1024)],
     "image": [Form(Blocks.grid((n, m), (k, k)), mapped=True) for n, m, k in ((32, 40, 2), (64, 64, 2), (99, 48, 6))],
     "video": [Form(Blocks.grid((n, 30, 52), (n // 3, 3, 4)), normalize="separate") for n in (9, 12, 21)],
+    "heads": [Form(Blocks.grid((40, 6), (4, 2)), normalize="separate", heads=h, groups=h) for h in (1, 4, 6, 16)],
+    "ragged video": [Form(Blocks.grid((n, 5, 7), (2, 3, 4)), normalize="separate") for n in (48, 50, 51)],
+    "official": [Form(Blocks.grid((n, m), (2, 2)), normalize="official") for n, m in ((40, 32), (34, 38), (42, 44))],
+    "causal": [Form(Blocks.sequence(n, 64), True, "separate", heads=16, groups=16) for n in (999, 1001, 1024)],
     "short": [Form(Blocks.grid((n, n), (n // 4, n // 4))) for n in (8, 9, 12, 16)],
 }
 for name, same in forms.items():
