@@ -326,11 +326,11 @@ def render_lengths(record):
     """The record as a table for the terminal."""
     settings = record["settings"]
     ratios = {(r["what"], r["length"], r["against"]): r for r in record["ratios"]}
-    others = list(dict.fromkeys(name for row in record["rows"] for name in row.get("others_ms", {})))
+    others = list(dict.fromkeys(name for row in record["rows"] for name in row["others_ms"]))
     lines = [
         f"Causal attention, {settings['heads']} heads of {settings['width']}, blocks of {settings['block_size']}, "
         f"{SHORT[settings['dtype']]}, batch 1, [B, T, H, K] inputs; {record['hardware']}; "
-        f"torch {record['versions']['torch']}; softmax: {record.get('softmax', 'as torch chooses')}",
+        f"torch {record['versions']['torch']}; softmax: {record['softmax']}",
         f"Right before fast: largest relative error of {len(record['checks'])} checks {max(record['checks'].values()):.0e}",
         "",
         f"{'':20}{'tokens':>8}{'softmax ms':>12}{'linear ms':>12}{'MHLA ms':>12}{'vs softmax':>14}{'vs linear':>14}"
@@ -340,10 +340,7 @@ def render_lengths(record):
         cells = [f"{row['what']:20}{row['length']:>8,}"] + [f"{row[f'{name}_ms']:>12.3f}" for name in NAMES]
         for against in ("softmax", "linear"):
             cells.append(f"{times(ratios[row['what'], row['length'], against]):>14}")
-        cells += [
-            f"{row.get('others_ms', {})[name]:>14.3f}" if name in row.get("others_ms", {}) else f"{'-':>14}"
-            for name in others
-        ]
+        cells += [f"{row['others_ms'][name]:>14.3f}" if name in row["others_ms"] else f"{'-':>14}" for name in others]
         lines.append("".join(cells))
     for row in record["memory"]:
         share = row["mhla_bytes"] / row["softmax_bytes"]
