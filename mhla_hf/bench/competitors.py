@@ -41,7 +41,7 @@ def softmax_backends(q, k, v, causal, gradients=True):
 def chosen_backend(q, k, v):
     """The name of the backend that torch itself chooses, causal."""
     chosen = torch._fused_sdp_choice(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-    return next(name for name, backend in SOFTMAX_BACKENDS.items() if backend.value == chosen)
+    return {backend.value: name for name, backend in SOFTMAX_BACKENDS.items()}.get(chosen, f"sdpa backend {chosen}")
 
 
 def takes(attention, q, k, v, gradients=True):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla
+from ..ops.operator import mhla, needs_gradients
 from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
 from .core import MHLACore, like_values
@@ -207,6 +207,8 @@ class GridMHLA(MHLACore):
         q, k, options["q_den"], options["k_den"] = like_values(v, *features)
         if shard is None:
             o = partial(mhla, q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
+            if settings.normalize or values.dtype.itemsize > 2 or needs_gradients(q, k, values, mixing):
+                o = o()  # no kernel takes a norm along
         else:
             o = sharded_mhla(q, k, values, mixing, start=shard[0], add_up=shard[1], **options)
         o = self.finish_output(o, hidden_states, dtype)

@@ -69,8 +69,9 @@ def mhla(
         with blocks of its own. Then mixing needs rows for the longest sequence only.
     feature_map: None where q and k are feature-mapped; "relu" (relu(x) + 1e-6) or "plain_relu" maps them here, which the
         kernels, without causality, do where they read q and k. Not with q_den.
-    output_norm: (weight [V], eps) of an RMSNorm over each head of o; the kernels take it along where nothing is causal or
-        normalised, no gradient is asked for, q and v are of 16 bits, and heads are up to 128 wide.
+    output_norm: (weight [V], eps) of an RMSNorm over each head of o; the kernels of the linear form take it along where
+        nothing is causal or normalised, no gradient is asked for, q, k and v are all bf16 or all fp16, and heads up to 128
+        wide.
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
         which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else
@@ -372,8 +373,12 @@ def check_taken_along(feature_map, output_norm, q_den, v):
     if output_norm is None:
         return
     if not (isinstance(output_norm, tuple) and len(output_norm) == 2 and isinstance(output_norm[0], torch.Tensor)):
-        raise TypeError(f"output_norm is {output_norm!r}; expected (weight, eps), a tensor and a number.")
+        raise TypeError(
+            f"output_norm is a {type(output_norm).__name__}; expected (weight, eps), a tensor and a number."
+        )
     weight, eps = output_norm
+    if not weight.is_floating_point():
+        raise TypeError(f"output_norm has a weight of {weight.dtype}; expected a floating-point dtype.")
     if weight.shape != v.shape[3:] or weight.device != v.device:
         raise ValueError(
             f"output_norm has a weight {list(weight.shape)} on {weight.device}; expected {[v.shape[3]]} on {v.device}."

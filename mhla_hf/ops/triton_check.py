@@ -110,7 +110,7 @@ def call_errors(kind: KernelKind) -> dict[str, float]:
         options = {"blocks": blocks, "causal": kind.causal, "normalize": kind.normalize}
         if kind.masked:
             options["key_mask"] = torch.arange(blocks.length, device=kind.device)[None] % 5 != 4
-        norm = (torch.linspace(0.5, 1.5, kind.value_width, device=kind.device), 1e-6) if kind.normed else None
+        norm = (torch.linspace(0.5, 1.5, kind.value_width, device=kind.device), 1.0) if kind.normed else None
         inside = {"eps": FEATURE_EPS["relu"] if kind.mapped else None, "norm": norm}
         got = outcome(triton_mhla, inputs, grad, kind, {**options, **inside})
         inputs = [x.double() for x in inputs]

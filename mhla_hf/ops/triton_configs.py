@@ -113,7 +113,7 @@ EXCEPTIONS = {
     **{(family, "mix_grads", 0, False, "bf16"): {"maxnreg": 255} for family in (9, 12)},
     (12, "quadratic", 128, False, "fp16"): {"num_stages": 2},
     (12, "attend", 16, True, "fp32"): {"maxnreg": 255},
-    (12, "normed", 32, False, "bf16"): {"maxnreg": 255},
+    **{(12, "normed", lanes, False, dot): {"maxnreg": 255} for lanes in (32, 64, 128) for dot in ("bf16", "fp16")},
     (12, "attend_own", 16, True, "fp32"): {"maxnreg": 255},
     (12, "attend_own_padded", 128, True, "bf16"): {"maxnreg": 255},
     (12, "attend_own_padded", 64, False, "tf32"): {"maxnreg": 255},

@@ -35,12 +35,12 @@ class Work:
         """k and v, and the mask that the kernels have still to see to.
 
         Causal ones of fp32 products, or of heads wider than 128, have no registers left for a mask: there masked keys and
-        values are zeros instead.
+        values are zeros instead. Values that are the same for all tokens, as `counting` has them, may stay.
         """
         if self.mask is None or not self.causal or (dot != "fp32" and max(k.shape[3], v.shape[3]) <= 128):
             return k, v, self.mask
         real = self.mask[:, :, None, None]
-        return torch.where(real, k, 0), torch.where(real, v, 0), None
+        return torch.where(real, k, 0), v if v.stride(1) == 0 else torch.where(real, v, 0), None
 
     def mixed(self, k, v, heads, dot, with_z, mask):
         """Mixed summaries P and z, [B, H or G, M, ...], and the summaries they are made of."""

@@ -65,10 +65,10 @@ Without causality a relu of q and k that nothing rotates afterwards is taken whe
 `mhla`), and its derivative where they write gradients: the mapped features are neither written nor kept. Where a rotation
 comes between, as in Wan and in language models, the map stays outside.
 
-The RMSNorm after a form without denominator (`output_norm` of `mhla`) is taken where outputs are written ("normed") if
-nothing is causal, no gradient is asked for, tensors are of 16 bits and heads up to 128 wide: a pass less over the output.
-With gradients, the output before the norm must be written in any case. Causal tiles hold 64 columns or fewer beside their
-running state, often 32, and a norm needs whole rows. There it is a call of torch's on the output.
+The RMSNorm after a form without denominator (`output_norm` of `mhla`) is taken where the linear form writes outputs
+("normed") if nothing is causal, no gradient is asked for, q, k and v are all bf16 or all fp16, and heads up to 128 wide: a
+pass less over the output. With gradients, the output before the norm must be written in any case. Causal tiles hold 64
+columns or fewer beside their running state, often 32, and a norm needs whole rows. There it is a call of torch's.
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
 spills where the table says so. The tests hold this table to the kernels and tiles as they are: a changed one is compiled

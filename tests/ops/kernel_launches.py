@@ -126,7 +126,8 @@ def recorded(form, dtype, widths, chip):
         )
         eps = 1e-6 if form.mapped else None
         if form.normed:
-            triton_normed(q, k, v, mixing, v[0, 0, 0], None, spell(blocks), spell(blocks), 1.0, eps, 1e-6)
+            for weight in (v[0, 0, 0], v[0, 0, 0].float()):
+                triton_normed(q, k, v, mixing, weight, None, spell(blocks), spell(blocks), 1.0, eps, 1e-6)
             return found
         rest = (*dens, *padding, spell(blocks), spell(blocks), form.causal, form.normalize, 1.0, eps)
         o, inv = triton_forward(q, k, v, mixing, *rest)

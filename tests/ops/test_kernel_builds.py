@@ -25,7 +25,9 @@ forms = {
     "heads": [Form(Blocks.grid((40, 6), (4, 2)), normalize="separate", heads=h, groups=h) for h in (1, 4, 6, 16)],
     "ragged video": [Form(Blocks.grid((n, 5, 7), (2, 3, 4)), normalize="separate") for n in (48, 50, 51)],
     "official": [Form(Blocks.grid((n, m), (2, 2)), normalize="official") for n, m in ((40, 32), (34, 38), (42, 44))],
-    "causal": [Form(Blocks.sequence(n, 64), True, "separate", heads=16, groups=16) for n in (999, 1001, 1024)],
+    **{f"causal, {padding}": [Form(Blocks.sequence(n, 64), True, "separate", padding, heads=h, groups=h)
+                              for n, h in ((999, 16), (1001, 6), (1024, 4))]
+       for padding in ("", "mask", "starts", "starts, mask")},
     "short": [Form(Blocks.grid((n, n), (n // 4, n // 4))) for n in (8, 9, 12, 16)],
 }
 for name, same in forms.items():
