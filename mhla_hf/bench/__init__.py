@@ -2,8 +2,8 @@
 
 `lengths.py` has causal attention by length and decoding, `compare.py` single operators and whole models side by side,
 `kernels.py` the kernels of an operator one by one, `cases.py` the shapes of the paper. Unusual in all: nothing is timed
-before it is shown to be right (`checks.py`), and the competitors take turns, round after round in one process, the fastest
-round of each counting.
+before it is shown to be right (`checks.py`), and the competitors (`competitors.py` has those that others wrote) take turns,
+round after round in one process, the fastest round of each counting.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ from .checks import (
     rows_of_definition,
     rows_of_softmax,
 )
-from .competitors import copy_of, fla_kernels, softmax_backends
+from .competitors import copy_of, fla_kernels, floor_bytes, softmax_backends
 from .lengths import FORWARD, PLAIN, TRAINING
 
 LINEAR_BLOCK = 1024
@@ -177,10 +177,9 @@ class Operator:
         return work
 
     def floors(self):
-        """what -> the bytes that it must move at least: q, k, v, o; then also q, k, v and three gradients, and that of o."""
-        item = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
-        average = self.batch * self.blocks.length * self.heads * sum(self.widths) * item // 2
-        return {FORWARD: 4 * average, TRAINING: (4 + 7) * average}
+        """what -> `floor_bytes`."""
+        moved = floor_bytes(self.batch * self.blocks.length * self.heads, self.widths, self.dtype)
+        return dict(zip((FORWARD, TRAINING), moved, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

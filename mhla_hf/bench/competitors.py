@@ -62,3 +62,10 @@ def copy_of(moved, device):
     """A function that moves so many bytes: reads half of them and writes the others."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def floor_bytes(rows, widths, dtype):
+    """The bytes that attention must move at least, for `rows` tokens of all heads and widths of keys and values: forward, q,
+    k, v, o; forward and backward, also q, k, v and three gradients, and that of o."""
+    average = rows * sum(widths) * getattr(torch, dtype).itemsize // 2
+    return 4 * average, (4 + 7) * average

@@ -19,7 +19,7 @@ from ..ops.operator import mhla, mhla_step
 from ..ops.reference import mhla_reference
 from ..plots import plot_speed
 from .checks import TOLERANCES, errors_against, refuse_wrong, relative_error, rows_of_definition, rows_of_softmax
-from .competitors import chosen_backend, copy_of, softmax_backends
+from .competitors import chosen_backend, copy_of, floor_bytes, softmax_backends
 
 NAMES, MIXED = ("softmax", "linear", "mhla"), ("linear", "mhla")
 TRAINING, FORWARD, DECODING = "forward + backward", "forward", "decode, per token"
@@ -60,9 +60,9 @@ class Suite:
         return {**dataclasses.asdict(self), "batch": 1, "causal": True, "normalize": False}
 
     def floors(self, length):
-        """what -> the bytes that it must move at least: q, k, v, o; then also q, k, v and three gradients, and that of o."""
-        tensor = length * self.heads * self.width * getattr(torch, self.dtype).itemsize
-        return {FORWARD: 4 * tensor, TRAINING: (4 + 7) * tensor}
+        """what -> `floor_bytes`."""
+        moved = floor_bytes(length * self.heads, (self.width, self.width), self.dtype)
+        return dict(zip((FORWARD, TRAINING), moved, strict=True))
 
     def measure(self, device, seed, progress):
         """The parts of the record that are measured; `run_bench` says what they are."""

@@ -218,8 +218,8 @@ def test_what_fails_leaves_the_others_their_turn(monkeypatch):
             raise RuntimeError("no kernel here\nand more")
         return true(backend, causal, q, k, v)
 
-    math = {"sdpa math": competitors.SOFTMAX_BACKENDS["sdpa math"]}
-    monkeypatch.setattr(competitors, "SOFTMAX_BACKENDS", math)
+    one = {"sdpa math": competitors.SOFTMAX_BACKENDS["sdpa math"]}
+    monkeypatch.setattr(competitors, "SOFTMAX_BACKENDS", one)
     monkeypatch.setattr(competitors, "takes", lambda *_: True)
     monkeypatch.setattr(competitors, "softmax_by", failing)
     record = run_bench(quick(GRID), progress=False, show=False)
