@@ -49,9 +49,9 @@ class Kernels:
         work = {}
         for stage, launches in (("forward", forward), ("backward", backward)):
             for place, launch in enumerate(launches, 1):
-                moved, kernel = bytes_of(launch), launch.args[0].fn.__name__.removesuffix("_kernel")
+                moved = bytes_of(launch)
                 pair = {"mhla kernel": launch, "copy": copy_of(moved, device)}
-                what = f"{stage} {place}, {kernel} of {moved / 1e6:.3g} MB, {TIMES} times"
+                what = f"{stage} {place}, {kernel_of(launch)} of {moved / 1e6:.3g} MB, {TIMES} times"
                 work[what] = {name: repeated(run, TIMES) for name, run in pair.items()}
         return work
 
@@ -83,6 +83,11 @@ def recorded_launches(started=True):
 
     with launches_through(record):
         yield found
+
+
+def kernel_of(launch):
+    """The name of the kernel that it starts."""
+    return launch.args[0].fn.__name__.removesuffix("_kernel")
 
 
 def bytes_of(launch):

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from mhla_hf import Blocks, MHLASettings
+from mhla_hf.bench.kernels import kernel_of, recorded_launches
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
 from mhla_hf.ops import triton_impl
-from mhla_hf.ops.triton_common import INTERPRETED, launches_through, start
+from mhla_hf.ops.triton_common import INTERPRETED
 
 
 def array_split(length, count):
@@ -161,18 +162,14 @@ def test_the_norm_is_in_the_kernels_where_no_gradient_is_asked_for(rope, monkeyp
     q, k, v = (torch.randn(1, 24, 2, 5, dtype=torch.bfloat16) for _ in range(3))
     options = {"grid": (4, 6), "hidden_states": torch.randn(1, 24, 7, dtype=torch.bfloat16)}
     options["rotate"] = (lambda q, k: (q.flip(3), k.flip(3))) if rope == "after" else None
-    want, weight, launched = core(q, k, v, **options).detach(), core.norm.weight.data, []
-
-    def note(function, *rest, **settings):
-        launched.append(function.__name__)
-        start(function, *rest, **settings)
-
+    want, weight = core(q, k, v, **options).detach(), core.norm.weight.data
     core.norm.weight.data = torch.full_like(weight, float("nan"))
     bring = core.norm.register_forward_pre_hook(lambda norm, _: setattr(norm.weight, "data", weight))
-    with launches_through(note), torch.no_grad():
+    with recorded_launches() as launched, torch.no_grad():
         got = core(q, k, v, **options)
     bring.remove()
-    assert launched.count("normed_kernel") == 1 and "attend_kernel" not in launched
+    kernels = [*map(kernel_of, launched)]
+    assert kernels.count("normed") == 1 and "attend" not in kernels
     assert float((got - want).norm() / want.norm()) < 8e-3
     torch.compiler.reset()
     with torch.no_grad():

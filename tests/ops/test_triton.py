@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 
-from mhla_hf.ops import triton_common, triton_configs, triton_impl, triton_quadratic
+from mhla_hf.bench.kernels import kernel_of, recorded_launches
+from mhla_hf.ops import triton_common, triton_configs, triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.triton_common import INTERPRETED
@@ -235,15 +236,10 @@ def test_output_norm(grid, key_grid, widths, dtype, inside, feature_map, monkeyp
     check(blocks, widths=widths, dtype=dtype, mask=True, per_head=feature_map is None, **options)
     inputs = inputs_for(blocks, key_blocks, 2, 2, 1, widths, feature_map is None, False, dtype, True)
     options |= {"blocks": blocks, "scale": 0.3, "key_mask": torch.rand(inputs[1].shape[:2], device=DEVICE) > 0.3}
-    want, launched = mhla(*(x.double() for x in inputs), impl="reference", **options), []
-
-    def note(function, *rest, **settings):
-        launched.append(function.__name__)
-        triton_common.start(function, *rest, **settings)
-
-    with triton_common.launches_through(note):
+    want = mhla(*(x.double() for x in inputs), impl="reference", **options)
+    with recorded_launches() as launched:
         got = mhla(*inputs, impl="triton", **options)
-    assert got.dtype is dtype and ("normed_kernel" in launched) is inside
+    assert got.dtype is dtype and ("normed" in map(kernel_of, launched)) is inside
     assert error(got, want) <= (TOLERANCE[dtype] if dtype is F32 else 2.0 ** (-8 if dtype is BF16 else -10))
 
 
@@ -383,15 +379,9 @@ def test_quadratic_rectangular():
 def test_quadratic_where_both_are_cut_in_the_same_way(grids, expected):
     blocks, key_blocks = (GRIDS[grid] for grid in grids)
     inputs = inputs_for(blocks, key_blocks, 1, 2, 1, (8, 8), False, True, F32, False)
-    started = []
-
-    def note(function, *arguments, **settings):
-        started.append(function)
-        triton_common.start(function, *arguments, **settings)
-
-    with triton_common.launches_through(note):
+    with recorded_launches() as launched:
         mhla(*inputs, blocks=blocks, key_blocks=key_blocks, impl="triton")
-    assert started.count(triton_quadratic.quadratic_kernel) == expected
+    assert [*map(kernel_of, launched)].count("quadratic") == expected
 
 
 def test_which_shapes_are_quadratic():
