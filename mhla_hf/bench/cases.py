@@ -149,7 +149,8 @@ def video(counts):
 
 def paper_cases():
     """Figures 1b and 1d, tables 5 and 14, and the language models' lengths; then whole models."""
-    cases = [dit(pixels, batch) for pixels, batch in ((256, 32), (512, 32), (1024, 8), (2048, 1), (4096, 1))]
+    images = ((256, 32), (512, 32), (1024, 8), (2048, 1), (4096, 1))
+    cases = [dit(pixels, batch) for pixels, batch in images]
     cases += [dit(512, 8, 16, 72, name="DiT-XL/2"), video((3, 5, 10)), video((7, 3, 5))]
     for width in (64, 128):
         lengths = ((2048, 8, 64), (8192, 2, 64), (32768, 1, 256))
@@ -159,7 +160,9 @@ def paper_cases():
         for pixels in (256, 512, 1024):
             if side < pixels // 16:
                 cases.append(dit(pixels, 8, counts=(side, side), name="table 14, DiT-S/2"))
-    cases.append(WholeModel("DiT-S/2 512 px, whole", DIT_S, (32, 32), 32, dit(512, 32)))
+    for pixels, batch in images:
+        grid = (pixels // 16, pixels // 16)
+        cases.append(WholeModel(f"DiT-S/2 {pixels} px, whole", DIT_S, grid, batch, dit(pixels, batch)))
     cases.append(WholeModel("DiT-XL/2 512 px, whole", DIT_XL, (32, 32), 8, dit(512, 8, 16, 72, name="DiT-XL/2")))
     cases.append(WholeModel("Wan2.1-1.3B, whole", WAN_1B, WAN_GRID, 1, video((3, 5, 10))))
     lm = language(2048, 8, 4, (128, 256), name="LM-340M")

@@ -293,6 +293,9 @@ def test_the_papers_shapes():
         (case.blocks.num_blocks, case.blocks.length) for name, case in operators.items() if name.startswith("table 14")
     }
     assert len(table) == 12 and (1024, 4096) in table and (1024, 1024) not in table
-    whole = {case.name.split()[0]: case for case in PAPER.cases if isinstance(case, WholeModel)}
-    assert set(whole) == {"DiT-S/2", "DiT-XL/2", "Wan2.1-1.3B,", "LM-340M"}
-    assert all(case.operator.blocks.length == math.prod(case.grid) for case in whole.values())
+    whole = [case for case in PAPER.cases if isinstance(case, WholeModel)]
+    small = {(case.operator.blocks.length, case.batch) for case in whole if case.name.startswith("DiT-S/2")}
+    assert small == {(256, 32), (1024, 32), (4096, 8), (16384, 1), (65536, 1)}
+    assert {case.name.split()[0] for case in whole} == {"DiT-S/2", "DiT-XL/2", "Wan2.1-1.3B,", "LM-340M"}
+    assert all(case.operator.blocks.length == math.prod(case.grid) for case in whole)
+    assert all(case.operator.batch == case.batch for case in whole)
