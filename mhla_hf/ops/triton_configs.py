@@ -252,7 +252,7 @@ def config_for(kind, width, other, dot, chip, padded=False):
         config["BY"] = min(config["BY"], lanes_for(other))
     if INTERPRETED:  # every tile costs the same there: fewer and larger ones
         config |= {name: 32 for name in ("BT", "BM", "BN") if name in config}
-        config |= {"BX": 8192} if kind in ("mix", "mix_grads") else {}
+        config |= {"BX": min(8192, lanes_for(other))} if kind in ("mix", "mix_grads") else {}
         config |= {"BX": min(128, inner)} if kind == "summaries" else {}
         config |= {"BY": min(128, lanes_for(other))} if "BY" in config else {}
     return config

@@ -1,5 +1,6 @@
 """Shared by the kernels' tests."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -25,13 +26,29 @@ def languages_of(function):
 @pytest.fixture(scope="session", autouse=True)
 def patched_once():
     """The interpreter patches triton's language for a launch, and again in each call of a function that a kernel calls, a
-    third of its time. Where a language is patched already that changes nothing, and is left out."""
-    patch = interpreter._patch_lang
+    third of its time. Where a language is patched already that changes nothing, and is left out. So is the table of numpy's
+    dtypes that it makes anew whenever it looks one up."""
+    patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
+    look_up = lru_cache(dtype_of)
 
     def patch_once(function):
         unpatched = any(tl.core.is_builtin(language.arange) for language in languages_of(function))
         return patch(function) if unpatched else interpreter._LangPatchScope()
 
-    interpreter._patch_lang = patch_once
+    def dtype_once(kind):
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return dtype_of(kind) if isinstance(kind, tl.pointer_type) else look_up(kind)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
     yield
-    interpreter._patch_lang = patch
+    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
+
+
+@pytest.fixture(scope="module")
+def few_numbers():
+    """Integers are not watched for overflow, which takes a fourth of the interpreter's time: tensors are too small for one.
+    test_triton_use.py, which has large ones, leaves the watch on."""
+    builder = interpreter.interpreter_builder
+    options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
+    yield
+    builder.options = options

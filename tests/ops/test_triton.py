@@ -31,7 +31,7 @@ GRIDS = {
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
-    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.usefixtures("poisoned", "few_numbers"),
 ]
 
 
