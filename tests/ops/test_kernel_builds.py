@@ -1,5 +1,6 @@
 """What the kernels compile to on chips that are not here; in processes of their own, for this one runs the interpreter."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from mhla_hf.ops import triton_configs
 from mhla_hf.ops.triton_configs import config_for
 
 OPS = Path(__file__).parent
@@ -72,3 +74,18 @@ def test_one_compilation_for_all_lengths():
 def test_mixing_has_one_configuration_for_all_lengths(kind, dot, chip):
     configs = [config_for(kind, blocks, 64 * 64, dot, chip) for blocks in (1, 4, 9, 16, 32, 64, 100, 128, 256, 1000)]
     assert all(config == configs[0] for config in configs)
+
+
+@pytest.mark.parametrize("chip", [(8, 6), (8, 7), (8, 9)])
+def test_chips_with_99_kib_take_the_tiles_of_sm_80(chip, monkeypatch):
+    """With as many stages or fewer, so no more shared memory than the table says of sm_80."""
+    monkeypatch.setattr(triton_configs, "INTERPRETED", False)
+    roles = ["attend", *(f"attend_{length}{role}" for length in ("own", "long") for role in ("", "_queries", "_keys"))]
+    kinds = ["summaries", "mix", "mix_grads", "quadratic", "normed", "close", *roles]
+    shapes = itertools.product(kinds, (32, 64, 72, 96, 128, 256), ("bf16", "fp16", "tf32", "fp32"), (False, True))
+    for kind, width, dot, padded in shapes:
+        ours, theirs = (config_for.__wrapped__(kind, width, width, dot, at, padded) for at in (chip, (8, 0)))
+        stages = ours["num_stages"]
+        assert stages <= theirs["num_stages"] and ours == {**theirs, "num_stages": stages}, (kind, width, dot, padded)
+    record = json.loads((OPS / "kernel_builds.json").read_text())["cells"]
+    assert max(cells["sm_80"][1] for cells in record.values()) <= 99
