@@ -71,7 +71,7 @@ pass less over the output. With gradients, the output before the norm must be wr
 columns or fewer beside their running state, often 32, and a norm needs whole rows. There it is a call of torch's.
 
 {all} must not spill; sm_86, which is compiled without padding and for heads of 64, still
-spills where the table says so. sm_86, sm_87 and sm_89 take the tiles of sm_80, with as many stages or fewer: of the 99 KiB
+spills where the table says so. sm_86 and sm_89 take the tiles of sm_80, with as many stages or fewer: of the 99 KiB
 that they have, nothing takes more than the column of sm_80 says, which is {ampere} at most. The tests hold this table to the
 kernels and tiles as they are: a changed one is compiled again before they pass. For sm_90 they were compiled by hand with
 triton 3.6.0 too: none spills, all but those without products of tiles use tensor cores, and none takes more than 156 KiB

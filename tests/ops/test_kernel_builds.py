@@ -76,7 +76,7 @@ def test_mixing_has_one_configuration_for_all_lengths(kind, dot, chip):
     assert all(config == configs[0] for config in configs)
 
 
-@pytest.mark.parametrize("chip", [(8, 6), (8, 7), (8, 9)])
+@pytest.mark.parametrize("chip", [(8, 6), (8, 9)])
 def test_chips_with_99_kib_take_the_tiles_of_sm_80(chip, monkeypatch):
     """With as many stages or fewer, so no more shared memory than the table says of sm_80."""
     monkeypatch.setattr(triton_configs, "INTERPRETED", False)
