@@ -4,9 +4,9 @@ Run: TRITON_INTERPRET=0 python tests/ops/kernel_builds.py [--chips 80 90 100 120
 
 What tests/ops/kernel_builds.json does not hold of the kernels and tiles as they are now is compiled, that file and
 docs/kernels.md are written, and the exit code is 1 if a kernel has a fault. It can be stopped at any point and goes on where
-it was. --check compiles nothing and says what that file lacks; --again compiles one width anew (--again 4 a fourth of its
-launches) and says what differs. For another version of triton than the table's: --record build/other.json, which leaves that
-file and the table alone.
+it was. --check compiles nothing and says what that file lacks, nothing if no source has changed since nothing did; --again
+compiles one width anew (--again 4 a fourth of its launches) and says what differs. For another version of triton than the
+table's: --record build/other.json, which leaves that file and the table alone.
 No driver is needed; ptxas and cuobjdump come with triton.
 """
 
@@ -144,9 +144,17 @@ def cells_of(chip, dtype, widths):
 
 
 def read_record(path):
-    """{row: {chip's name: [registers, KiB, bytes of spills, fault, digest]}}, and the version of triton that was."""
-    record = json.loads(path.read_text()) if path.is_file() else {"cells": {}, "triton": None}
-    return record["cells"], record["triton"]
+    """{row: {chip's name: [registers, KiB, bytes of spills, fault, digest]}}, the version of triton that was, and the
+    `sources_digest` of when it lacked nothing."""
+    record = json.loads(path.read_text()) if path.is_file() else {"cells": {}}
+    return record["cells"], record.get("triton"), record.get("sources")
+
+
+def sources_digest():
+    """Changes with anything that decides what is launched: the operator's code, the forms, torch and triton."""
+    files = [*sorted((ROOT / "mhla_hf" / "ops").glob("*.py")), ROOT / "tests" / "ops" / "kernel_launches.py"]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return digest_of(texts, torch.__version__.partition("+")[0], triton.__version__)
 
 
 def is_current(record, chip, row, launches):
@@ -181,7 +189,7 @@ def cell_of(launches, built):
 
 def build_all(chips, jobs, path):
     """The record at `path`, with what it lacked for these chips; written after every shape."""
-    (record, version), start, done = read_record(path), time.monotonic(), 0
+    (record, version, _), start, done = read_record(path), time.monotonic(), 0
     record = record if version == triton.__version__ else {}
     units = [(chip, *shape) for chip in chips for shape in shapes_of(chip)]
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
@@ -206,15 +214,16 @@ def build_all(chips, jobs, path):
         for row in record.keys() - rows_of(chip).keys():
             record[row].pop(name_of(chip), None)
     record = {row: cells for row, cells in record.items() if cells}
-    write_record(record, path)
+    write_record(record, path, sources_digest() if set(CHIPS) <= set(chips) else None)
     return record
 
 
-def write_record(record, path):
+def write_record(record, path, sources=None):
     """Aside, then renamed; a row a line."""
     rows = ",\n".join(f"{json.dumps(row)}: {json.dumps(record[row])}" for row in sorted(record))
     aside = path.with_suffix(".new")
-    aside.write_text(f'{{"triton": "{triton.__version__}", "cells": {{\n{rows}\n}}}}\n')
+    head = json.dumps({"triton": triton.__version__, "sources": sources})[:-1]
+    aside.write_text(f'{head}, "cells": {{\n{rows}\n}}}}\n')
     aside.replace(path)
 
 
@@ -303,11 +312,12 @@ def main():
     chips = [int(name) if name.isdigit() else name for name in arguments.chips]
     torch.set_num_threads(1)  # the tensors of the recorded calls are small
     if arguments.check or arguments.again:
-        record, _ = read_record(arguments.record)
-        found = [
-            *(lacking(record, chips) if arguments.check else differences(record, chips, arguments.again)),
-            *complaints(record, chips),
-        ]
+        record, _, sources = read_record(arguments.record)
+        if arguments.again:
+            found = list(differences(record, chips, arguments.again))
+        else:
+            found = [] if sources == sources_digest() else list(lacking(record, chips))
+        found += complaints(record, chips)
         count = count_of(DOCUMENT) if arguments.record == RECORD else None
         if count is not None and DOCUMENT.read_text() != document(record, count):
             found.append("docs/kernels.md is not the table of this record.")
