@@ -151,10 +151,10 @@ def read_record(path):
 
 
 def sources_digest():
-    """Changes with anything that decides what is launched: the operator's code, the forms, torch and triton."""
+    """Changes with anything that decides what is launched: the operator's code, the forms, the chips, torch and triton."""
     files = [*sorted((ROOT / "mhla_hf" / "ops").glob("*.py")), ROOT / "tests" / "ops" / "kernel_launches.py"]
     texts = [file.read_text(encoding="utf-8") for file in files]
-    return digest_of(texts, torch.__version__.partition("+")[0], triton.__version__)
+    return digest_of(texts, CHIPS, SPILL_FREE, torch.__version__.partition("+")[0], triton.__version__)
 
 
 def is_current(record, chip, row, launches):
