@@ -17,6 +17,7 @@ import mhla_hf
 from mhla_hf.cli import parse_settings
 from mhla_hf.files import write_text
 from mhla_hf.hub.card import write_card
+from mhla_hf.hub.card_facts import find_licence
 from mhla_hf.hub.plain_card import plain_card
 from mhla_hf.training.recipe import read_recipe
 
@@ -39,6 +40,9 @@ def run(about, recipe, arguments=None):
     name = given.model or recipe.base
     if name is None:
         parser.error(f"--model is needed: {given.recipe} names no base")
+    base = None if Path(name).exists() else name
+    asked = {"license": given.license, "license_name": None, "license_link": None}
+    origin = {"base_model": base, **find_licence(base, None if base else name, asked)}  # before the long work
 
     half = recipe.run.get("mixed_precision") == "bf16"
     teacher = DiffusionPipeline.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
@@ -67,8 +71,8 @@ def run(about, recipe, arguments=None):
         print(
             mhla_hf.evaluate(given.out, recipe=given.judge, settings=settings, seed=given.seed, trust_remote_code=True)
         )
-        write_card(given.out, name=given.out.name, base_model=recipe.base, license=given.license)
+        write_card(given.out, name=given.out.name, **origin)
     else:
         words = given.out.name, "pipeline", type(student).__name__
-        write_text(given.out / "README.md", plain_card(*words, license=given.license, base_model=recipe.base))
+        write_text(given.out / "README.md", plain_card(*words, **origin))
     return student

@@ -49,15 +49,18 @@ def hub_task(kind: str, class_name: str) -> str | None:
     return TASKS.get(kind) or next((task for pattern, task in PIPELINES if re.search(pattern, class_name)), None)
 
 
-def plain_card(repo_id: str, kind: str, class_name: str, *, license, base_model=None) -> str:
+def plain_card(
+    repo_id: str, kind: str, class_name: str, *, license, license_name=None, license_link=None, base_model=None
+) -> str:
     """README.md for a model without scores.
 
     Args:
         repo_id: the Hub id it will have. kind: as `folder_checks.find_kind` says. class_name: of the model or pipeline.
-        license: an identifier of the Hub; must be what the card of `base_model` states, when that can be read.
+        license, license_name, license_link: as the Hub writes them; must be what the card of `base_model` states, when
+            that can be read.
         base_model: Hub id of the softmax original, or None.
     """
-    given = {"license": license, "license_name": None, "license_link": None}
+    given = {"license": license, "license_name": license_name, "license_link": license_link}
     licence = find_licence(base_model, None, given)
     tag = hub_task(kind, class_name)
     data = ModelCardData(

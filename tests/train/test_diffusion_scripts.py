@@ -92,6 +92,37 @@ def test_from_a_pipeline_to_a_card(family, stages, size, tmp_path, monkeypatch, 
     assert "finished already: nothing to do" in capsys.readouterr().err
 
 
+@pytest.fixture
+def short(tmp_path):
+    """Arguments of dit.py for two steps on a tiny pipeline in a folder; the recipe names another one as its base."""
+    PIPELINES["dit"]().save_pretrained(tmp_path / "base")
+    (tmp_path / "latents").mkdir()
+    save_file(latents(), tmp_path / "latents" / "0.safetensors")
+    settings = "{preset: DiT-S/8, input_size: 16, out_channels: 4, num_layers: 1, mhla: {layout: [2, 2], cpe: 3}}"
+    recipe = f"task: diffusion\nbase: facebook/DiT-XL-2-256\nsettings: {settings}\nstages: [{TRAIN}]\n"
+    (tmp_path / "short.yaml").write_text(recipe)
+    places = {"recipe": "short.yaml", "model": "base", "data": "latents", "out": "mine"}
+    return [part for key, place in places.items() for part in (f"--{key}", str(tmp_path / place))]
+
+
+def test_the_card_names_the_model_that_was_given(short, tmp_path, monkeypatch):
+    """Not the recipe's base, and the licence of the folder's own card."""
+    monkeypatch.syspath_prepend(ROOT / "conversion")
+    (tmp_path / "base" / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: ours\nlicense_link: https://example.org/ours\n---\n# Base\n"
+    )
+    script("dit").main(short)
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "facebook" not in card and "license_name: ours\nlicense_link: https://example.org/ours" in card
+
+
+def test_a_licence_that_is_missing_is_missed_before_training(short, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "conversion")
+    with pytest.raises(ValueError, match="license is missing"):
+        script("dit").main(short)
+    assert not list(tmp_path.glob("mine*"))
+
+
 def latents():
     return {"latents": torch.randn(4, 4, 16, 16), "class_labels": torch.arange(4)}
 
@@ -99,7 +130,7 @@ def latents():
 def test_bad_input_is_one_sentence(tmp_path):
     PIPELINES["wan"]().save_pretrained(tmp_path / "base")
     command = [sys.executable, str(ROOT / "conversion" / "wan.py"), "--model", str(tmp_path / "base")]
-    command += ["--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out")]
+    command += ["--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"), "--license", "mit"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 1
