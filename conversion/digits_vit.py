@@ -65,7 +65,7 @@ def run(out, seeds, steps, distil_steps, command):
     """Train the teacher and all students; whatever is finished is loaded. Returns the record that is written."""
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=3, **NORMAL)
-    options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 100}
+    options = {"data": train, "test": test, "processor": processor, "command": command, "log_every": 25}
 
     def accuracy(model):
         return share_right(model, open_pictures(test), Preparation(processor.to_dict(), 1))

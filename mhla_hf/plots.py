@@ -183,7 +183,7 @@ def plot_speed(path, rows, note):
 
     Args:
         path: PNG to write.
-        rows: of speed.json: "what", "length" (tokens), "softmax_ms", "linear_ms", "mhla_ms".
+        rows: of speed.json: "what", "length" (tokens), "softmax_ms", "mhla_ms", and "linear_ms" where that was timed.
         note: one line below the figure: the machine, and what was timed.
     """
     plt = pyplot()
@@ -194,6 +194,8 @@ def plot_speed(path, rows, note):
             own = [row for row in rows if row["what"] == kind]
             lengths = [row["length"] for row in own]
             for name, key in (("teacher", "softmax_ms"), ("linear", "linear_ms"), ("mhla", "mhla_ms")):
+                if key not in own[0]:
+                    continue
                 values = [row[key] for row in own]
                 label = "softmax" if name == "teacher" else LABELS[name]
                 axes.plot(lengths, values, color=COLOURS[name], marker=MARKERS[name], markersize=5, label=label)

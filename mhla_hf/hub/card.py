@@ -59,7 +59,7 @@ def write_card(
 
     Args:
         folder: holds config.json and results.json; train.json and speed.json are used when there, the latter's numbers also
-            from results.json when the teacher, "plain linear" and this model were timed together (`--recipe speed`).
+            from results.json when the teacher and this model were timed together (`--recipe speed`).
         name: Hub id the model will have ("user/model"), or a plain name.
         base_model: Hub id of the softmax original; None when it is not published or the model was trained from scratch.
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"

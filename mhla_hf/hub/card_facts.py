@@ -25,7 +25,6 @@ PERSON_FILE = "card.json"
 PERSON_FORMAT = 1
 OWN = "MHLA"
 TEACHER = "teacher"
-LINEAR = "plain linear"
 DEPTH = "_back_"  # in a metric's name: a part of a score, by the distance to the fact
 # Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
 RECALL = ("recall", "niah", "needle", "ruler", "passage_retrieval", "fda", "swde", "squad_completion")
@@ -89,11 +88,7 @@ def read_facts(folder, person: dict, weights: bool = True) -> CardFacts:
     records = read_records(folder, "folder", weights)
     check_told(folder, records, person["compared"])
     speed = read_json(folder, "speed.json") or speed_of_records(
-        {
-            "softmax": person["compared"].get(TEACHER, ()),
-            "linear": person["compared"].get(LINEAR, ()),
-            "mhla": records,
-        }
+        {"softmax": person["compared"].get(TEACHER, ()), "mhla": records}
     )
     return CardFacts(
         kind=kind,
@@ -329,11 +324,11 @@ def _check_speed(where, speed: dict) -> None:
     for row in speed["rows"]:
         if not isinstance(row, dict) or not isinstance(row.get("what"), str) or not _count(row.get("length")):
             raise ValueError(f'{where}: every row needs "what" (a text) and "length" (tokens), got {row!r}')
-        for key in ("softmax_ms", "linear_ms", "mhla_ms"):
+        for key in ("softmax_ms", "mhla_ms"):
             if not _number(row.get(key)) or row[key] <= 0:
                 at = f"{row['what']!r} at {row['length']}"
                 raise ValueError(f"{where}: {key} of {at} must be milliseconds above 0, got {row.get(key)!r}")
-        for key in ("softmax_mib", "linear_mib", "mhla_mib"):
+        for key in ("softmax_mib", "mhla_mib"):
             if key in row and (not _number(row[key]) or row[key] <= 0):
                 raise ValueError(f"{where}: {key} of {row['what']!r} must be MiB above 0, got {row[key]!r}")
 

@@ -105,7 +105,10 @@ def recovery(facts: CardFacts) -> str:
             if any(cells) and is_score(record):
                 rows.append([record.task, record.metric, *cells])
         if rows:
-            text += "\n\n### Relative change against the teacher\n\n" + markdown(["task", "metric", *others], rows)
+            text += (
+                "\n\n### Relative change against the teacher\n\n± takes the errors of the two scores as independent; where"
+                " both come from the same samples it is too wide.\n\n"
+            ) + markdown(["task", "metric", *others], rows)
     return text
 
 
@@ -146,10 +149,14 @@ def _same(records, wanted: Result) -> Result | None:
 
 
 def _change(before: Result, after: Result | None) -> str:
-    """Relative change in percent; "" where one of the two has no value or the first is zero."""
+    """Relative change in percent, with its error where both have one; "" without two values or when the first is zero."""
     if after is None or not before.value or after.value is None:
         return ""
-    return f"{100 * (after.value - before.value) / abs(before.value):+.2f} %"
+    text = f"{100 * (after.value - before.value) / abs(before.value):+.2f} %"
+    if before.stderr is None or after.stderr is None:
+        return text
+    error = math.hypot(after.stderr, before.stderr * after.value / before.value) / abs(before.value)
+    return f"{text} ± {100 * error:.2f} %"
 
 
 def _lost(before: Result, after: Result | None) -> bool:
@@ -199,7 +206,7 @@ def recipe(facts: CardFacts) -> str:
             f"{stage[unit]}",
             f"{stage['lr']:g}" + (f" ({stage['lr_mhla']:g})" if stage.get("lr_mhla") else ""),
             f"{stage['seconds']:.0f}",
-            f"{stage['first_loss']:.4g} → {stage['last_loss']:.4g}",
+            _losses(stage),
         ]
         for stage in train["stages"]
     ]
@@ -215,9 +222,15 @@ def recipe(facts: CardFacts) -> str:
     return text + (f"\n\n`{train['command']}`" if train.get("command") else "")
 
 
+def _losses(stage: dict) -> str:
+    """The first and the last loss of a stage; of one that was logged only once, its mean over all steps."""
+    first, last = stage["first_loss"], stage["last_loss"]
+    return f"{last:.4g} on average" if first == last else f"{first:.4g} → {last:.4g}"
+
+
 # suffix of the keys in speed.json -> (what it measures, unit, better, worse)
 MEASURES = {"ms": ("time", "ms", "faster", "slower"), "mib": ("memory", "MiB", "smaller", "larger")}
-KINDS = ("softmax", "linear", "mhla")
+KINDS = ("softmax", "mhla")
 
 
 def measurements(facts: CardFacts) -> list[tuple[str, str, list[dict]]]:
@@ -244,11 +257,11 @@ def speed(facts: CardFacts) -> str:
         for what, _, measured in [entry for entry in measurements(facts) if entry[1] == measure]:
             for row in measured:
                 values = [row[f"{kind}_{measure}"] for kind in KINDS]
-                ratio = f"{values[0] / values[2]:.2f}"
+                ratio = f"{values[0] / values[1]:.2f}"
                 rows.append([what, str(row["length"]), *(f"{value:.3g}" for value in values), ratio])
             notes.append(f"- {what}: {crossover(measured, measure)}")
         if rows:
-            head = [f"softmax, {unit}", f"plain linear, {unit}", f"MHLA, {unit}", "softmax / MHLA"]
+            head = [f"softmax, {unit}", f"MHLA, {unit}", "softmax / MHLA"]
             table = markdown(["what", "length", *head], rows)
             text += f"\n\n### {title.capitalize()}\n\n{table}\n\n" + "\n".join(notes)
     return text
@@ -259,11 +272,12 @@ def crossover(measured: list[dict], measure: str = "ms") -> str:
     better = MEASURES[measure][2]
     worse = [row["length"] for row in measured if row[f"mhla_{measure}"] >= row[f"softmax_{measure}"]]
     from_there = [row["length"] for row in measured if row["length"] > max(worse, default=0)]
-    if not from_there:
-        return f"softmax attention is {better} at {worse[-1]}, the longest length measured."
+    if len(worse) == len(measured):
+        return f"softmax attention is {better} at every length measured, up to {worse[-1]}."
     if not worse:
         return f"MHLA is {better} at every length measured, from {from_there[0]} on."
-    return f"softmax attention is {better} up to {worse[-1]}, MHLA from {from_there[0]} on."
+    text = f"softmax attention is {better} at {', '.join(map(str, worse))}"
+    return f"{text}; MHLA from {from_there[0]} on." if from_there else f"{text}, the longest length measured."
 
 
 def loading(facts: CardFacts) -> str:
@@ -317,6 +331,10 @@ def limits(facts: CardFacts) -> str:
             "The past is kept as one summary per block, not token by token: exact recall of a far-back detail is the"
             " known weakness of this kind of attention."
         )
+        lines.append(
+            "Decoding keeps every block's summary: the cache grows with the text, as softmax's does, and in the MHLA layers"
+            f" it holds at least {cache_ratio(facts.config):.2f} times the bytes of softmax's keys and values."
+        )
         lines += [f"{ABSENT[name]} was not measured." for name in not_measured(facts.records)]
     if any(record.limit is not None for record in facts.records):
         lines.append("Scores marked (limit) come from a part of their task and are not comparable with published ones.")
@@ -325,6 +343,16 @@ def limits(facts: CardFacts) -> str:
     lines.append("Nothing was measured but what the tables show: no safety, bias or fairness evaluation.")
     lines += facts.limits
     return "## Known failures and limits\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def cache_ratio(config: dict) -> float:
+    """Bytes of a block's summary in a language model's cache (fp32), over those of its tokens' keys and values."""
+    mhla = config["mhla"]
+    key = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    value = config.get("value_dim") or key
+    features = 2 * key if mhla["feature_map"] == "hedgehog" else key
+    each = 2 if config.get("dtype") in ("bfloat16", "float16") else 4
+    return 4 * features * (value + (mhla["normalize"] is True)) / (each * mhla["block_size"] * (key + value))
 
 
 def _trained_limits(facts: CardFacts) -> list[str]:

@@ -69,9 +69,9 @@ def _load(subject, asked):
 
 
 def speed_of_records(columns):
-    """speed.json's content from the records of "softmax", "linear" and "mhla" timed together; None where they were not.
+    """speed.json's content from the records of "softmax" and "mhla" timed together; None where they were not.
 
-    columns: these three names -> list of `Result`.
+    columns: these two names -> list of `Result`.
     """
     found = {}
     for kind, records in columns.items():
@@ -79,7 +79,7 @@ def speed_of_records(columns):
             if record.task == TASK:
                 found.setdefault(record.task_hash, {}).setdefault(kind, {})[record.metric] = record
     for timed in found.values():
-        if set(timed) != {"softmax", "linear", "mhla"}:
+        if set(timed) != {"softmax", "mhla"}:
             continue
         rows = {}
         for kind, records in timed.items():

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from small_cards import SPEED, TRAIN, result, save_model, scores
 
 from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.hub.card_sections import cache_ratio, crossover
+from mhla_hf.nn.settings import MHLASettings
 
 
 @pytest.fixture
@@ -49,6 +51,8 @@ def test_recovery_table_in_the_order_of_the_question(card):
     assert "| topics_bpb | bits_per_byte ↓ | 0 | 200 | 1.9003 | 1.9251 | 1.9049 | 1.9412 |" in card
     assert "0.8700 ± 0.0200 | 0.4100 ± 0.0200 | 0.8600 ± 0.0200 | 0.2200 ± 0.0200" in card
     assert "| topics_bpb | bits_per_byte | +1.31 % | +0.24 % | +2.15 % |" in card
+    # sqrt(0.02² + (0.02 * 0.41 / 0.87)²) / 0.87
+    assert "| topics_recall | acc | -52.87 % ± 2.54 % | -1.15 % ± 3.23 % | -74.71 % ± 2.37 % |" in card
 
 
 def test_limits_say_what_was_lost(card):
@@ -69,9 +73,39 @@ def test_settings_recipe_and_speed(card):
     assert "In all 1843200 tokens in 250 s, seed 3" in card
     assert "topics.txt" in card and "/somewhere" not in card
     assert "Measured on Some CPU, 2 cores, 1 thread; seed 5; torch 2.13.0; `mhla-hf demo --quick`" in card
-    assert card.index("| forward | 512 | 8 | 9 | 10 | 0.80 |") < card.index("| forward | 2048 | 90 | 31 | 30 | 3.00 |")
-    assert "- forward: softmax attention is faster up to 512, MHLA from 2048 on." in card
-    assert "- decode: softmax attention is faster at 512, the longest length measured." in card
+    assert card.index("| forward | 512 | 8 | 10 | 0.80 |") < card.index("| forward | 2048 | 90 | 30 | 3.00 |")
+    assert "- forward: softmax attention is faster at 512; MHLA from 2048 on." in card
+    assert "- decode: softmax attention is faster at every length measured, up to 512." in card
+
+
+@pytest.mark.parametrize(
+    ("softmax", "sentence"),
+    [
+        ((1, 1, 1), "softmax attention is faster at every length measured, up to 1024."),
+        ((3, 3, 3), "MHLA is faster at every length measured, from 256 on."),
+        ((1, 3, 1), "softmax attention is faster at 256, 1024, the longest length measured."),
+        ((3, 1, 3), "softmax attention is faster at 512; MHLA from 1024 on."),
+    ],
+)
+def test_who_is_faster_where(softmax, sentence):
+    """No length is given to the one that was slower there."""
+    rows = [{"length": 256 << i, "softmax_ms": ms, "mhla_ms": 2} for i, ms in enumerate(softmax)]
+    assert crossover(rows) == sentence
+
+
+def test_a_stage_with_one_entry_has_one_loss(folders):
+    mine, compared = folders
+    stages = [{**TRAIN["stages"][0], "first_loss": 0.4239, "last_loss": 0.4239}, TRAIN["stages"][1]]
+    (mine / "train.json").write_text(json.dumps({**TRAIN, "stages": stages}))
+    text = write_card(mine, name="toy", compared=compared).read_text()
+    assert "0.4239 on average |" in text and "1.25 → 0.0625 |" in text and "0.4239 →" not in text
+
+
+def test_the_cache_is_said_to_grow(card):
+    """A block's summary is 2 x 32 x 33 numbers of fp32 here, and the keys and values of its 64 tokens are 64 x 2 x 32."""
+    assert "the cache grows with the text" in card and "at least 0.52 times the bytes of softmax's keys" in card
+    llama = {"hidden_size": 2048, "num_attention_heads": 32, "dtype": "bfloat16", "mhla": MHLASettings().to_dict()}
+    assert cache_ratio(llama) == 4 * 2 * 64 * 65 / (2 * 64 * 2 * 64)
 
 
 def test_loading_licence_citation(card):

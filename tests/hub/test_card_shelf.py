@@ -131,7 +131,7 @@ def shelf(tmp_path):
     depths = [result("topics_recall", f"acc_back_{back}", 0.5, 0.1, True, samples=50) for back in (64, 512)]
     mine = save_model(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths])
     (mine / "train.json").write_text(json.dumps(TRAIN))
-    rows = [{**row, "softmax_mib": 8.0, "linear_mib": 1.0, "mhla_mib": 2.0} for row in SPEED["rows"]]
+    rows = [{**row, "softmax_mib": 8.0, "mhla_mib": 2.0} for row in SPEED["rows"]]
     (mine / "speed.json").write_text(json.dumps({**SPEED, "rows": rows}))
     teacher = [*scores(1.9003, 0.87), *depths[:1], result("topics_generation", "exact_match", 0.75, 0.05, True)]
     compared = {
@@ -160,7 +160,7 @@ def test_the_recovery_card_shows_recall_by_depth_generation_memory_and_what_it_c
     assert "### Generation\n\n| task" in text and "| topics_generation | exact_match ↑ | 0 | 200 | 0.7500" in text
     assert "| training | 1,843,200 tokens in 0.07 hours on Some CPU, 2 cores, 1 thread |" in text
     assert "| forward, memory | MHLA is smaller at every length measured, from 512 on. |" in text
-    assert "| forward | 512 | 8 | 1 | 2 | 4.00 |" in text and "| softmax layers | 0, 3 |" in text
+    assert "| forward | 512 | 8 | 2 | 4.00 |" in text and "| softmax layers | 0, 3 |" in text
     assert "acc_back" not in text.split("---")[1]
 
 

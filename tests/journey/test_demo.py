@@ -115,6 +115,7 @@ def test_what_lies_in_out(journey):
     assert [(row["what"], row["length"]) for row in speed["rows"]] == [
         (what, length) for what in ("forward", "decode, per token") for length in (64, 96)
     ]
+    assert not any("linear" in key for row in speed["rows"] for key in row), "that model runs MHLA's own code"
     assert results["models"]["control"]["steps"]["mean"] == results["models"]["mhla"]["steps"]["mean"] == 30
 
 

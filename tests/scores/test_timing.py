@@ -19,7 +19,7 @@ SETTINGS = {"lengths": [32, 64], "decode_tokens": 2, "rounds": 1}
 
 @pytest.fixture
 def folders(tmp_path):
-    return [save_llama(tmp_path / "teacher"), save_mhla(tmp_path / "linear", 1), save_mhla(tmp_path / "mhla")]
+    return [save_llama(tmp_path / "teacher"), save_mhla(tmp_path / "mhla")]
 
 
 def judge(folders, **changes):
@@ -36,21 +36,18 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
     monkeypatch.setattr("mhla_hf.scores.timing.measure_speed", None)
     assert judge(folders)["mhla"].records == compared["mhla"].records, "what is known is not timed again"
-    path = write_card(
-        folders[2], name="toy", license="mit", compared={"teacher": folders[0], "plain linear": folders[1]}
-    )
-    text = path.read_text()
+    text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
     assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text
     assert "| speed |" not in text.split("## Speed and memory")[0] and "forward_ms_32" not in text.split("---")[1]
-    check_card(folders[2])
+    check_card(folders[1])
 
 
 def test_times_that_were_not_measured_together_are_not_compared(folders):
-    one, two = judge(folders[:2]), judge(folders[2:])
-    columns = {"softmax": one["teacher"], "linear": one["linear"], "mhla": two["mhla"]}
+    one, two = judge(folders[:1]), judge(folders[1:])
+    columns = {"softmax": one["teacher"], "mhla": two["mhla"]}
     assert speed_of_records(columns) is None
     assert speed_of_records({**columns, "mhla": [make_result()]}) is None
-    assert len(Results.read(folders[2])) == 6
+    assert len(Results.read(folders[1])) == 6
 
 
 def test_a_cache_counts_each_storage_once():
