@@ -1,16 +1,22 @@
 """docs/performance.md from what `mhla-hf bench` has measured: python -m mhla_hf.bench.document docs
 
 Unusual: a part without a measurement says so and names the command that makes one. Besides the targets and the words on the
-demo nothing here holds a figure of its own; what the kernels move is counted anew and kept in bench/traffic.json.
+demo nothing here holds a figure of its own; what the kernels move and what a cache holds is counted anew, and kept in
+bench/traffic.json and bench/cache.json.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from ..files import file_aside, write_json
+from ..patch import convert
+from ..speed import cache_bytes
 from . import render_bench
-from .compare import FORWARD, TRAINING
+from .compare import FORWARD, LINEAR_BLOCK, TRAINING
 
 PAGE = """# Performance
 
@@ -22,18 +28,27 @@ sequence of the batch; of decoding some tokens; of a whole model its attention.
 ## The operator on a CPU
 
 Softmax is `scaled_dot_product_attention` with the backend that torch chooses, named below; on the right stand its others, up
-to 4,096 tokens the one that writes all weights, and a copy of as many bytes as must move.
+to 4,096 tokens the one that writes all weights, and a copy of as many bytes as must move. Linear is plain linear attention
+in torch, written here: in chunks as long as MHLA's blocks with a running sum over them, and one summary while decoding.
 
 {quick}
 
 MHLA loses where the context is short: one decoded token costs a fixed overhead in Python, and plain linear attention,
 which keeps one summary and mixes nothing, decoded faster at every length measured.
 
+### What decoding keeps
+
+MHLA keeps every block's summary, in fp32, so its cache grows with the text, as softmax's keys and values do; plain linear
+attention keeps one summary. Counted, not timed: one layer of a model with the heads of Llama-3.2-1B (32, 8 for keys and
+values, width 64), converted with the default settings, bf16, batch 1.
+
+{cache}
+
 ## Whole models
 
-The demo's models (0.9 M parameters, batch 1) by length, measured by `mhla-hf demo` in one run; the crossover for
-decoding lies between 1,024 and 4,096 tokens. Another model was being trained on the same machine meanwhile, which shows in
-the decode times.
+The demo's softmax and MHLA models (0.9 M parameters, batch 1) by length, measured by `mhla-hf demo` in one run; the
+crossover for decoding lies between 1,024 and 4,096 tokens. Another model was being trained on the same machine meanwhile,
+which shows in the decode times.
 
 ![Forward and decode time against length](demo/speed.png)
 
@@ -43,12 +58,15 @@ the decode times.
 
 Targets for an H200 in bf16, set before the kernels were written, in two stages where there are two numbers; to the right of
 each what was measured. A row is the fastest form of MHLA; softmax is the best backend of `scaled_dot_product_attention`; the
-floor is a copy of as many bytes as the call must read and write.
+floor is a copy of as many bytes as the call must read and write. Plain linear attention is fla's kernel in causal operators
+where fla is installed ("linear fla"), else MHLA's own operator with uniform mixing ("linear ours"): one block, or causal
+blocks of {linear_block:,} tokens.
 
 {targets}
 
 A whole step of denoising of Wan2.1-1.3B, 31,500 tokens: at least 2.1 times as fast as softmax (the paper's table 5), and no
-more than 5 % slower than plain linear attention. The hybrid, which has MHLA in two layers of three, has no target.
+more than 5 % slower than plain linear attention (MHLA's operator with one block). The hybrid, which has MHLA in two layers
+of three, has no target.
 
 {whole}
 
@@ -103,7 +121,28 @@ def performance_page(docs):
     parts |= {suite: (f"bench/{suite}", suite) for suite in ("kernels", "decode")}
     measured = {name: measured_part(docs, *at) for name, at in parts.items()}
     tables = {"targets": target_table(docs), "whole": whole_table(docs), "traffic": traffic_table(docs)}
-    return PAGE.format(**tables, **measured)
+    return PAGE.format(**tables, **measured, cache=cache_table(docs), linear_block=LINEAR_BLOCK)
+
+
+def cache(lengths=(512, 1024, 4096)):
+    """[tokens, bytes of softmax's keys and values, of MHLA's cache] for each of `lengths`; performance.md says of what."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    config = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, **heads)
+    models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
+    convert(models[1], layers="all")
+    with torch.no_grad():
+        return [
+            [tokens, *(cache_bytes(model(torch.zeros(1, tokens, dtype=torch.long)).past_key_values) for model in models)]
+            for tokens in lengths
+        ]
+
+
+def cache_table(docs):
+    """bench/cache.json as a table."""
+    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
+    for tokens, softmax, mhla in json.loads((docs / "bench" / "cache.json").read_text(encoding="utf-8")):
+        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.1f} |")
+    return "\n".join(lines)
 
 
 def traffic():
@@ -190,5 +229,6 @@ def measured_part(docs, folder, suite):
 
 if __name__ == "__main__":
     write_json(Path(sys.argv[1]) / "bench" / "traffic.json", traffic())
+    write_json(Path(sys.argv[1]) / "bench" / "cache.json", cache())
     with file_aside(Path(sys.argv[1]) / "performance.md") as aside:
         aside.write_text(performance_page(sys.argv[1]), encoding="utf-8")

@@ -16,9 +16,10 @@ import pytest
 from mhla_hf.bench import render_bench
 from mhla_hf.bench.cases import PAPER
 from mhla_hf.bench.compare import FORWARD
-from mhla_hf.bench.document import GPU_TARGETS, WHOLE_CASE, performance_page, target_table, whole_table
+from mhla_hf.bench.document import GPU_TARGETS, WHOLE_CASE, cache, performance_page, target_table, whole_table
 from mhla_hf.cli import build_parser
 from mhla_hf.demo.report import render_report
+from mhla_hf.evidence.study_report import judge_claim
 from mhla_hf.flops import costs_table
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,35 @@ def test_the_demo_holds_what_was_asked():
     assert models["teacher"]["bits_per_byte"]["mean"] <= 1.9
     assert models["mhla"]["over_teacher_percent"]["mean"] <= 1.5
     assert models["hybrid"]["over_teacher_percent"]["mean"] <= 0.5
+
+
+def test_what_is_said_of_recall():
+    """By the rule of docs/evidence.md, paired by seed; and that nothing else about recall is decided against MHLA."""
+    models = read(DEMO)["over_seeds"]["models"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    judged = {
+        (other, measure): judge_claim(models, other, "mhla", measure)
+        for other in models
+        if other != "mhla"
+        for measure in ("recall", "recall_gain", "cloze")
+    }
+    decided = {key: claim["interval"] for key, claim in judged.items() if claim["verdict"] != "undecided"}
+    assert decided.keys() == {("linear", "recall_gain"), ("control", "recall_gain")}
+    (low, high), (least, most) = decided.values()
+    assert f"fewer bits than plain linear attention ({low:.4f} to {high:.4f} fewer)" in text
+    assert f"than the teacher trained on ({least:.4f} to {most:.4f})" in text
+    for measure in ("bits_per_byte", "kl", "million_tokens_to_linear"):
+        assert judge_claim(models, "linear", "mhla", measure)["verdict"] == "holds"
+    assert all(abs(value - 0.25) < 0.08 for row in models.values() for value in row["cloze"]["values"])
+    assert len(models) == 5 and "All five models" in text
+
+
+def test_what_decoding_keeps_is_counted():
+    counted = read(BENCH / "cache.json")
+    assert cache() == counted
+    share = {tokens: f"{mhla / softmax:.1f} times" for tokens, softmax, mhla in counted}
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"hold {share[512]} as much at 512 tokens and {share[4096]} at 4,096" in text
 
 
 def test_the_bench_table_is_measured():
