@@ -132,7 +132,10 @@ def cache(lengths=(512, 1024, 4096)):
     convert(models[1], layers="all")
     with torch.no_grad():
         return [
-            [tokens, *(cache_bytes(model(torch.zeros(1, tokens, dtype=torch.long)).past_key_values) for model in models)]
+            [
+                tokens,
+                *(cache_bytes(model(torch.zeros(1, tokens, dtype=torch.long)).past_key_values) for model in models),
+            ]
             for tokens in lengths
         ]
 

@@ -5,6 +5,8 @@ Run: pytest tests/evidence/test_document.py
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,22 @@ def test_tables_are_measured(name):
     for key in ("hardware", "versions", "commit", "command", "date"):
         assert record[key], key
     assert record["command"] in TEXT and record["hardware"] in TEXT
+
+
+def git(*arguments):
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.skipif(
+    not shutil.which("git") or git("rev-parse", "--is-shallow-repository").stdout != "false\n",
+    reason="needs the whole history",
+)
+def test_the_commits_that_are_said_to_be_missing_are():
+    assert "commits of 2026-11-20 named here and in the JSON are of a working history" in " ".join(TEXT.split())
+    for path in (ROOT / "docs" / "evidence").rglob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        commit, working = record["commit"].removesuffix("+changed"), record["date"].startswith("2026-11-20")
+        assert (git("merge-base", "--is-ancestor", commit, "HEAD").returncode != 0) == working, path
 
 
 @pytest.mark.parametrize("name", ["images", "start", "cpe", "blocks", "resolution"])
