@@ -395,7 +395,7 @@ def licence(facts: CardFacts) -> str:
         shown = f"[{shown}]({facts.license_link})"
     based = ", that of the base model" if facts.base_model is not None or TEACHER in facts.compared else ""
     source = "modeling_mhla.py" if facts.kind == "language" else "modeling_mhla*.py"
-    return f"## Licence\n\nWeights: {shown}{based}. Code in `{source}`: Apache-2.0."
+    return f"## License\n\nWeights: {shown}{based}. Code in `{source}`: Apache-2.0."
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
