@@ -14,7 +14,7 @@ from ..ops.blocks import Blocks
 from ..ops.operator import mhla, needs_gradients
 from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
-from .core import MHLACore, like_values
+from .core import MHLACore, like_values, without_padding
 from .mixing import check_mixing_values, locality_start
 from .settings import MHLASettings
 
@@ -195,6 +195,7 @@ class GridMHLA(MHLACore):
             )
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
+        q, v = without_padding(key_mask, q, v)
         dtype, values = v.dtype, v
         if v.dtype == torch.float16 and not self.settings.normalize:
             values = v.float()  # sums over all tokens pass fp16's largest number

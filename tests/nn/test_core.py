@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import converted_model, tokens
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
@@ -71,6 +72,52 @@ def test_hedgehog_starts_as_two_softmaxes_of_x():
 
 def test_relu_is_never_all_zero():
     assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "relu"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_may_hold_anything(side, feature_map, impl):
+    """Outputs of real tokens and every gradient are those of padding that holds zeros."""
+    core = MHLA(
+        MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, impl=impl),
+        num_heads=2, num_kv_heads=1, key_dim=6, value_dim=5, hidden_size=7,
+    )  # fmt: skip
+    inputs = [torch.randn(2, 10, heads, width) for heads, width in ((2, 6), (1, 6), (1, 5))]
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, :3] = False
+    real = real if side == "left" else real.flip(1)
+    starts, direction = real.int().argmax(1), torch.randn(2, 10, 2, 5) * real[:, :, None, None]
+    results = []
+    for value in (0.0, float("nan"), float("inf")):
+        given = [torch.where(real[:, :, None, None], x, value).requires_grad_() for x in inputs]
+        o = core(*given, starts=starts, key_mask=real)
+        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
+        assert not any(x[~real].any() for x in gradients[:3])
+        results.append((o[real], *gradients))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_embedding_may_be_nan(side):
+    """Real tokens have the logits of their row alone, also of the token after, from the cache."""
+    model = converted_model()
+    model.get_input_embeddings().weight.data[0] = float("nan")  # tied: the padding token's own logit is NaN
+    row, new = tokens(1, 11), tokens(2, 1, seed=1)
+    padding = torch.zeros(1, 5, dtype=torch.long)
+    rows = torch.cat([tokens(1, 16, seed=2), torch.cat([padding, row] if side == "left" else [row, padding], 1)])
+    mask = (rows != 0).long()
+    with torch.no_grad():
+        together = model(rows, attention_mask=mask, use_cache=True)
+        alone = model(row, use_cache=True)
+        got = together.logits[1][mask[1].bool()]
+        torch.testing.assert_close(got[:, 1:], alone.logits[0, :, 1:], rtol=1e-4, atol=1e-5)
+        if side == "left":
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            got = model(new, attention_mask=mask, past_key_values=together.past_key_values).logits[1]
+            alone = model(new[1:], past_key_values=alone.past_key_values).logits[0]
+            torch.testing.assert_close(got[:, 1:], alone[:, 1:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -125,6 +125,22 @@ def test_gradients_reach_every_parameter():
         assert parameter.grad.norm() > 0, name
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("options", [{"cpe": 3}, {"feature_map": "hedgehog"}, {"normalize": "official"}])
+def test_padding_may_hold_anything(options, impl):
+    """Outputs of real tokens and every gradient are those of padding that holds zeros."""
+    core = make_core(MHLASettings(**{"layout": [2, 2], "feature_map": "relu", "impl": impl, **options})).float()
+    inputs, real = torch.randn(3, 1, 24, 2, 5), torch.arange(24)[None] % 6 < 4
+    direction = torch.randn(1, 24, 2, 5) * real[:, :, None, None]
+    results = []
+    for value in (0.0, float("nan"), float("inf")):
+        given = [torch.where(real[:, :, None, None], x, value).requires_grad_() for x in inputs]
+        o = core(*given, grid=(4, 6), key_mask=real)
+        results.append((o[real], *torch.autograd.grad(o, [*given, *core.parameters()], direction)))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
 def test_half_precision_sums_do_not_overflow():
     settings = MHLASettings(layout=[4], feature_map="relu", normalize=False, output_norm=True, mixing_start="uniform")
     core = GridMHLA(settings, num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
