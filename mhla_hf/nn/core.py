@@ -180,6 +180,7 @@ class MHLA(MHLACore):
             "q_den": q_den,
             "k_den": k_den,
             "starts": starts,
+            "unrounded": settings.output_norm,
             "impl": settings.impl,
         }
         blocks = Blocks.sequence(q.shape[1], self.settings.block_size)

@@ -209,9 +209,11 @@ class GridMHLA(MHLACore):
         if shard is None:
             o = partial(mhla, q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
             if settings.normalize or values.dtype.itemsize > 2 or needs_gradients(q, k, values, mixing):
-                o = o()  # no kernel takes a norm along
+                o = o(unrounded=settings.output_norm)  # no kernel takes a norm along
         else:
-            o = sharded_mhla(q, k, values, mixing, start=shard[0], add_up=shard[1], **options)
+            o = sharded_mhla(
+                q, k, values, mixing, start=shard[0], add_up=shard[1], unrounded=settings.output_norm, **options
+            )
         o = self.finish_output(o, hidden_states, dtype)
         if self.settings.cpe:
             local = self.cpe(v[:, self.prefix :], grid)

@@ -39,11 +39,13 @@ def mhla_reference(
     key_mask=None,
     cu_seqlens=None,
     starts=None,
+    unrounded=False,
 ):
     """o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[block of t, block of s] * scale * <q[t], k[s]>   (paper eq. 5).
 
     With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den may take the place of q and k; 0/0 is 0.
-    Shapes and options as in `mhla`. Computes in fp32, in fp64 if q, k or v is fp64; returns [B, T, H, V] in v's dtype.
+    Shapes and options as in `mhla`. Computes in fp32, in fp64 if q, k or v is fp64; returns [B, T, H, V] in v's dtype,
+    or with `unrounded` in that one.
     """
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -66,7 +68,7 @@ def mhla_reference(
             if q_den is not None:
                 weight = torch.where(visible[:, None], m * scale * inner_products(q_den, k_den, dtype), 0)
             o = divide_or_zero(o, weight.sum(-1).transpose(1, 2))
-        return o.to(v.dtype)
+        return o if unrounded else o.to(v.dtype)
 
 
 def token_relations(q, k, blocks, key_blocks, causal, key_mask, cu_seqlens, starts):

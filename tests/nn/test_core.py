@@ -1,5 +1,7 @@
 """The core against the formula of the paper, written out token by token and independently of `ops`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,25 @@ def test_output_norm_rounds_once(dtype):
     assert half.dtype == dtype and torch.equal(half, mixed.to(dtype))
     (gradient,) = torch.autograd.grad(half.float().square().sum(), o)
     assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
+    """In one pass, and in one that fills a cache with steps after it."""
+    settings = MHLASettings(
+        block_size=4, num_blocks=3, feature_map="identity", normalize=False, output_norm=True, impl=impl
+    )
+    core = MHLA(settings, num_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, hidden_size=1).half()
+    q = torch.ones(1, 10, 1, 1, dtype=torch.float16)
+    v = (3e4 * q).requires_grad_()
+    core.mixing.requires_grad_(False)
+    out = core(q, q, v)
+    out.sum().backward()
+    assert torch.equal(out, q) and v.grad.isfinite().all()
+    cache = SimpleNamespace(state=None, mixing_for=lambda mixing, new, size: 4 * mixing(3))
+    with torch.no_grad():
+        outputs = [core(q[:, part], q[:, part], v[:, part], cache=cache) for part in map(slice, (0, 5, 6), (5, 6, 10))]
+    assert torch.equal(torch.cat(outputs, 1), q)
 
 
 @pytest.mark.parametrize("form", ["softmax", "direct"])

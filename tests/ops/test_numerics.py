@@ -84,6 +84,30 @@ def test_nothing_of_a_masked_token_leaks(form, impl):
         assert name not in ("k", "v", "k_den") or not grad[~real].any(), name
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize(
+    "blocks, causal",
+    [(Blocks.sequence(4, 2), True), (Blocks.sequence(40, 32), True), (Blocks.grid((3, 4), (1, 2)), False)],
+)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks, causal, impl):
+    """Where fp16 has no such number, and in bf16 for the sake of one rounding instead of two."""
+    x = tensors(blocks, groups=4)
+    x = {**{name: x[name].add(0.5).to(dtype) for name in "qkv"}, "mixing": x["mixing"]}
+    x["v"] = (x["v"] - 1) * (1.2e5 if dtype == torch.float16 else 1)
+    weight = torch.linspace(0.5, 2.0, 8)
+    options = {"blocks": blocks, "causal": causal, "normalize": normalize, "output_norm": (weight, 1e-6)}
+    direction = torch.randn(2, blocks.length, 4, 8).to(dtype)
+    got, grads = run(mhla, x, {**options, "impl": impl}, direction)
+    exact = {name: value.double() for name, value in x.items()}
+    expected, expected_grads = run(mhla, exact, {**options, "impl": "reference"}, direction.double())
+    assert got.dtype == dtype and torch.equal(got, run(mhla, x, {**options, "impl": impl})[0])
+    assert distance(got, expected) < (8e-3 if impl == "triton" else 2e-3)
+    for name in "qkv":
+        assert distance(grads[name], expected_grads[name]) < 2e-2, name
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_changes_nothing(form):
     """Forward and backward, both inside the region."""
