@@ -314,6 +314,25 @@ def test_both_transformers_of_wan_22(tmp_path):
     assert {type(one).__name__ for one in (again.transformer, again.transformer_2)} == {"MHLAWanTransformer3DModel"}
 
 
+def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
+    """The pipelines are not given to convert, and each notes the class of its transformers for model_index.json."""
+    pipe = PIPELINES["wan"]()
+    shared, last = WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
+    both = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
+    for transformer in (pipe.transformer, both.transformer_2):
+        shaken(mhla_hf.convert(transformer, layers="all"))
+    expected = {"both": both, "pipe": pipe, "shared": shared}
+    for name, one in expected.items():
+        expected[name] = generate(one)
+        one.save_pretrained(tmp_path / "saved" / name)
+    pictures, _, forbidden = visit_pipelines(tmp_path, "saved", "again")
+    assert forbidden == []
+    assert all(torch.equal(pictures[name], picture) for name, picture in expected.items())
+    index = json.loads((tmp_path / "again" / "both" / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
+    assert index["transformer_2"][1] == "MHLAWanTransformer3DModel"
+
+
 @pytest.mark.parametrize("family", ["wan-i2v", "wan-vace", "skyreels"])
 def test_relatives_of_wan_save_and_load(family, tmp_path):
     model = converted(family, gate=True)
