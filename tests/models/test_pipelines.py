@@ -333,6 +333,19 @@ def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_i
     assert index["transformer_2"][1] == "MHLAWanTransformer3DModel"
 
 
+def test_a_pipeline_saves_its_transformer_as_it_was_told(tmp_path):
+    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
+    pipe.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    names = {path.name for path in (tmp_path / "transformer").glob("*model*") if path.suffix != ".py"}
+    assert "diffusion_pytorch_model.safetensors.index.fp16.json" in names and len(names) > 2
+    assert all(".fp16" in name for name in names)
+    again = DiffusionPipeline.from_pretrained(tmp_path, variant="fp16", trust_remote_code=True)
+    state = again.transformer.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipe.transformer.state_dict().items())
+    pipe.save_pretrained(tmp_path / "torch", safe_serialization=False)
+    assert [path.name for path in (tmp_path / "torch" / "transformer").glob("*.bin")] == ["diffusion_pytorch_model.bin"]
+
+
 @pytest.mark.parametrize("family", ["wan-i2v", "wan-vace", "skyreels"])
 def test_relatives_of_wan_save_and_load(family, tmp_path):
     model = converted(family, gate=True)
@@ -390,6 +403,10 @@ def test_another_pipeline_is_given_the_transformer(family, relative):
     assert other.transformer is pipe.transformer and other.vae is pipe.vae
     with pytest.raises((TypeError, ValueError), match="transformer"):
         relative.from_pipe(pipe)
+
+
+def test_a_pipeline_without_need_of_a_transformer_is_made_without():
+    assert WanPipeline.from_pipe(mhla_hf.convert(PIPELINES["wan"]())).transformer is None
 
 
 def test_a_stock_class_would_drop_the_mhla_weights_with_a_warning(tmp_path, caplog):

@@ -11,6 +11,7 @@ from accelerate import debug_launcher
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -257,6 +258,14 @@ def test_bare_transformer_with_the_teachers_pipeline(tmp_path):
     assert distil(tmp_path / "a", [MATCH], student=student) is student
     again = type(student).from_pretrained(tmp_path / "a")
     torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
+
+
+def test_a_pipeline_whose_transformer_was_converted_alone_is_saved_as_mhla(tmp_path):
+    student = PIPELINES["dit"]()
+    mhla_hf.convert(student.transformer, layout=(2, 2))
+    distil(tmp_path / "a", [TRANSFER], student=student)
+    there = DiffusionPipeline.from_pretrained(tmp_path / "a", trust_remote_code=True)
+    assert (generate(there) - generate(student)).abs().max() <= 1e-5
 
 
 def lora_run(out, data=None):
