@@ -139,11 +139,11 @@ def unit_of(train: dict) -> str | None:
 def read_json(folder: Path, name: str) -> dict | None:
     """The object in `folder`/`name`; None without such a file."""
     path = Path(folder, name)
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
