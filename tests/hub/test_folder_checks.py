@@ -441,7 +441,9 @@ def test_front_matter(front):
 def test_checksums_are_read_as_they_were_written(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a b.txt").write_text("words\n")
-    os.system(f"cd {tmp_path} && sha256sum 'sub/a b.txt' > SHA256SUMS")
+    (tmp_path / "sub" / "a\u2028b\x85\x0c.txt").write_text("words\n")
+    os.system(f"cd {tmp_path} && sha256sum sub/* > SHA256SUMS")
+    assert len(read_sums((tmp_path / "SHA256SUMS").read_text(), "SHA256SUMS")) == 2
     check_sums(tmp_path)
     (tmp_path / "SHA256SUMS").write_text((tmp_path / "SHA256SUMS").read_text() + f"{'0' * 64}  not-here.txt\n")
     check_sums(tmp_path)
