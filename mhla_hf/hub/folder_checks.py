@@ -27,7 +27,7 @@ from .bundle import check_bundle
 from .card import CARD_FILE, check_card, render_card
 from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
 from .clean_process import check_visit
-from .leaks import check_leaks, cut_places, cut_record, is_absolute, local_places, strings
+from .leaks import VOCABULARIES, check_leaks, cut_places, cut_record, is_absolute, local_places, strings
 from .licences import LICENCES
 
 logger = logging.getLogger("mhla_hf")
@@ -37,11 +37,6 @@ INDEX = "model_index.json"
 LICENCE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 TOP = (CARD_FILE, INDEX, *RECORDS, *LICENCE_TEXTS)  # beside a model or pipeline, not in a pipeline's components
 NAMES = re.compile(r"modeling_mhla\w*\.py|(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-PLAIN_VOCABULARIES = ("vocab.txt", "merges.txt")
-VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "added_tokens.json", *PLAIN_VOCABULARIES,
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 CONFIGURATIONS = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
@@ -135,7 +130,7 @@ def _check_copy(folder: Path, paths, card, repo_id, draft, here) -> tuple[str, d
     dtype = check_weights(files)
     rewritten = _without_origin(files) | _without_places(files, here)
     for path, file in files.items():
-        if file.suffix in (".json", ".jinja", ".md", ".txt", "") and file.name not in PLAIN_VOCABULARIES:
+        if file.suffix not in (".safetensors", ".py") and not FIGURE.fullmatch(path):
             check_leaks(path, rewritten[path] if path in rewritten else file.read_bytes(), here)
     card = _check_card_of(folder, files, card, repo_id)
     rewritten = {CARD_FILE: card.encode()} | rewritten

@@ -1,7 +1,8 @@
 """What no file of a shared model may hold: secrets, and places on the computer of the one who shares it.
 
 The forms of keys that services hand out are detect-secrets' own; beside them stand what it leaves out, and words that no
-person makes up. Unusual: what was found is never repeated, and nothing is looked up on the network.
+person makes up. Unusual: what was found is never repeated, and nothing is looked up on the network; vocabularies, in which
+any word may stand, are searched for the most telling forms only.
 """
 
 import json
@@ -15,6 +16,10 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from huggingface_hub import get_token
 
 PLACES = ("model", "student", "teacher", "name", "data", "source", "path")  # keys in records whose value may be a path
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 NOISY = ("HexHighEntropyString", "Base64HighEntropyString", "IPPublicDetector")  # commits, names of models, versions
 _VALUE = r"(?=[\w+/=%-]*\d[\w+/=%-]*\d)[\w+/=%-]{16,}"
 # What detect-secrets does not know: Hugging Face's tokens, more private keys, what follows a label or stands on a command
@@ -29,7 +34,7 @@ _SECRET = re.compile(
 _TAIL = r"[^\s\"'`,;)\]}>]*"
 _BEFORE = r"(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?"  # neither a URL, a tag, a template nor a link of the site
 _ABSOLUTE = re.compile(_BEFORE + r"/[\w.@+-]+/[\w.@+-]" + _TAIL)  # whatever its root
-_SYSTEM = "usr|bin|sbin|lib|etc|dev|proc|sys"  # the same on every computer
+_SYSTEM = "usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys"  # the same on every computer
 _PATH = re.compile(
     _BEFORE + rf"/(?!(?:{_SYSTEM})/)[\w.@+-]+/[\w.@+-]" + _TAIL
     + r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]" + _TAIL
@@ -59,11 +64,14 @@ def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
         ValueError: names the file, the line or key, and the kind of secret or the path.
     """
     text = data.decode("utf-8", errors="replace")
+    if Path(path).name in VOCABULARIES:
+        if _is_own(text) or _SECRET.search(text):
+            raise ValueError(f"{path} holds what looks like a key, token or password: take it out")
+        return
     if path.endswith(".json"):
-        texts = strings(json.loads(text))
-        if Path(path).name == "tokenizer.json":
-            texts = ((key, value) for key, value in texts if not key.startswith("model."))  # the vocabulary
-        lines = [(key, line, key.rpartition(".")[2]) for key, value in texts for line in value.splitlines()]
+        # names are texts too, and a name may stand twice
+        content = json.loads(text, object_pairs_hook=lambda pairs: [[name, {name: value}] for name, value in pairs])
+        lines = [(key, line, key.rpartition(".")[2]) for key, value in strings(content) for line in value.splitlines()]
     else:
         lines = [(number, line, "") for number, line in enumerate(text.split("\n"), 1)]
     for where, line, label in lines:
@@ -76,8 +84,7 @@ def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
 
 def _find_secret(line: str, label: str = "") -> str | None:
     """What the first secret in a line is; `label`: the key that it has in a JSON file."""
-    token = get_token()
-    if token and token in line:
+    if _is_own(line):
         return "your own Hugging Face token"
     told = f'{label} = "{line}"' if label else line
     for text in (told, *(word.strip("\"'`,;()") for word in line.split())):
@@ -93,10 +100,15 @@ def _find_secret(line: str, label: str = "") -> str | None:
     return None
 
 
+def _is_own(text: str) -> bool:
+    token = get_token()
+    return bool(token) and token in text
+
+
 def _is_random(word: str) -> bool:
     """Whether small letters, capitals and digits change too often for a name; digests are hexadecimal and not meant."""
     runs = re.findall(r"[a-z]+|[A-Z]+|\d+", word)
-    return len(runs) > 0.4 * len(word) and len(re.findall(r"\d", word)) > 1 and not re.fullmatch(r"[0-9a-f]+", word)
+    return len(runs) > 0.45 * len(word) and len(re.findall(r"\d", word)) > 1 and not re.fullmatch(r"[0-9a-f]+", word)
 
 
 def strings(content, key: str = ""):

@@ -183,8 +183,13 @@ BROKEN = {
     "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md:\d+ holds what looks like a key, token"),
     "a token in a record": (
         lambda f: edit(f, "generation_config.json", hint=TOKEN), r"json:hint holds what looks like a key, token or p"),
+    "a token that a second one hides": (
+        put("generation_config.json", f'{{"hint": {{"a": ["{TOKEN}"], "a": 1}}}}'), r"json:hint\.a holds what looks like"),
     "a private key": (put("LICENSE", "a\n-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"LICENSE:2 holds .*Private Key"),
-    "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json:hint holds what looks"),
+    "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json holds what looks"),
+    "a token among merges": (put("merges.txt", f"a b\n{TOKEN} c\n"), r"merges\.txt holds what looks like"),
+    "a folder as a name": (
+        lambda f: edit(f, "generation_config.json", hint={"/home/anna/x": 1}), "json:hint names the local path '/home/anna"),
     "a password in a record": (
         lambda f: edit(f, "generation_config.json", hint={"password": "horse"}), r"json:hint\.password holds .*Keyword"),
     **{f"the folder {place}": (put("NOTICE", f"a\nx={place}"), f"NOTICE:2 names the local path {re.escape(repr(place))}")
