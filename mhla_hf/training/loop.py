@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from ..files import write_json
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from .identity import identify_student, identify_teacher, let_go
 from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder
 from .tasks import bytes_of, find_task
@@ -34,9 +36,6 @@ logger = logging.getLogger("mhla_hf")
 
 KEPT_STATES = 2
 AVERAGE = "average.pt"
-SAMPLED = 1024
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
-VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
 DEFAULTS = {
     "mixed_precision": None,
     "gradient_checkpointing": False,
@@ -81,7 +80,7 @@ def distill(
             recipe's. Without latents a diffusion teacher samples trajectories, for prompts (a list, or a .txt file with
             one a line) or, given None, for its classes.
         stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
-        seed: whole number of at least 0; decides the order of the data and every random choice of the run.
+        seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
         gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
         save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
@@ -136,6 +135,7 @@ class _Run:
         self.source, self.stages, self.options, self.seed = source, stages, options, seed
         self.progress, self.command = progress and accelerator.is_main_process, command
         self.main, task.progress = accelerator.is_main_process, self.progress
+        self.place = os.path.abspath(os.path.expanduser(out))
         self.fingerprint = self._identify()
         self.folder = RunFolder(out, self.fingerprint, main=self.main)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
@@ -148,6 +148,7 @@ class _Run:
             self.accelerator.wait_for_everyone()
             self.folder.clear()
             self.task.load(self.folder.out)
+            let_go(self.student, self.place, self.fingerprint["student"])
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
         latest = self.folder.latest()
@@ -157,18 +158,21 @@ class _Run:
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.begin()
+            for state in self.folder.damaged:
+                logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
         self.accelerator.wait_for_everyone()
         kept = [(parameter, parameter.requires_grad) for parameter in self.student.parameters()]
         was_training = self.student.training
         try:
             with self.interrupt:
-                self._train(self.folder.latest())
+                self._train(latest)
                 self._finish()
         finally:
             for parameter, flag in kept:
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
+            let_go(self.student, self.place, self.fingerprint["student"])
         return self.task.given
 
     def _train(self, latest):
@@ -321,7 +325,7 @@ class _Run:
     def _refuse_not_finite(self, stage, loss, norm):
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        last = self.folder.latest() if self.main else None
+        last = self.folder.newest() if self.main else None
         rest = f"the last good state is {last}" if last else "no state had been saved"
         raise ValueError(
             f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} "
@@ -344,6 +348,7 @@ class _Run:
                 if self.average:
                     torch.save(self.average.state_dict(), os.path.join(aside, AVERAGE))
                 write_json(os.path.join(aside, "progress.json"), {**at, "generator": _generator_hash()})
+                self.folder.seal(Path(aside))
                 os.replace(aside, target)
                 self.folder.prune(KEPT_STATES)
         self.accelerator.wait_for_everyone()
@@ -407,18 +412,14 @@ class _Run:
     def _identify(self):
         """What makes this run this run: whatever would change the trained weights, in the order of refusal."""
         used = any(stage.needs_teacher for stage in self.stages)
-        parameters = [
-            (name, list(value.shape), str(value.dtype), value.requires_grad)
-            for name, value in self.student.named_parameters()
-        ]
         return {
             "seed": self.seed,
             "mixed_precision": self.options["mixed_precision"],
             "processes": self.accelerator.num_processes,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": _digest(_plain_config(self.student), parameters),
-            "teacher": _digest(_plain_config(self.teacher), _samples(self.teacher)) if used else None,
+            "student": identify_student(self.student, self.place),
+            "teacher": identify_teacher(self.teacher) if used else None,
         }
 
     def _bytes_needed(self):
@@ -476,8 +477,8 @@ def _resolve(task, stages, recipe, data, seed, given):
     stages = make_stages(stages, STAGE_TYPES[task.name])
     if data is None and not task.without_data:
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed: got {seed!r}; expected a whole number of at least 0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
     options = DEFAULTS | run | {key: value for key, value in given.items() if value is not None}
     for key in ("save_every", "log_every"):
         if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
@@ -516,27 +517,6 @@ def _make_accelerator(accelerate, options, out):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
     options["mixed_precision"] = accelerator.mixed_precision
     return accelerator
-
-
-def _plain_config(model):
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
-    config = {key: value for key, value in config.items() if key not in VOLATILE}
-    return json.dumps(config, sort_keys=True, default=str)
-
-
-def _samples(model):
-    """Some values of every weight, as bytes: enough to know a model by, quick for a large one."""
-    for name, value in model.named_parameters():
-        flat = value.detach().flatten()
-        yield name
-        yield flat[:: max(1, len(flat) // SAMPLED)].float().cpu().numpy().tobytes()
-
-
-def _digest(text, parts):
-    digest = hashlib.sha256(text.encode())
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else repr(part).encode())
-    return digest.hexdigest()[:32]
 
 
 def _public_name(name):

@@ -60,6 +60,7 @@ CASES = {
         "gives token 89; the model knows tokens 0 to 63",
     ),
     "seed": (lambda lab: {"seed": -1}, ValueError, "seed: got -1; expected a whole number"),
+    "large seed": (lambda lab: {"seed": 2**32}, ValueError, "seed: got 4294967296; expected a whole number from 0 to"),
     "seed text": (lambda lab: {"seed": "0"}, ValueError, "seed: got '0'; expected a whole number"),
     "save_every": (lambda lab: {"save_every": 0}, ValueError, "save_every: got 0; expected a whole number"),
     "log_every": (lambda lab: {"log_every": 1.5}, ValueError, "log_every: got 1.5; expected a whole number"),
