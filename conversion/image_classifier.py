@@ -50,12 +50,12 @@ def load_softmax(name, classes):
                 f"model: {name!r} is a {named}, which has no classes; expected an image classifier, or a recipe with the "
                 "losses transfer and features, such as conversion/recipes/image_features.yaml"
             )
-        return AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        return AutoModelForImageClassification.from_pretrained(name)
     kind = getattr(config, "vision_config", config).model_type
     if kind not in CONVERTIBLE_VISION_TYPES:
         raise ValueError(f"model: {name!r} is a {kind}, expected one of {', '.join(CONVERTIBLE_VISION_TYPES)}")
     towers = base_model_classes(kind)
-    return towers.get(named, next(iter(towers.values()))).from_pretrained(name, dtype=torch.float32)
+    return towers.get(named, next(iter(towers.values()))).from_pretrained(name)
 
 
 def main(arguments=None):

@@ -44,7 +44,7 @@ def main(arguments=None):
     else:
         half = recipe.run.get("mixed_precision") == "bf16"
         teacher = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
-        student = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        student = AutoModelForCausalLM.from_pretrained(name)
         mhla_hf.convert(student, **recipe.settings)
     return mhla_hf.distill(
         student,

@@ -314,7 +314,7 @@ def run_distill(given, command):
             f"student {given.student!r} is an image classifier; expected a causal language model (for classifiers there is "
             "conversion/image_classifier.py)"
         )
-    student, tokenizer = load_language_model(given.student, dtype="float32", device="cpu")
+    student, tokenizer = load_language_model(given.student, device="cpu")
     softmax = not hasattr(student.config, "mhla")
     if softmax:
         torch.manual_seed(given.seed)

@@ -29,8 +29,17 @@ from ..scores.machine import describe_hardware, describe_versions, now, source_c
 from .identity import identify_student, identify_teacher, let_go
 from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder
-from .tasks import bytes_of, find_task
-from .trainable import choose_trainable, direct_mixings, parameter_groups
+from .tasks import find_task
+from .trainable import (
+    HALVES,
+    choose_trainable,
+    direct_mixings,
+    dtypes_of,
+    dtypes_to_save,
+    dtypes_to_train,
+    parameter_groups,
+    set_dtypes,
+)
 
 logger = logging.getLogger("mhla_hf")
 
@@ -38,11 +47,13 @@ KEPT_STATES = 2
 AVERAGE = "average.pt"
 DEFAULTS = {
     "mixed_precision": None,
+    "save_dtype": None,
     "gradient_checkpointing": False,
     "save_every": 100,
     "log_every": 10,
     "tracker": "",
 }
+SAVE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 
 __all__ = ["Stage", "distill"]
 
@@ -57,6 +68,7 @@ def distill(
     recipe=None,
     seed=0,
     mixed_precision=None,
+    save_dtype=None,
     gradient_checkpointing=None,
     save_every=None,
     log_every=None,
@@ -71,9 +83,10 @@ def distill(
 
     Args:
         student: a causal language model or an image model of transformers, or a transformer of diffusers or a pipeline of
-            one, which is then saved whole; trained in place; trainable weights in float32.
-        teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses that
-            compare with one. Of a diffusion student or its teacher one is a pipeline, for its scheduler.
+            one, which is then saved whole; trained in place, in float32, and given back and saved in the dtype it came in.
+        teacher: the softmax original, with the same layer names and vocabulary; never changed, asked in the dtype it has.
+            Needed by the losses that compare with one. Of a diffusion student and its teacher one is a pipeline, for its
+            scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
         data: what to train on, for text see `mhla_hf.training.data.open_text`, for labelled images
             `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
@@ -82,6 +95,8 @@ def distill(
         stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
         seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
+        save_dtype: "float32", "bfloat16" or "float16" (or torch's) for the trained weights; None: the dtype they came in.
+            A mixing stays float32.
         gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
         save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
         log_every: optimizer steps between two entries of the history (10).
@@ -100,6 +115,7 @@ def distill(
     """
     given = {
         "mixed_precision": mixed_precision,
+        "save_dtype": save_dtype,
         "gradient_checkpointing": gradient_checkpointing,
         "save_every": save_every,
         "log_every": log_every,
@@ -144,9 +160,14 @@ class _Run:
 
     def execute(self):
         """Everything, in order: refuse or recognise the folder, train, save, give back."""
+        dtypes, saved = (
+            dtypes_of(self.student),
+            dtypes_to_save(self.student, SAVE_DTYPES.get(self.options["save_dtype"])),
+        )
         if self.folder.finished():
             self.accelerator.wait_for_everyone()
             self.folder.clear()
+            set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
             let_go(self.student, self.place, self.fingerprint["student"])
             self._say(f"{self.folder.out} is finished already: nothing to do")
@@ -165,9 +186,13 @@ class _Run:
         was_training = self.student.training
         try:
             with self.interrupt:
+                set_dtypes(self.student, dtypes_to_train(self.student))
                 self._train(latest)
+                set_dtypes(self.student, saved)
                 self._finish()
+                dtypes = saved
         finally:
+            set_dtypes(self.student, dtypes)
             for parameter, flag in kept:
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
@@ -415,6 +440,7 @@ class _Run:
         return {
             "seed": self.seed,
             "mixed_precision": self.options["mixed_precision"],
+            "save_dtype": self.options["save_dtype"],
             "processes": self.accelerator.num_processes,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
@@ -423,7 +449,8 @@ class _Run:
         }
 
     def _bytes_needed(self):
-        return 3 * bytes_of(self.student) * (KEPT_STATES + 1) + self.task.bytes_saved()
+        weights = sum(value.numel() for value in self.student.state_dict().values())
+        return 3 * 4 * weights * (KEPT_STATES + 1) + self.task.bytes_saved()
 
     def _start_tracker(self):
         if not self.options["tracker"]:
@@ -483,6 +510,10 @@ def _resolve(task, stages, recipe, data, seed, given):
     for key in ("save_every", "log_every"):
         if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
             raise ValueError(f"{key}: got {options[key]!r}; expected a whole number of at least 1")
+    if options["save_dtype"] is not None:
+        options["save_dtype"] = str(options["save_dtype"]).removeprefix("torch.")
+        if options["save_dtype"] not in SAVE_DTYPES:
+            raise ValueError(f"save_dtype: got {options['save_dtype']!r}; expected one of {', '.join(SAVE_DTYPES)}")
     return stages, data, options
 
 

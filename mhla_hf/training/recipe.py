@@ -17,6 +17,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 RUN_KEYS = {
     "mixed_precision": str,
+    "save_dtype": str,
     "gradient_checkpointing": bool,
     "save_every": int,
     "log_every": int,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimum.quanto import freeze, qint8, quantize
 from torch import nn
 
 from mhla_hf.training import run_folder
@@ -26,6 +27,19 @@ def frozen(model):
 def on_meta(lab):
     with torch.device("meta"):
         return lab.teacher()
+
+
+def quantized(lab):
+    student = lab.student()
+    quantize(student.model.layers, weights=qint8)
+    freeze(student)
+    return student
+
+
+def integers(lab):
+    student = lab.student()
+    student.model.norm.weight = nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)
+    return student
 
 
 def renamed(lab):
@@ -74,11 +88,20 @@ CASES = {
         ValueError,
         "student: its weights are on the meta device",
     ),
-    "half": (lambda lab: {"student": lab.student().half()}, ValueError, "is torch.float16, where small updates vanish"),
-    "bfloat16": (
-        lambda lab: {"student": lab.student().bfloat16()},
+    "quantized": (
+        lambda lab: {"student": quantized(lab)},
         ValueError,
-        "is torch.bfloat16, where small updates vanish; load it with dtype=torch.float32",
+        "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float weights",
+    ),
+    "integers": (
+        lambda lab: {"student": integers(lab)},
+        ValueError,
+        "student: 'model.norm.weight' is a Tensor of torch.int8; expected float weights, so load it without quantization",
+    ),
+    "save_dtype": (
+        lambda lab: {"save_dtype": torch.int8},
+        ValueError,
+        "save_dtype: got 'int8'; expected one of float16",
     ),
     "frozen": (lambda lab: {"student": frozen(lab.student())}, ValueError, "'all'. is frozen"),
     "unconverted": (

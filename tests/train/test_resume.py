@@ -214,6 +214,7 @@ def test_result_is_a_model_anyone_can_load(lab, tmp_path):
         ({"student": {"block_size": 8}}, "begun with another student"),
         ({"student": {"learn_mixing": False}}, "begun with another student"),
         ({"mixed_precision": "bf16"}, "begun with mixed_precision 'no', not 'bf16'"),
+        ({"save_dtype": "float32"}, "begun with save_dtype None, not 'float32'"),
         ({"weights": 1}, "begun with another student"),
     ],
 )
@@ -228,7 +229,7 @@ def test_another_run_is_refused(lab, tmp_path, monkeypatch, stopped, change, wor
     stages = lab.lm(change.get("steps", 4), lr=change.get("lr", 3e-3))
     if "more" in change:
         stages.append(loop.Stage("more", "lm", 1, 1e-3, seq_len=48))
-    options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
+    options = {key: change[key] for key in ("seed", "mixed_precision", "save_dtype") if key in change}
     if "text" in change:
         options["data"] = lab.tokens(seed=1)
     student = lab.student(lab.teacher(change.get("weights", 0)), **change.get("student", {}))
