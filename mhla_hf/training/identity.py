@@ -21,19 +21,20 @@ def identify_teacher(model) -> str:
     return _digest(model, ())
 
 
-def identify_student(model, out) -> str:
-    """The same, and of what is frozen; of an object that the run into `out` let go, what it was when that run began."""
-    now, (begun, left) = _identity(model), LET_GO.get(model, {}).get(out, (None, None))
+def identify_student(model) -> str:
+    """The same, and of what is frozen."""
+    return _digest(model, [name for name, value in model.named_parameters() if not value.requires_grad])
+
+
+def as_begun(model, out, now) -> str:
+    """What `model`, known by `now`, was known by when the run into `out` began, if that run let it go as it is; or `now`."""
+    begun, left = LET_GO.get(model, {}).get(out, (None, None))
     return begun if now == left else now
 
 
 def let_go(model, out, begun) -> None:
     """Remember `model` as what the run into `out` has made of the student that was known by `begun`."""
-    LET_GO.setdefault(model, {})[out] = begun, _identity(model)
-
-
-def _identity(student):
-    return _digest(student, [name for name, value in student.named_parameters() if not value.requires_grad])
+    LET_GO.setdefault(model, {})[out] = begun, identify_student(model)
 
 
 def _digest(model, more):

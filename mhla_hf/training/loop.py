@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ..files import write_json
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
-from .identity import identify_student, identify_teacher, let_go
+from .identity import as_begun, identify_student, identify_teacher, let_go
 from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder
 from .tasks import find_task
@@ -151,9 +151,9 @@ class _Run:
         self.source, self.stages, self.options, self.seed = source, stages, options, seed
         self.progress, self.command = progress and accelerator.is_main_process, command
         self.main, task.progress = accelerator.is_main_process, self.progress
-        self.place = os.path.abspath(os.path.expanduser(out))
-        self.fingerprint = self._identify()
-        self.folder = RunFolder(out, self.fingerprint, main=self.main)
+        self.folder = RunFolder(out, self._identify(), main=self.main)
+        self.known = self.folder.fingerprint["student"]
+        self.folder.fingerprint["student"] = as_begun(self.student, self.folder.out, self.known)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": [], "stage_seconds": [0.0] * len(stages)}
         self.interrupt = _Interrupt()
@@ -169,10 +169,12 @@ class _Run:
             self.folder.clear()
             set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
-            let_go(self.student, self.place, self.fingerprint["student"])
+            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
         latest = self.folder.latest()
+        if latest is None:
+            self.folder.fingerprint["student"] = self.known
         self.task.try_data(self.source, self.stages, self.seed)
         if self.main and latest is None:
             self.folder.check_room(self._bytes_needed())
@@ -197,7 +199,7 @@ class _Run:
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
-            let_go(self.student, self.place, self.fingerprint["student"])
+            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
         return self.task.given
 
     def _train(self, latest):
@@ -430,7 +432,7 @@ class _Run:
             "commit": source_commit(),
             "command": self.command,
             "date": now(),
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.folder.fingerprint,
             "history": at["history"],
         }
 
@@ -444,7 +446,7 @@ class _Run:
             "processes": self.accelerator.num_processes,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": identify_student(self.student, self.place),
+            "student": identify_student(self.student),
             "teacher": identify_teacher(self.teacher) if used else None,
         }
 

@@ -67,11 +67,11 @@ def dtypes_to_train(model):
 def dtypes_to_save(model, wanted):
     """`wanted` for the weights, None: as they are now; float32 where the model's class never has them in less."""
     kind = type(model)  # the object itself may have been made by another class, before it was converted
-    kept = set(getattr(kind, "_keep_in_fp32_modules_strict", kind._keep_in_fp32_modules) or ())
+    kept = getattr(kind, "_keep_in_fp32_modules_strict", getattr(kind, "_keep_in_fp32_modules", None)) or ()
     dtypes = dtypes_of(model)
     for name, _ in model.named_parameters():
         dtype = wanted or dtypes[name]
-        dtypes[name] = torch.float32 if dtype in HALVES and kept & set(name.split(".")) else dtype
+        dtypes[name] = torch.float32 if dtype in HALVES and set(kept) & set(name.split(".")) else dtype
     return dtypes
 
 

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -252,9 +253,19 @@ def test_a_changed_student_is_another(lab, tmp_path):
     """The object that a run has trained is known again only as the run left it."""
     student = lab.student()
     lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))  # the same object: finished, and found so
     student.model.norm.weight.data[0] += 1e-3
     with pytest.raises(ValueError, match="begun with another student"):
         lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+
+
+def test_a_run_that_begins_anew_is_of_what_the_object_is_now(lab, tmp_path):
+    student = lab.student()
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    shutil.rmtree(tmp_path / "out")
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    with pytest.raises(ValueError, match="begun with another student"):
+        lab.distill(tmp_path / "out", None, lab.student(), stages=lab.lm(4))
 
 
 def test_two_at_once_are_refused(lab, tmp_path):
