@@ -419,7 +419,6 @@ BAD = {
         {"student": PIPELINES["wan"], "stages": [DiffusionStage("t", "transfer", 1, 1e-3, trainable="mhla")]},
         "has no MHLA layer",
     ),
-    "half": ({"student": lambda: converted("wan").to(torch.float16)}, "where small updates vanish"),
     "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: is an image-to-video model"),
     "two transformers": ({"teacher": two_transformers}, "the pipeline has two transformers, each for its own times"),
     "no text encoder": ({"student": silent_wan, "teacher": silent_wan, "stages": [VIDEO]}, "has no text encoder"),
