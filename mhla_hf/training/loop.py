@@ -160,10 +160,8 @@ class _Run:
 
     def execute(self):
         """Everything, in order: refuse or recognise the folder, train, save, give back."""
-        dtypes, saved = (
-            dtypes_of(self.student),
-            dtypes_to_save(self.student, SAVE_DTYPES.get(self.options["save_dtype"])),
-        )
+        dtypes = dtypes_of(self.student)
+        saved = dtypes_to_save(self.student, SAVE_DTYPES.get(self.options["save_dtype"]))
         if self.folder.finished():
             self.accelerator.wait_for_everyone()
             self.folder.clear()

@@ -194,7 +194,7 @@ class RunFolder:
 
 
 def _sums(state):
-    files = (file for file in state.rglob("*") if file.is_file() and file.name != SUMS_FILE)
+    files = (file for file in state.rglob("[!.]*") if file.is_file() and file.name != SUMS_FILE)  # not a .DS_Store
     return {file.relative_to(state).as_posix(): hash_file(file) for file in files}
 
 

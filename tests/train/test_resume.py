@@ -328,6 +328,7 @@ def test_a_damaged_state_gives_way_to_the_one_before(lab, tmp_path, monkeypatch,
     out = tmp_path / "out"
     stopped_at_eight(lab, out, monkeypatch)
     damage(tmp_path / "out.state" / "step-000000008" / name)
+    (tmp_path / "out.state" / "step-000000006" / ".DS_Store").touch()
     lab.distill(out, None, lab.student(), stages=lab.lm(10), save_every=2, log_every=2)
     assert "step-000000008 was damaged" in caplog.text
     assert lab.weights(out) == lab.weights(tmp_path / "whole" / "out")
