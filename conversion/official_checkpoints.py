@@ -23,6 +23,7 @@ import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.files import folder_aside
 from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
+from mhla_hf.scores.loading import without_questions
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -176,7 +177,8 @@ def into_pipeline(model, base: str):
     kind = type(model).__name__
     if kind not in pipelines:
         raise ValueError(f"base: got {base!r}, expected none for {kind}, which belongs to no pipeline.")
-    return pipelines[kind].from_pretrained(base, transformer=model)
+    with without_questions():
+        return pipelines[kind].from_pretrained(base, transformer=model)
 
 
 def main(arguments=None):

@@ -187,7 +187,7 @@ class _Demo:
             self._make_folder(text)
         self.train_text = self.out / "data" / "train.txt"
         self.held_out = (self.out / "data" / "heldout.txt").read_text(encoding="utf-8")
-        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer")
+        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
 
     def _compare(self, known):
         for key, value in self.identity.items():
@@ -251,7 +251,7 @@ class _Demo:
         return False
 
     def _load(self, folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
 
     def _trained_teacher(self, folder, seed):
         torch.manual_seed(seed)

@@ -90,7 +90,7 @@ def load_classifier(name, *, dtype="auto", revision=None, trust_remote_code=Fals
 def is_classifier_name(name, revision=None) -> bool:
     """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
     try:
-        config = AutoConfig.from_pretrained(str(name), revision=revision)
+        config = AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=False)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]

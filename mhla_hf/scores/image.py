@@ -22,7 +22,7 @@ from .features import PICTURES, extract_features, find_extractor, read_image
 from .geneval import judge_geneval
 from .identity import hash_files, hash_thing
 from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
-from .loading import LOADING_ERRORS, choose_device, first_line
+from .loading import LOADING_ERRORS, choose_device, first_line, without_questions
 from .machine import describe_hardware, describe_versions, now, source_commit
 from .processes import joined_processes
 from .results import Result, Results
@@ -386,8 +386,9 @@ class _Judge(PipelineJudge):
         from transformers import CLIPModel, CLIPProcessor
 
         try:
-            model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
-            processor = CLIPProcessor.from_pretrained(self.protocol.clip)
+            with without_questions():
+                model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
+                processor = CLIPProcessor.from_pretrained(self.protocol.clip)
         except LOADING_ERRORS as error:
             raise ValueError(f"clip: {self.protocol.clip!r} cannot be loaded: {first_line(error)}") from error
         found, size = [], self.asked.batch_size

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -73,9 +73,17 @@ def load_config(name, *, revision=None, trust_remote_code=False):
 def load_tokenizer(name, *, revision=None, trust_remote_code=False):
     """The tokenizer of a folder or Hub id; ValueError in one sentence."""
     try:
-        return AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+        return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise ValueError(f"model {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def _read_tokenizer(name, *, trust_remote_code, **files):
+    """Without code that is not trusted, and without the name of such code, which the tokenizer would write when saved."""
+    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+    if not trust_remote_code:
+        tokenizer.init_kwargs.pop("auto_map", None)
+    return tokenizer
 
 
 def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -92,7 +100,7 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     try:
         with checked_files(source, revision) as files:
             options = {"trust_remote_code": trust_remote_code, **files}
-            tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+            tokenizer = _read_tokenizer(source, **options)
             loaded = AutoModelForCausalLM.from_pretrained(
                 str(source), dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, use_safetensors=True, **options
             )
@@ -114,14 +122,15 @@ def checked_files(source, revision=None, index="config.json"):
     """
     if not isinstance(source, Path):
         commit = find_commit(source, revision, index)
-        yield {"revision": commit}
+        with without_questions():
+            yield {"revision": commit}
         check_download(source, commit)
         return
     check_sums(source)
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
     check_whole_files(source)
-    with without_bars():
+    with without_bars(), without_questions():
         yield {}
 
 
@@ -177,6 +186,20 @@ def without_bars():
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_questions():
+    """transformers refuses custom code that nobody trusted meanwhile, where it would ask at the terminal.
+
+    For what takes no `trust_remote_code`: diffusers loads the parts of a pipeline without one.
+    """
+    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
 
 
 def check_new_folder(folder, overwrite=False):
