@@ -143,7 +143,7 @@ def _convert_options(sub):
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--seed", type=int, default=0, help="of the new parameters' start (default: 0)")
     sub.add_argument("--revision", help="branch, tag or commit on the Hub")
-    sub.add_argument("--overwrite", action="store_true", help="OUT may hold something that this replaces")
+    sub.add_argument("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
 
 
 def _distill_options(sub):

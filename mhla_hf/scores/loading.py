@@ -203,13 +203,25 @@ def without_questions():
 
 
 def check_new_folder(folder, overwrite=False):
-    """`folder` as a Path when a model can be saved there. ValueError: something is there, or nothing can be written."""
-    path = Path(folder).expanduser()
+    """`folder`, resolved, when a model can be saved there. ValueError: something is there, or nothing can be written.
+
+    overwrite: a model that this package saved may give way; nothing else ever does.
+    """
+    path = Path(folder).expanduser().resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"output {str(folder)!r} is a file; expected a folder to make")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten")
-    above = path.resolve().parent
+    if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):
+        raise ValueError(f"output {str(folder)!r} is where one works or lives; expected a folder below, or elsewhere")
+    if path.exists() and any(path.iterdir()):
+        if not overwrite:
+            raise ValueError(
+                f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten"
+            )
+        if not holds_saved_model(path):
+            raise ValueError(
+                f"output {str(folder)!r} is not empty and holds no MHLA model; only such a model is overwritten"
+            )
+    above = path.parent
     while not above.exists():
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -217,10 +229,16 @@ def check_new_folder(folder, overwrite=False):
     return path
 
 
+def holds_saved_model(folder):
+    """Whether a model that this package saved lies in `folder`, or a pipeline with one."""
+    model = (folder / "config.json").is_file() and any(folder.glob("modeling_mhla*.py"))
+    return model or ((folder / "model_index.json").is_file() and any(folder.glob("*/modeling_mhla*.py")))
+
+
 def save_language_model(model, tokenizer, folder, overwrite=False):
     """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
-    path = check_new_folder(folder, overwrite).resolve()
-    with folder_aside(path, replace=True) as aside, without_bars():
+    path = check_new_folder(folder, overwrite)
+    with folder_aside(path, replace=overwrite) as aside, without_bars():
         model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
         tokenizer.save_pretrained(aside)
     return path
@@ -228,8 +246,8 @@ def save_language_model(model, tokenizer, folder, overwrite=False):
 
 def save_pipeline(pipeline, folder, overwrite=False):
     """Save a diffusers pipeline in the same way."""
-    path = check_new_folder(folder, overwrite).resolve()
-    with folder_aside(path, replace=True) as aside, without_bars():
+    path = check_new_folder(folder, overwrite)
+    with folder_aside(path, replace=overwrite) as aside, without_bars():
         pipeline.save_pretrained(aside, max_shard_size=SHARD_SIZE)
     return path
 

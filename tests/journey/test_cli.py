@@ -261,33 +261,47 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
     assert len(Results.read(distilled)) == 7
 
 
-def test_convert_replaces_only_when_told(shelf, tmp_path, monkeypatch, capsys):
+def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
-    out = tmp_path / "out"
-    out.mkdir()
+    out = save_mhla(tmp_path / "out")
     (out / "old.txt").write_text("old")
     assert main(["convert", "llama", str(out)]) == 2
-    assert [path.name for path in out.iterdir()] == ["old.txt"]
+    assert (out / "old.txt").exists()
     assert main(["convert", "llama", str(out), "--overwrite", "--dtype", "bfloat16"]) == 0
     assert not (out / "old.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    capsys.readouterr()
+    photos, home = tmp_path / "photos", save_mhla(tmp_path / "home")
+    photos.mkdir()
+    (photos / "1.png").write_text("a face")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(out)
+    kept = inventory(tmp_path)
+    for given, says in {
+        str(photos): "holds no MHLA model",
+        str(shelf / "llama"): "holds no MHLA model",
+        ".": "is where one works or lives",
+        "..": "is where one works or lives",
+        "~": "is where one works or lives",
+        str(home / ".." / "home"): "is where one works or lives",
+    }.items():
+        assert main(["convert", str(shelf / "llama"), given, "--overwrite"]) == 2
+        assert says in capsys.readouterr().err
+        assert inventory(tmp_path) == kept
 
 
 def test_a_full_disk_while_converting_leaves_the_old_folder(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old.txt").write_text("old")
+    out = save_mhla(tmp_path / "out")
+    kept = inventory(tmp_path)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device", str(out))
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
     assert main(["convert", "llama", str(out), "--overwrite"]) == 2
-    assert capsys.readouterr().err == f"mhla-hf convert: {out}: No space left on device\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and [path.name for path in out.iterdir()] == [
-        "old.txt"
-    ]
+    assert capsys.readouterr().err.splitlines()[-1] == f"mhla-hf convert: {out}: No space left on device"
+    assert inventory(tmp_path) == kept
 
 
 def interrupt_when(process, ready, patience=90):
