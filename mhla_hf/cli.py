@@ -46,7 +46,7 @@ example:
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
 table_9_class_to_image, recall, ruler, speed, or a YAML file. For images and videos on several processes: torchrun
 -m mhla_hf.cli evaluate ...
-Scores are kept in results.json in each model's folder; what is known is not run again.
+Scores are kept in results.json in each model's folder; what this machine measured is read, not run again.
 """
 PUSH = """\
 example:
@@ -175,6 +175,7 @@ def _evaluate_options(sub):
     sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
     sub.add_argument("--output", help="a .json file, or a folder for several models (default: in the model's folder)")
     sub.add_argument("--force", action="store_true", help="run again what is known")
+    sub.add_argument("--trust-scores", action="store_true", help="read results that this machine did not measure")
     sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     sub.add_argument("--plot", metavar="PNG", help="draw the scores")
 
@@ -361,6 +362,7 @@ def run_evaluate(given, command):
         revision=given.revision,
         trust_remote_code=given.trust_remote_code,
         force=given.force,
+        trust_scores=given.trust_scores,
         progress=not given.quiet,
     )
     if int(os.environ.get("RANK", "0")):

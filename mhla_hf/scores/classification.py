@@ -117,9 +117,7 @@ class _Judge(PipelineJudge):
             share = right / len(labels)
             scores = {"acc": (share, share_error(share, len(labels)), True, len(labels))}
             self.keep(task, scores, task_hash, started)
-        return Results(
-            r for r in self.kept.of(self.subject.fingerprint) if r.task == task and r.limit == self.asked.limit
-        )
+        return Results(r for r in self.kept if r.task == task and r.limit == self.asked.limit)
 
     def _processor_hash(self):
         """Of the image processor; None for the model's own, which the fingerprint of the model covers."""

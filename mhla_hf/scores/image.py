@@ -178,7 +178,7 @@ class PipelineJudge:
         self.seed = asked.seed or 0
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or processes.device(asked.device))
-        self.kept = Results() if subject.target is None else Results.read(subject.target)
+        self.kept = processes.same(subject.known(asked) if processes.first else None)
         self._pipeline = None
 
     @property
@@ -255,11 +255,9 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
         for metric, (value, error, better, samples) in scores.items()
     ]
-    kept = kept.of(subject.fingerprint).merge(records, beside)
-    if subject.target is not None and writes:
-        subject.target.parent.mkdir(parents=True, exist_ok=True)
-        kept.write(subject.target)
-    return kept
+    if writes:
+        subject.store(records, beside)
+    return kept.merge(records, beside)
 
 
 def command_of(model, asked):
@@ -306,9 +304,7 @@ class _Judge(PipelineJudge):
             judge_geneval(self)
         names = {(protocol.name, label) for label in labels.values()}
         shown = [
-            r
-            for r in self.kept.of(self.subject.fingerprint)
-            if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
+            r for r in self.kept if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
         ]
         return Results(r for r in shown if r.limit == self.asked.limit and ("GenEval" in wanted or r.task != "geneval"))
 
