@@ -12,7 +12,7 @@ import sys
 
 from . import __version__
 
-USER_ERRORS = (ValueError, TypeError, ImportError, OSError)
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
 DEMO = """\
 example:
@@ -141,7 +141,7 @@ def _convert_options(sub):
     sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    sub.add_argument("--seed", type=int, default=0, help="of the new parameters' start (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
     sub.add_argument("--revision", help="branch, tag or commit on the Hub")
     sub.add_argument("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
 
@@ -152,7 +152,7 @@ def _distill_options(sub):
     sub.add_argument("--recipe", required=True, metavar="YAML", help="stages, learning rates, settings")
     sub.add_argument("--text", help="file, folder or dataset to train on (default: the recipe's)")
     sub.add_argument("--out", required=True, help="folder to make")
-    sub.add_argument("--seed", type=int, default=0, help="decides every random choice (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
     sub.add_argument("--tracker", help="tensorboard, or another that accelerate knows")
 
 
@@ -167,7 +167,7 @@ def _evaluate_options(sub):
     sub.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     sub.add_argument("--limit", type=float, help="documents per task, or a share below 1: for trying out")
     sub.add_argument("--batch-size", default="8", help='documents at once, or "auto" (default: 8)')
-    sub.add_argument("--seed", type=int, help="of everything random (default: lm-eval's own)")
+    sub.add_argument("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     sub.add_argument("--max-length", type=int, help="tokens seen at once (default: the model's)")
@@ -240,7 +240,7 @@ def _bench_options(sub):
     sub.add_argument("--suite", help="quick, full, wide, decode, kernels or paper")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    sub.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
     sub.add_argument("--out", help="folder for bench.json and bench.png")
 
 
@@ -500,6 +500,13 @@ def run_bench(given, command):
     )
 
 
+def seed_number(text):
+    """A seed that every generator takes. ValueError for others."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
 def parse_layers(text):
     """ "all", "2/3", a list of indices, or None. ValueError for anything else."""
     if text in (None, "all", "2/3"):
@@ -514,7 +521,7 @@ def script(main):
     """Call `main` as the scripts of conversion/ do: bad input ends with one sentence, Ctrl-C with how to go on."""
     try:
         main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except USER_ERRORS as error:
         sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ from ..files import write_json
 from ..plots import plot_mixing
 from ..scores.loading import check_model_name, choose_device
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..scores.subjects import check_writable
 from .analysis import attention_maps, describe_mixing, measure_calls, record_model
 from .figures import plot_grid_mixing, plot_layers, plot_maps
 from .inputs import image_batch, is_pipeline_folder, kind_of, load_any, pipeline_call, text_batch
@@ -66,7 +67,7 @@ def analyze(
         out = Path(out).expanduser()
         if out.exists() and not out.is_dir():
             raise ValueError(f"out: {str(out)!r} is a file, expected a folder to make")
-        out.mkdir(parents=True, exist_ok=True)
+        check_writable(out / RECORD)
     record = {"format_version": FORMAT_VERSION, "models": {}, "inputs": {}}
     maps, mixing = {}, {}
     for label, given in named.items():
@@ -135,6 +136,7 @@ def _prepare(given, inputs, data, samples, length, device, trust_remote_code):
 
 
 def _write(out, record, maps, mixing):
+    out.mkdir(parents=True, exist_ok=True)
     looked_at = "; ".join(dict.fromkeys(record["inputs"].values()))
     plot_layers(out / "layers.png", {label: own["layers"] for label, own in record["models"].items()}, looked_at)
     plot_maps(out / "maps.png", maps)

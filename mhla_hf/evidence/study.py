@@ -12,9 +12,8 @@ import re
 from pathlib import Path
 
 import torch
-import yaml
 
-from ..files import write_json
+from ..files import read_yaml, write_json
 from ..models.vision import MHLAForImageClassification
 from ..models.vision_configuration import MHLAVisionConfig
 from ..scores.loading import without_bars
@@ -81,10 +80,7 @@ def read_study(name, *, epochs=None, seeds=None) -> Study:
     path = RECIPES / f"{name}.yaml" if str(name) in study_names() else Path(name)
     if not path.is_file():
         raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"study: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
+    content = read_yaml(path, "study")
     if not isinstance(content, dict):
         raise ValueError(f"study: {str(path)!r} is no mapping, expected the keys {', '.join(KEYS)}")
     if unknown := sorted(set(content) - set(KEYS)):

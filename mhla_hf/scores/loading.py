@@ -23,7 +23,9 @@ from ..files import SHARD_SIZE, folder_aside
 from ..models.saving import check_whole_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
+LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
+LAYERS = re.compile(r'"num_(?:hidden_)?layers"\s*:\s*(\d+)')
+MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -42,8 +44,9 @@ def check_model_name(name, pipeline=False):
         if not any(path.glob("*/*.safetensors" if pipeline else "*.safetensors")):
             raise ValueError(f"model {name!r} has no .safetensors file; expected the folder of a saved {what}")
         return path
-    if path.exists():
-        raise ValueError(f"model {name!r} is a file; expected the folder of a saved {what}")
+    if path.exists() or path.is_symlink():
+        found = "a file" if path.exists() else "a link to nothing"
+        raise ValueError(f"model {name!r} is {found}; expected the folder of a saved {what}")
     if not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
     return name
@@ -51,7 +54,7 @@ def check_model_name(name, pipeline=False):
 
 def is_pipeline(name, revision=None):
     """Whether a folder or Hub id is a diffusers pipeline: it has a model_index.json. False for what cannot be asked."""
-    if Path(name).is_dir():
+    if os.path.lexists(name):
         return (Path(name) / "model_index.json").is_file()
     if not HUB_ID.fullmatch(str(name)):
         return False
@@ -122,6 +125,7 @@ def checked_files(source, revision=None, index="config.json"):
     """
     if not isinstance(source, Path):
         commit = find_commit(source, revision, index)
+        check_depth(Path(cached_file(source, index, revision=commit)).parent)
         with without_questions():
             yield {"revision": commit}
         check_download(source, commit)
@@ -130,6 +134,7 @@ def checked_files(source, revision=None, index="config.json"):
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
     check_whole_files(source)
+    check_depth(source)
     with without_bars(), without_questions():
         yield {}
 
@@ -140,6 +145,14 @@ def check_whole(name, info):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
 
 
+def check_depth(folder):
+    """ValueError when a configuration in or below `folder` asks for so many layers that making them would take for ever."""
+    for file in folder.rglob("config.json"):
+        for number in LAYERS.findall(file.read_text(encoding="utf-8", errors="replace")):
+            if len(number) > 9 or int(number) > MOST_LAYERS:
+                raise ValueError(f"{file} asks for {number} layers; expected at most {MOST_LAYERS}")
+
+
 def check_shards(index):
     """The weight_map of a sharded model's index; ValueError when it names a file that is not beside it.
 
@@ -148,7 +161,7 @@ def check_shards(index):
     index = Path(index)
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is not JSON: {error}") from None
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
@@ -268,7 +281,7 @@ def stored_dtype(folder):
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
     named = config.get("dtype") or config.get("torch_dtype")
     if named:
@@ -282,6 +295,6 @@ def stored_dtype(folder):
 
 
 def first_line(error):
-    """The first line of an error's text, or its class where it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's text, and the next where it only announces that; its class where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])

@@ -112,7 +112,7 @@ class Results:
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a results file: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get("results"), list):
             raise ValueError(f'{path} is not a results file: expected an object with the list "results"')

@@ -130,7 +130,7 @@ def _subject(name, model, target, dtype, revision, pipeline):
         what = "diffusers pipeline" if pipeline else "model of transformers"
         raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
     if target is not None:
-        _check_writable(target)
+        check_writable(target)
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target)
 
@@ -151,7 +151,8 @@ def _hub_fingerprint(name, revision):
         raise ValueError(f"model {name!r} is no folder here, and the Hub does not give it: {reason}") from error
 
 
-def _check_writable(target):
+def check_writable(target):
+    """ValueError when the file `target` cannot be written; nothing is made."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
