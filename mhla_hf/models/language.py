@@ -147,7 +147,10 @@ class MHLAModel(MHLAPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As any decoder of transformers; `attention_mask` `[B, S]` marks padding on either side."""
+        """As any decoder of transformers; `attention_mask` `[B, S]` marks padding on either side.
+
+        Packed sequences (B is 1) come as `position_ids`, `seq_idx` or `cu_seq_lens_q`; the last compiles to one graph.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: got both or neither of input_ids and inputs_embeds, expected exactly one.")
         if inputs_embeds is None:
