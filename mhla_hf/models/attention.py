@@ -19,6 +19,7 @@ from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what other attention functions take and obey
 
 
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -31,6 +32,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
         raise ValueError(
             "cache: continuous batching with paged caches came, expected past_key_values; MHLA has no pages."
         )
+    refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     output = module.mhla(
@@ -44,6 +46,15 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
         cache=cache,
     )
     return output, None
+
+
+def refuse_softmax_only(kwargs: dict) -> None:
+    """One sentence if the arguments of an attention function hold what only softmax attention can do."""
+    for name in SOFTMAX_ONLY:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
 
 
 AttentionInterface.register(ATTENTION_NAME, mhla_attention)
@@ -145,7 +156,7 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
     if mask is None:
         return (), kwargs
-    real = real_tokens(mask, batch, length, seen, getattr(body.config, "sliding_window", None))
+    real = real_tokens(mask, batch, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
         kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None:
@@ -155,21 +166,19 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     return (), kwargs
 
 
-def real_tokens(mask, batch: int, length: int, seen: int, window: int | None = None) -> torch.Tensor | None:
+def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
     """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
     if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
+        mask = mask["full_attention"]  # MHLA layers were no sliding ones
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
-        if window is None and length > 1:
+        if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
         return allowed[..., seen : seen + length].any(1).expand(batch, length)
-    if mask.ndim == 4 and length == 1:
-        return None  # a sliding layer's mask is as wide as its window; the token being decoded is never padding
     raise ValueError(
         f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
         f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
@@ -215,7 +224,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
         return None
     if batch != 1:
         raise ValueError(
-            f"position_ids or seq_idx: sequences begin inside a row of a batch of {batch}, expected them packed in a batch of 1."
+            f"position_ids or seq_idx: sequences begin inside a row of a batch of {batch}, expected a batch of 1."
         )
     inner = new[0].nonzero()[:, 0] + 1
     return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)

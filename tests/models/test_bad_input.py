@@ -77,6 +77,13 @@ CONVERT = [
     (softmax_model, {"normalize": "official"}, "normalize"),
     (softmax_model, {"settings": {"block_size": 8}}, "settings: got dict"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
+    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "sliding_window: layer 1 sees the last 16"),
+    (
+        lambda: softmax_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
+        {"layers": [0, 2]},
+        "sliding_window: layer 2 sees",
+    ),
+    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
 ]
 
 
@@ -173,6 +180,11 @@ CALLS = [
     ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
     ({"attention_mask": torch.ones(2, 9, 9)}, "attention_mask"),
     ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
+    ({"softcap": 50.0}, "softcap"),
+    ({"s_aux": torch.zeros(4)}, "s_aux"),
+    ({"sliding_window": 4}, "sliding_window"),
+    ({"position_bias": torch.zeros(1, 4, 9, 9)}, "position_bias"),
+    ({"is_causal": False}, "is_causal"),
 ]
 
 

@@ -184,11 +184,6 @@ def test_mixtral_checkpoints_in_hub_naming_load(tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_sliding_window_is_said(caplog):
-    mhla_hf.convert(softmax_model("mistral", sliding_window=16), layers=[1])
-    assert "last 16 tokens" in caplog.text
-
-
 def test_body_alone_understands_padding():
     model = converted_model(layers="2/3")
     row = tokens(1, 9)
