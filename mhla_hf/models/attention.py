@@ -10,13 +10,14 @@ import types
 
 import torch
 from torch import nn
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
+from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what other attention functions take and obey
@@ -28,10 +29,6 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
     form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
     """
-    if kwargs.get("cache") is not None:
-        raise ValueError(
-            "cache: continuous batching with paged caches came, expected past_key_values; MHLA has no pages."
-        )
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
@@ -57,9 +54,13 @@ def refuse_softmax_only(kwargs: dict) -> None:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
 
 
+def padding_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+    """The mask of a model without softmax layers: the padding `[B, S]` as it came, never T x T numbers."""
+    return attention_mask
+
+
 AttentionInterface.register(ATTENTION_NAME, mhla_attention)
-# Padding as `[B, S]`, or nothing: a model without softmax layers never makes a T x T mask.
-AttentionMaskInterface.register(ATTENTION_NAME, flash_attention_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
 class MHLAMixer:
@@ -146,6 +147,8 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     kwargs = {**dict(zip(BODY_ARGUMENTS, args, strict=False)), **kwargs}
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    if kwargs.get("cache") is not None:
+        raise ValueError(NO_PAGES)
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
