@@ -247,3 +247,15 @@ def test_continuous_batching_is_refused(layers):
         with pytest.raises(ValueError) as error:
             call()
         one_sentence(error, "paged caches", "past_key_values")
+
+
+@pytest.mark.parametrize("make", [converted_model, scratch_model])
+@pytest.mark.parametrize("arguments", [{"distributed_config": {"tp_plan": "auto"}}, {"tp_plan": "auto"}])
+@pytest.mark.filterwarnings("ignore:Passing `tp_plan`:FutureWarning")
+def test_tensor_parallelism_is_refused(make, arguments, tmp_path, monkeypatch):
+    """In each of two processes, as torchrun starts them; none waits for the other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path, **arguments)
+    one_sentence(error, "tp_plan", "size 2")

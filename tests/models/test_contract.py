@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, MODELS, SIZES, converted_model, scratch_model, softmax_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -153,6 +154,19 @@ def test_configuration_round_trip(model, tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["architectures"] == [type(model).__name__]
     assert written["mhla"]["format_version"] == 1 and isinstance(written["mhla"]["layers"], list)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_softmax_classes_refuse_the_folder(family, tmp_path):
+    """They would load all but `mhla.*` with a warning; tokenizers, which read the configuration too, are not stopped."""
+    converted_model(family, layers=[1]).save_pretrained(tmp_path)
+    name = FAMILIES[family][1].__name__
+    for stock in (name, name.replace("CausalLM", "SequenceClassification"), name.replace("ForCausalLM", "Model")):
+        with pytest.raises(ValueError, match="these are no weights of a softmax model"):
+            getattr(transformers, stock).from_pretrained(tmp_path)
+    assert transformers.PreTrainedConfig.from_pretrained(tmp_path).mhla["layers"] == [1]
+    for loaded in (AutoConfig.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).config):
+        assert not hasattr(loaded, "transformers_weights")
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
