@@ -3,6 +3,7 @@ and a look at the loaded weights before anyone trusts them.
 """
 
 from safetensors import SafetensorError
+from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
 
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
@@ -44,6 +45,17 @@ class MHLAPreTrainedMixin:
             if hasattr(module, "check_values"):  # a mixing
                 module.weight.requires_grad_(module.learn)
         return loaded
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config, device_map=None):
+        """As transformers; tensor parallelism is refused before a process group or a weight is touched."""
+        if isinstance(distributed_config, dict):
+            distributed_config = DistributedConfig.from_dict(distributed_config)
+        if distributed_config is not None and distributed_config.tp_size > 1:
+            raise ValueError(
+                f"tp_plan: got tensor-parallel size {distributed_config.tp_size}, expected 1: mhla.* cannot be split yet."
+            )
+        return super().prepare_distribute_model(distributed_config, device_map=device_map)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refused: its caches are paged."""
