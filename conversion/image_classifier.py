@@ -22,8 +22,8 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 import mhla_hf
+from mhla_hf.checkpoints.files import write_json
 from mhla_hf.cli import script
-from mhla_hf.files import write_json
 from mhla_hf.flops import classifier_costs, costs_table
 from mhla_hf.models.configuration import CONVERTIBLE_VISION_TYPES
 from mhla_hf.models.converted import base_model_classes

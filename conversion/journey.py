@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 import mhla_hf
+from mhla_hf.checkpoints.files import write_text
+from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import parse_settings
-from mhla_hf.files import write_text
 from mhla_hf.hub.card import write_card
 from mhla_hf.hub.card_facts import find_licence
 from mhla_hf.hub.plain_card import plain_card
-from mhla_hf.scores.samples import load_pipeline
 from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -21,9 +21,9 @@ from diffusers import DiTPipeline, WanPipeline
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.files import folder_aside
+from mhla_hf.checkpoints.files import folder_aside
+from mhla_hf.checkpoints.load import without_questions
 from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
-from mhla_hf.scores.loading import without_questions
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")

@@ -272,10 +272,10 @@ def run_convert(given, command):
 
     import torch
 
+    from .checkpoints.load import is_pipeline, load_language_model, load_pipeline
+    from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
     from .evidence.inputs import is_classifier_name, load_classifier
     from .patch import convert
-    from .scores.loading import check_new_folder, is_pipeline, load_language_model, save_language_model, save_pipeline
-    from .scores.samples import load_pipeline
 
     check_new_folder(given.out, given.overwrite)
     if is_pipeline(given.model, given.revision):
@@ -303,9 +303,9 @@ def run_distill(given, command):
     """mhla-hf distill"""
     import torch
 
+    from .checkpoints.load import load_language_model
     from .evidence.inputs import is_classifier_name
     from .patch import convert
-    from .scores.loading import load_language_model
     from .training.loop import distill
     from .training.recipe import read_recipe
 

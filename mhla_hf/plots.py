@@ -4,7 +4,7 @@ Unusual: a model has one colour in all figures (softmax dark, plain linear ochre
 takes plain numbers and writes one PNG aside and renamed; matplotlib is imported where it is used, without a display.
 """
 
-from .files import file_aside
+from .checkpoints.files import file_aside
 
 LABELS = {
     "teacher": "softmax teacher",

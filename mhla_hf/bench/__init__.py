@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import write_json
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.files import write_json
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .compare import Comparison, Decoding, render_comparison
 from .lengths import LENGTH_SUITES, Suite, render_lengths
 

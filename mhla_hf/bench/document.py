@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..files import file_aside, write_json
+from ..checkpoints.files import file_aside, write_json
 from ..patch import convert
 from ..speed import cache_bytes
 from . import render_bench

@@ -22,18 +22,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ..checkpoints.clean_process import visit
+from ..checkpoints.files import folder_aside, write_json, write_text
+from ..checkpoints.fingerprint import fingerprint_folder
+from ..checkpoints.load import choose_device, load_language_model, without_bars
+from ..checkpoints.machine import describe_hardware, describe_versions
 from ..evidence.matrices import mixing_matrices
-from ..files import folder_aside, write_json, write_text
 from ..hub.card import check_card, write_card
 from ..hub.card_facts import find_licence
-from ..hub.clean_process import visit
 from ..patch import convert
 from ..plots import LABELS, plot_loss, plot_mixing, plot_speed
 from ..scores.evaluation import evaluate
-from ..scores.loading import choose_device, load_language_model, without_bars
 from ..scores.local_tasks import make_tasks
-from ..scores.machine import describe_hardware, describe_versions
-from ..scores.results import Results, fingerprint_folder
+from ..scores.results import Results
 from ..speed import measure_speed
 from ..training.loop import distill
 from ..training.recipe import read_recipe

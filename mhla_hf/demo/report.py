@@ -9,8 +9,8 @@ import math
 import statistics
 from pathlib import Path
 
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from ..plots import LABELS
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from ..scores.results import Results
 from ..training.run_folder import RECORD
 

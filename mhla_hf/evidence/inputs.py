@@ -8,8 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from ..models.configuration import CONVERTIBLE_VISION_TYPES
-from ..scores.loading import (
+from ..checkpoints.load import (
     DTYPES,
     LOADING_ERRORS,
     check_model_name,
@@ -17,8 +16,9 @@ from ..scores.loading import (
     checked_files,
     first_line,
     load_language_model,
+    load_pipeline,
 )
-from ..scores.samples import load_pipeline
+from ..models.configuration import CONVERTIBLE_VISION_TYPES
 from ..training.data import hub_id, load_split, open_text
 from .digits import DIGITS, load_digits
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..files import write_json
+from ..checkpoints.files import write_json
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from ..nn.grid import GridMixing
 from ..ops.blocks import Blocks
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from .figures import plot_random_rank
 from .matrices import Attention
 from .measures import count_rank, default_tolerance, rank_bound

@@ -7,10 +7,10 @@ other kind the caller gives the inputs themselves. What is measured and how stan
 import re
 from pathlib import Path
 
-from ..files import write_json
+from ..checkpoints.files import write_json
+from ..checkpoints.load import check_model_name, choose_device
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from ..plots import plot_mixing
-from ..scores.loading import check_model_name, choose_device
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from ..scores.subjects import check_writable
 from .analysis import attention_maps, describe_mixing, measure_calls, record_model
 from .figures import plot_grid_mixing, plot_layers, plot_maps

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ..files import write_json
+from ..checkpoints.files import write_json
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from ..ops.blocks import Blocks
 from ..ops.operator import mhla
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
 from .figures import plot_scaling
 
 FORMAT_VERSION = 1

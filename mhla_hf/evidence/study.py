@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..files import read_yaml, write_json
+from ..checkpoints.files import read_yaml, write_json
+from ..checkpoints.load import without_bars
 from ..models.vision import MHLAForImageClassification
 from ..models.vision_configuration import MHLAVisionConfig
-from ..scores.loading import without_bars
 from ..training.loop import distill
 from ..training.pictures import Preparation, open_pictures
 from ..training.recipe import ImageStage

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import write_json, write_text
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.files import write_json, write_text
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from ..training.run_folder import RECORD
 from .figures import plot_accuracy, plot_layers
 from .report import plot_any_mixing

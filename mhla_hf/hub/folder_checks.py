@@ -20,13 +20,13 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from ..checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
-from ..files import SHARD_SIZE
-from ..scores.loading import check_shards
-from .bundle import check_bundle
+from ..checkpoints.bundle import check_bundle
+from ..checkpoints.checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
+from ..checkpoints.clean_process import check_visit
+from ..checkpoints.files import SHARD_SIZE
+from ..checkpoints.load import check_shards
 from .card import CARD_FILE, check_card, render_card
 from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
-from .clean_process import check_visit
 from .leaks import VOCABULARIES, check_leaks, cut_places, cut_record, is_absolute, local_places, strings
 from .licences import LICENCES
 

@@ -29,8 +29,8 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils.sha import git_hash
 
-from ..checksums import SUMS_FILE, render_sums
-from ..files import SHARD_SIZE
+from ..checkpoints.checksums import SUMS_FILE, render_sums
+from ..checkpoints.files import SHARD_SIZE
 from .card import CARD_FILE
 from .card_facts import read_json
 from .folder_checks import CheckedFolder, check_folder, find_kind

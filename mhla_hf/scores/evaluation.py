@@ -10,7 +10,7 @@ import importlib
 import logging
 import math
 
-from .loading import DTYPES, choose_device
+from ..checkpoints.load import DTYPES, choose_device
 from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
 from .results import paper_rows, render_rows, render_table
 

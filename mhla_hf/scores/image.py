@@ -17,25 +17,16 @@ import numpy
 import torch
 from PIL import Image
 
-from ..checksums import hash_file
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, load_pipeline, without_questions
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .features import PICTURES, extract_features, find_extractor, read_image
 from .geneval import judge_geneval
 from .identity import hash_files, hash_thing
 from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
-from .loading import LOADING_ERRORS, choose_device, first_line, without_questions
-from .machine import describe_hardware, describe_versions, now, source_commit
 from .processes import joined_processes
 from .results import Result, Results
-from .samples import (
-    Sample,
-    draw_labels,
-    hash_of,
-    load_pipeline,
-    make_samples,
-    plan_hash,
-    read_prompts,
-    seed_of_sample,
-)
+from .samples import Sample, draw_labels, hash_of, make_samples, plan_hash, read_prompts, seed_of_sample
 from .subjects import find_subjects, shown_path
 
 logger = logging.getLogger("mhla_hf")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from .loading import load_config, load_language_model, load_tokenizer
-from .machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.load import load_config, load_language_model, load_tokenizer
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .needles import LEAST, PREFIX, make_needles, whole_numbers
 from .results import Results
 from .subjects import find_subjects, shown_path

@@ -7,7 +7,7 @@ A recipe is a YAML file; those of this package are in `recipes/` beside this fil
 import dataclasses
 from pathlib import Path
 
-from ..files import read_yaml
+from ..checkpoints.files import read_yaml
 
 FOLDER = Path(__file__).parent / "recipes"
 KINDS = ("language", "classification", "image", "video", "speed")

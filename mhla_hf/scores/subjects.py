@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from .loading import check_model_name, stored_dtype
+from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
+from ..checkpoints.load import check_model_name, stored_dtype
 from .measured import measured_here, note_measured
-from .results import PIPELINE, Results, fingerprint_folder, fingerprint_model, fingerprint_pipeline, results_path
+from .results import Results, results_path
 
 logger = logging.getLogger("mhla_hf")
 

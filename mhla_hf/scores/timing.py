@@ -9,9 +9,9 @@ import time
 
 import torch
 
+from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
 from .image import keep_scores, known_score
-from .loading import load_language_model
 from .results import Results
 from .samples import hash_of
 from .subjects import find_subjects

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checksums import hash_file
-from ..files import folder_aside, write_json
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.files import folder_aside, write_json
 from .image import PipelineJudge, read_protocol
 from .processes import joined_processes
 from .results import Results, finite

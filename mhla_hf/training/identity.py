@@ -8,7 +8,7 @@ import hashlib
 import json
 import weakref
 
-from ..scores.results import fingerprint_model
+from ..checkpoints.fingerprint import fingerprint_model
 
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
 VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..files import write_json
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.files import write_json
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .identity import as_begun, identify_student, identify_teacher, let_go
 from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder

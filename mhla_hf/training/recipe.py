@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from ..files import read_yaml
+from ..checkpoints.files import read_yaml
 
 MOST = {"batch_size": 1_000_000}
 SCHEDULES = ("cosine", "linear", "constant")

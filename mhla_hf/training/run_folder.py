@@ -15,8 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..checksums import SUMS_FILE, hash_file, read_sums, render_sums
-from ..files import write_json, write_text
+from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
+from ..checkpoints.files import write_json, write_text
 
 try:
     import fcntl

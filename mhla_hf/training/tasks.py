@@ -9,7 +9,7 @@ import abc
 import contextlib
 import inspect
 
-from ..files import SHARD_SIZE
+from ..checkpoints.files import SHARD_SIZE
 from ..patch import is_of_diffusers
 from .trainable import check_model, check_not_shared, check_original, check_plain, check_stage
 

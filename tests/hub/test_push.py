@@ -18,7 +18,7 @@ from small_repos import CARD, save_carded, save_model
 from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
-from mhla_hf.checksums import check_sums
+from mhla_hf.checkpoints.checksums import check_sums
 from mhla_hf.cli import main
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub import push as room

@@ -16,8 +16,8 @@ from small_towers import softmax_tower
 from tiny_pipelines import wan_pipeline
 from transformers import ViTImageProcessorPil
 
+from mhla_hf.checkpoints.load import load_language_model, load_tokenizer
 from mhla_hf.cli import main
-from mhla_hf.scores.loading import load_language_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 LANGUAGE = ROOT / "conversion/recipes/language_cpu.yaml"

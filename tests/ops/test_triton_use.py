@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mhla_hf.hub.bundle import write_bundle
+from mhla_hf.checkpoints.bundle import write_bundle
 from mhla_hf.ops import (
     operator,
     triton_attend,

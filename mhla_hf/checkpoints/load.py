@@ -1,16 +1,18 @@
-"""Models from a folder or the Hub, so that a damaged one is noticed; and into a folder, whole or not at all.
+"""Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
 would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -18,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..checksums import SUMS_FILE, check_sums
-from ..files import SHARD_SIZE, folder_aside
 from ..models.saving import check_whole_files
+from .checksums import SUMS_FILE, check_sums
+from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
@@ -215,56 +217,6 @@ def without_questions():
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
 
 
-def check_new_folder(folder, overwrite=False):
-    """`folder`, resolved, when a model can be saved there. ValueError: something is there, or nothing can be written.
-
-    overwrite: a model that this package saved may give way; nothing else ever does.
-    """
-    path = Path(folder).expanduser().resolve()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"output {str(folder)!r} is a file; expected a folder to make")
-    if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):
-        raise ValueError(f"output {str(folder)!r} is where one works or lives; expected a folder below, or elsewhere")
-    if path.exists() and any(path.iterdir()):
-        if not overwrite:
-            raise ValueError(
-                f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten"
-            )
-        if not holds_saved_model(path):
-            raise ValueError(
-                f"output {str(folder)!r} is not empty and holds no MHLA model; only such a model is overwritten"
-            )
-    above = path.parent
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"output {str(folder)!r} cannot be made: {str(above)!r} is not a folder one can write to")
-    return path
-
-
-def holds_saved_model(folder):
-    """Whether a model that this package saved lies in `folder`, or a pipeline with one."""
-    model = (folder / "config.json").is_file() and any(folder.glob("modeling_mhla*.py"))
-    return model or ((folder / "model_index.json").is_file() and any(folder.glob("*/modeling_mhla*.py")))
-
-
-def save_language_model(model, tokenizer, folder, overwrite=False):
-    """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
-    path = check_new_folder(folder, overwrite)
-    with folder_aside(path, replace=overwrite) as aside, without_bars():
-        model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-        tokenizer.save_pretrained(aside)
-    return path
-
-
-def save_pipeline(pipeline, folder, overwrite=False):
-    """Save a diffusers pipeline in the same way."""
-    path = check_new_folder(folder, overwrite)
-    with folder_aside(path, replace=overwrite) as aside, without_bars():
-        pipeline.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-    return path
-
-
 def choose_device(device=None):
     """A torch device: `device`, or CUDA when there is one, else CPU. ValueError when torch does not have it."""
     if device is None:
@@ -298,3 +250,54 @@ def first_line(error):
     """The first line of an error's text, and the next where it only announces that; its class where it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
+    """A diffusers pipeline on `device`, from a folder or Hub id.
+
+    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled.
+    """
+    from diffusers import DiffusionPipeline
+
+    place = check_model_name(source, pipeline=True)
+    options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    try:
+        with checked_files(place, revision, PIPELINE) as files:
+            missing = _missing_in_transformers(place, files)
+            pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
+        if not (missing := missing or _missing_weights(pipeline)):
+            pipeline = pipeline.to(choose_device(device))
+    except LOADING_ERRORS as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ValueError(
+                f"model {str(source)!r} holds the source of its MHLA model; give trust_remote_code to run it"
+            ) from error
+        raise ValueError(f"model {str(source)!r} cannot be loaded: {first_line(error)}") from error
+    check_whole(source, {"missing_keys": missing})
+    return pipeline
+
+
+def _missing_in_transformers(place, files):
+    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
+
+    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
+    """
+    index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
+    parts = json.loads(Path(index).read_text(encoding="utf-8"))
+    nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
+    missing = []
+    for part, told in parts.items():
+        kind = (
+            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
+        )
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
+            _, info = kind.from_pretrained(str(place), **how)
+            missing += [f"{part}.{name}" for name in info["missing_keys"]]
+    return missing
+
+
+def _missing_weights(pipeline):
+    """Names of the weights of its own models that diffusers found in no file: it leaves them without data."""
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]
