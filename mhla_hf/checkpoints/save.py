@@ -1,10 +1,18 @@
 """Models into a folder, whole or not at all: what was there goes only when the new one is complete."""
 
 import os
+import re
 from pathlib import Path
 
 from .files import SHARD_SIZE, folder_aside
 from .load import without_bars
+
+# What lies in a folder that mhla_hf, transformers and diffusers have saved a model into.
+SAVED = re.compile(
+    r"[\w-]*config\.json|model_index\.json|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(diffusion_pytorch_)?model[\w.-]*\.safetensors(\.index[\w.]*\.json)?|modeling_mhla\w*\.py|merges\.txt|vocab\.txt"
+    r"|[\w.-]+\.model|[\w.-]+\.jinja|(results|train|speed|card)\.json|README\.md|SHA256SUMS"
+)
 
 
 def check_new_folder(folder, overwrite=False):
@@ -26,6 +34,10 @@ def check_new_folder(folder, overwrite=False):
             raise ValueError(
                 f"output {str(folder)!r} is not empty and holds no MHLA model; only such a model is overwritten"
             )
+        if foreign := next((file for file in path.rglob("*") if not file.is_dir() and not _is_saved(file)), None):
+            raise ValueError(
+                f"output {str(folder)!r} holds {str(foreign)!r}, which is no part of a model; move it first"
+            )
     above = path.parent
     while not above.exists():
         above = above.parent
@@ -36,8 +48,13 @@ def check_new_folder(folder, overwrite=False):
 
 def holds_saved_model(folder):
     """Whether a model that this package saved lies in `folder`, or a pipeline with one."""
-    model = (folder / "config.json").is_file() and any(folder.glob("modeling_mhla*.py"))
-    return model or ((folder / "model_index.json").is_file() and any(folder.glob("*/modeling_mhla*.py")))
+    pipeline = (folder / "model_index.json").is_file()
+    sources = folder.glob("*/modeling_mhla*.py" if pipeline else "modeling_mhla*.py")
+    return any((source.parent / "config.json").is_file() for source in sources)
+
+
+def _is_saved(file):
+    return SAVED.fullmatch(file.name) is not None and not file.is_symlink()
 
 
 def save_language_model(model, tokenizer, folder, overwrite=False):

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoints.bundle import check_bundle
+from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
 from ..checkpoints.clean_process import check_visit
 from ..checkpoints.files import SHARD_SIZE
@@ -47,7 +47,8 @@ FIGURE = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*\.(?:png|jpg|jpeg|gif|webp|mp4|web
 PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8|RIFF....WEBP|....ftyp|\x1a\x45\xdf\xa3", re.DOTALL)
 TOKENS = re.compile(rb"\n|[A-Za-z0-9+/]+=* \d+\r?\n")
 REFERENCE = re.compile(r"(modeling_mhla\w*)\.\w+")
-ELSEWHERE = re.compile(r"\S+--\S+\.\w+")  # code of another repository, as transformers writes it
+ELSEWHERE = re.compile(r"\S+--\S+\.\S+")  # code of another repository, as transformers writes it
+FOREIGN = {"custom_pipelines", "custom_pipeline", "custom_generate"}  # where loaders look for such code
 LEADS_OUT = re.compile(r"^(\S*[/\\])?\.\.([/\\]\S*)?$|^(file:\S*|~?/[\w.-]+/\S*|[A-Za-z]:\\\S*)$")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 RESAVE = f"save it again with model.save_pretrained(folder, max_shard_size={SHARD_SIZE!r})"
@@ -176,7 +177,9 @@ def list_files(folder) -> dict[str, Path]:
         if (size := file.stat().st_size) > LARGEST:
             raise ValueError(f"{file} has {size / 1e9:.1f} GB, expected files of up to 5 GB: {RESAVE}")
     if not any(file.name.endswith(".safetensors") for file in wanted):
-        raise ValueError(f"{folder} holds no .safetensors file: expected a saved model")
+        raise ValueError(
+            f"{folder} holds no .safetensors file under its usual name: expected a model saved without a variant"
+        )
     return {file.relative_to(folder).as_posix(): file for file in sorted(wanted)}
 
 
@@ -196,10 +199,15 @@ def _check_format(path: str, file: Path, files: dict[str, Path]) -> None:
     if suffix == ".json":
         _check_references(path, read_json_file(file), files)
     elif suffix == ".py":
+        text = read_text(file)
         try:
-            check_bundle(read_text(file))
+            made = build_bundle(check_bundle(text)["entry"])
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        if made != text:  # its hash says only that it is whole: anybody can hash a text anew
+            raise ValueError(
+                f"{file} is not the source that this mhla_hf makes: load the model with it and save it again"
+            )
     elif suffix == ".model" or FIGURE.fullmatch(path):
         with file.open("rb") as stream:
             if not (TOKENS if suffix == ".model" else PICTURE).match(stream.read(4096)):
@@ -279,7 +287,7 @@ def _check_references(path: str, content, files: dict[str, Path]) -> None:
             found = REFERENCE.fullmatch(value)
             if not found or f"{beside}{found[1]}.py" not in files:
                 raise ValueError(f"{path}: {key} is {value!r}, expected a class of a modeling_mhla*.py in this folder")
-        elif ELSEWHERE.fullmatch(value):
+        elif FOREIGN & set(key.split(".")) or ELSEWHERE.fullmatch(value.strip()):
             raise ValueError(f"{path}: {key} is {value!r}, which is code of another repository")
         configures = name in NOTED and not _is_note(key, content)
         if configures and (LEADS_OUT.search(value) or (key == ORIGIN and is_absolute(value))):

@@ -26,6 +26,7 @@ _VALUE = r"(?=[\w+/=%-]*\d[\w+/=%-]*\d)[\w+/=%-]{16,}"
 # line, passwords without a user in a URL, hexadecimal digits behind a prefix.
 _SECRET = re.compile(
     r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}|\b(?:github_pat_|xox[a-z]-|[rs]k_test_|eyJ)[\w.-]{20,}"
+    r"|\b(?:HRKU-|NRAK-|GOCSPX-|figd_|glsa_|sk-(?:proj|ant|or)-|AIza|npm_|r8_|tskey-\w+-)[\w-]{16,}|\dQ~[\w~.-]{30,}"
     r"|-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File|AGE-SECRET-KEY-"
     rf"|(?i:key|token|auth|cookie|sig)[\"']?\s*[:=]\s*[\"']?{_VALUE}|(?i:\b(?:bearer|basic|login))\s+{_VALUE}"
     r"|(?i:\blogin\s+\S+\s+password\s+\S)|\s-(?:u\s*[\w.-]+:|p\s+)(?=\S*\d)\S{6}|://:[^\s/@]+@"

@@ -76,6 +76,7 @@ class MHLAConfig(PreTrainedConfig):
     mhla: dict | None = None
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("transformers_weights", None)
         heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = int(self.hidden_size * self.expand_k) // heads
@@ -92,6 +93,10 @@ class MHLAConfig(PreTrainedConfig):
         settings.layers = list(range(self.num_hidden_layers))
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict:
+        """As the base, and what stops softmax classes, as in a converted model's."""
+        return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
     def validate_architecture(self):
         """Part of the strict validation: heads must have even, positive widths (RoPE rotates pairs)."""

@@ -4,6 +4,7 @@ Run: pytest tests/hub/test_folder_checks.py
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from small_repos import CARD, save_carded, save_model, score
 from small_scores import make_result, small_llama
 
 import mhla_hf
+from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.checkpoints.checksums import check_sums, read_sums
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.hub import folder_checks
@@ -54,6 +56,21 @@ def folder(shelf, tmp_path, monkeypatch):
 def edit(folder, file, **changes):
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | changes))
+
+
+def forge(folder):
+    """Code that mhla_hf did not make, under a hash that fits it."""
+    source = folder / "modeling_mhla.py"
+    text = source.read_text() + "print('mine')\n"
+    made = re.search(r"\nsha256: (\w+)\n", text)[1]
+    lines = ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
+    for line in lines:
+        text = text.replace(line.format(made), line.format("package"))
+    forged = hashlib.sha256(text.encode()).hexdigest()[:12]
+    for line in lines:
+        text = text.replace(line.format("package"), line.format(forged), 1)
+    assert check_bundle(text)["sha256"] == forged
+    source.write_text(text)
 
 
 def put(file, text):
@@ -173,6 +190,14 @@ BROKEN = {
     "code of another repository, deep down": (
         lambda f: edit(f, "config.json", text_config={"auto_map": {"AutoModel": "someone/evil--tok.Evil"}}),
         "config.json: text_config.auto_map.AutoModel is 'someone/evil--tok.Evil', expected a class"),
+    "another repository's pipeline, by a name with a space": (
+        lambda f: edit(f, "config.json", custom_pipelines={"task": {"impl": "someone/evil--pipe.Pipe ", "pt": []}}),
+        "config.json: custom_pipelines.task.impl is 'someone/evil--pipe.Pipe ', which is code of another repository"),
+    "another repository's generation": (
+        put("generation_config.json", '{"custom_generate": "someone/evil"}'),
+        "generation_config.json: custom_generate is 'someone/evil', which is code of another repository"),
+    "code that was changed and hashed anew": (
+        forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
     "another repository's pipeline": (
         lambda f: edit(f, "config.json", custom_pipelines={"task": {"impl": "someone/evil--pipe.Pipe", "pt": []}}),
         "config.json: custom_pipelines.task.impl is 'someone/evil--pipe.Pipe', which is code of another repository"),

@@ -53,7 +53,8 @@ SECRETS = (
     "dop_v1_{x64}", "hvs.{a90}", "{a14}.atlasv1.{a64}", "shpat_{x32}", "SG.{a22}.{a43}", "key-{x32}", "{x32}-us12",
     "SK{x32}", "M{a23}.{a6}.{a27}", "https://discord.com/api/webhooks/{918}/{a68}", "the bot is {910}:AA{a33}",
     "glsa_{a32}_{x8}", "lin_api_{a40}", "secret_{a43}", "ATATT3xFfGF0{-180}={x8}", "sq0csp-{a43}", "PMAK-{x24}-{x34}",
-    "AKC{a60}", "dp.pt.{a43}", "figd_{a40}", "pscale_tkn_{a43}",
+    "AKC{a60}", "dp.pt.{a43}", "figd_{a40}", "pscale_tkn_{a43}", "HRKU-{x8}-{x4}-{x4}-{x4}-{x12}",
+    "NRAK-{A27}", "{a3}8Q~{a34}",
     # by what stands before them
     "Authorization: Bearer {a40}", "Authorization: Bearer {x32}", "Authorization: Basic {+30}==", "X-Api-Key: {x32}",
     "token={x32}", "access_token: {a32}", "Cookie: session={a40}", "API_KEY=abcdef0123456789abcdef", "client_secret={a24}",

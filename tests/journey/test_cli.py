@@ -308,22 +308,29 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
 def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
     out = save_mhla(tmp_path / "out")
-    (out / "old.txt").write_text("old")
+    (out / "vocab.txt").write_text("old")
     assert main(["convert", "llama", str(out)]) == 2
-    assert (out / "old.txt").exists()
+    assert (out / "vocab.txt").exists()
     assert main(["convert", "llama", str(out), "--overwrite", "--dtype", "bfloat16"]) == 0
-    assert not (out / "old.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (out / "vocab.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     capsys.readouterr()
     photos, home = tmp_path / "photos", save_mhla(tmp_path / "home")
     photos.mkdir()
     (photos / "1.png").write_text("a face")
+    mixed, named = save_mhla(tmp_path / "mixed"), tmp_path / "named"
+    (mixed / "thesis").mkdir()
+    (mixed / "thesis" / "draft.txt").write_text("years of work")
+    named.mkdir()
+    (named / "modeling_mhla_notes.py").write_text("x")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(out)
     kept = inventory(tmp_path)
     for given, says in {
         str(photos): "holds no MHLA model",
         str(shelf / "llama"): "holds no MHLA model",
+        str(named): "holds no MHLA model",
+        str(mixed): "draft.txt', which is no part of a model",
         ".": "is where one works or lives",
         "..": "is where one works or lives",
         "~": "is where one works or lives",

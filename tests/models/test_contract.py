@@ -169,6 +169,15 @@ def test_softmax_classes_refuse_the_folder(family, tmp_path):
         assert not hasattr(loaded, "transformers_weights")
 
 
+def test_softmax_classes_refuse_the_folder_of_a_model_from_scratch(tmp_path):
+    """With as wide heads as a Llama's, all but `mhla.*` would fit."""
+    config = mhla_hf.MHLAConfig.preset("tiny", vocab_size=64, num_hidden_layers=1, expand_k=1.0, expand_v=1.0)
+    mhla_hf.MHLAForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="these are no weights of a softmax model"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path).config, "transformers_weights")
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_conversion_keeps_every_base_weight_and_the_other_model(family):
     base = softmax_model(family)
