@@ -19,10 +19,10 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo  ## train, convert, distil, judge, load elsewhere: everything lands in out/
-	$(BIN)/mhla-hf demo $(ARGS)
+	$(BIN)/python -m experiments.demo $(ARGS)
 
 demo-images: $(VENV)/.demo  ## softmax, plain linear attention and MHLA learn digits: out/images
-	$(BIN)/mhla-hf demo --images --threads 2 $(ARGS)
+	$(BIN)/python -m experiments.studies images --threads 2 $(ARGS)
 
 test: $(VENV)/.test lint  ## all tests but the slow ones
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)

@@ -46,7 +46,7 @@ values, width 64), converted with the default settings, bf16, batch 1.
 
 ## Whole models
 
-The demo's softmax and MHLA models (0.9 M parameters, batch 1) by length, measured by `mhla-hf demo` in one run; the
+The demo's softmax and MHLA models (0.9 M parameters, batch 1) by length, measured by `make demo` in one run; the
 crossover for decoding lies between 1,024 and 4,096 tokens. Another model was being trained on the same machine meanwhile,
 which shows in the decode times.
 

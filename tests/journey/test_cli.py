@@ -131,12 +131,6 @@ BAD = {
     "no output": ("convert llama", "OUT"),
     "no tasks": ("evaluate llama", "tasks is None and so is recipe"),
     "tasks empty": ("evaluate llama --tasks ,", "tasks is empty"),
-    "seeds no number": ("demo --seeds two", "--seeds"),
-    "seeds zero": ("demo --seeds 0 --out new", "seeds"),
-    "demo text missing": ("demo --text nothing.txt --out new", "nothing.txt"),
-    "demo model missing": ("demo --model ./nothing --out new", "./nothing"),
-    "demo out a file": ("demo --out file", "'file'"),
-    "demo out taken": ("demo --out full", "'full'"),
     "model missing": ("convert ./nothing new", "'./nothing'"),
     "model a file": ("convert train.txt new", "'train.txt' is a file"),
     "model empty": ("convert empty new", "'empty' has no config.json"),
@@ -176,7 +170,6 @@ BAD = {
     "results nowhere": ("evaluate llama --tasks x --output file/r.json", "file/r.json"),
     "suite": ("bench --suite slow", "'slow'"),
     "threads": ("bench --threads 0", "threads is 0"),
-    "demo threads": ("demo --threads 0", "threads: got 0"),
     "bench out": ("bench --out file", "'file'"),
     "push nothing": ("push", "DIR"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
@@ -218,7 +211,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
         quickest.append(time.perf_counter() - started)
         assert process.returncode == 0
     assert min(quickest) < 1.0
-    for command in ("demo", "convert", "distill", "evaluate", "push", "bench"):
+    for command in ("convert", "distill", "evaluate", "push", "bench"):
         assert f"  {command} " in text
         assert main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out

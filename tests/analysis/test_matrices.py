@@ -11,9 +11,9 @@ from small_models import MODELS, scratch_model, softmax_model, tokens
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from mhla_hf.evidence.analysis import attention_maps, describe_mixing, measure_model, record_model
-from mhla_hf.evidence.matrices import is_uniform, mixing_matrices, recorded_attention
-from mhla_hf.evidence.measures import count_rank, effective_rank, random_projection, rank_bound, row_entropy
+from mhla_hf.analysis.matrices import is_uniform, mixing_matrices, recorded_attention
+from mhla_hf.analysis.measures import attention_maps, describe_mixing, measure_model, record_model
+from mhla_hf.analysis.ranks import count_rank, effective_rank, random_projection, rank_bound, row_entropy
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops.reference import mhla_reference

@@ -8,12 +8,11 @@ import re
 from pathlib import Path
 
 from ..files import write_json
-from ..plots import plot_mixing
 from ..scores.loading import check_model_name, choose_device
 from ..scores.machine import describe_hardware, describe_versions, now, source_commit
-from .analysis import attention_maps, describe_mixing, measure_calls, record_model
-from .figures import plot_grid_mixing, plot_layers, plot_maps
+from .figures import plot_grid_mixing, plot_layers, plot_maps, plot_mixing
 from .inputs import image_batch, is_pipeline_folder, kind_of, load_any, pipeline_call, text_batch
+from .measures import attention_maps, describe_mixing, measure_calls, record_model
 
 FORMAT_VERSION = 1
 RECORD = "analysis.json"

@@ -6,7 +6,7 @@ Unusual: the default is the Python language reference, which every Python carrie
 import re
 from pathlib import Path
 
-from ..training.data import TABLE_ENDINGS, TEXT_ENDINGS
+from mhla_hf.training.data import TABLE_ENDINGS, TEXT_ENDINGS
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000

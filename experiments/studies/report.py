@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from ..files import write_json, write_text
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
-from ..training.run_folder import RECORD
-from .figures import plot_accuracy, plot_layers
-from .report import plot_any_mixing
+from mhla_hf.analysis.figures import plot_layers
+from mhla_hf.analysis.report import plot_any_mixing
+from mhla_hf.files import write_json, write_text
+from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.training.run_folder import RECORD
+
+from .figures import plot_accuracy
 from .study import ANALYSIS, MEASURES, Study, folder_of, open_data, read_study, train_cells
 
 FORMAT_VERSION = 1

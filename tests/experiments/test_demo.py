@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from mhla_hf.demo.journey import MODELS, run_demo
-from mhla_hf.demo.report import collect, render_report, tokens_to_loss
-from mhla_hf.demo.text import hold_out, make_tokenizer, read_text
+from experiments.demo.journey import MODELS, run_demo
+from experiments.demo.report import collect, render_report, tokens_to_loss
+from experiments.demo.text import hold_out, make_tokenizer, read_text
 from mhla_hf.files import folder_aside
 from mhla_hf.hub.card import check_card
 from mhla_hf.scores.results import Results
@@ -37,7 +37,7 @@ stages:
   - {name: distil, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 512}
 run: {save_every: 2}
 """
-CALL = "import json, sys; from mhla_hf.demo.journey import run_demo; run_demo(**json.loads(sys.argv[1]))"
+CALL = "import json, sys; from experiments.demo.journey import run_demo; run_demo(**json.loads(sys.argv[1]))"
 
 
 class Journey:

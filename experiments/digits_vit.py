@@ -1,7 +1,7 @@
 """A softmax ViT trained on real digits, converted, and distilled from itself without a label, on one CPU core.
 
-    python conversion/digits_vit.py --out out/digits_vit          all of it; what is finished is not run again
-    python conversion/digits_vit.py --out out/try --seeds 1 --steps 20 --distil-steps 10
+    python -m experiments.digits_vit --out out/digits_vit          all of it; what is finished is not run again
+    python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distil-steps 10
 
 scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on, 497 to judge. The teacher is a
 plain `ViTForImageClassification` of transformers, a class token and 8 x 8 patches. Students: MHLA (4 x 4 blocks of 2 x 2
@@ -24,8 +24,8 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
+from mhla_hf.analysis.digits import load_digits
 from mhla_hf.cli import script
-from mhla_hf.evidence.digits import load_digits
 from mhla_hf.files import folder_aside, write_json
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
@@ -39,7 +39,7 @@ STUDENTS = {
 }
 NORMAL = {"image_mean": [0.5], "image_std": [0.5]}
 ABOUT = (
-    "Made by `python conversion/digits_vit.py`, which shows on scikit-learn's handwritten digits how a softmax ViT is "
+    "Made by `python -m experiments.digits_vit`, which shows on scikit-learn's handwritten digits how a softmax ViT is "
     "converted and distilled from itself without a label; too small to be useful."
 )
 LIMITS = ["It reads one handwritten digit at a time, grey, 32 x 32 pixels, enlarged from 8 x 8."]
@@ -136,16 +136,23 @@ def main(arguments=None):
     parser.add_argument(
         "--distil-steps", type=int, default=300, help="of each student, after a quarter as many of transfer"
     )
+    arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     for name in ("seeds", "steps", "distil_steps"):
         if getattr(given, name) < 1:
             raise ValueError(f"{name}: got {getattr(given, name)}, expected at least 1.")
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
-    record = run(given.out, given.seeds, given.steps, given.distil_steps, shlex.join(["python", *sys.argv]))
+    record = run(
+        given.out,
+        given.seeds,
+        given.steps,
+        given.distil_steps,
+        shlex.join(["python", "-m", "experiments.digits_vit", *arguments]),
+    )
     print(table(record))
     return record
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, "digits_vit")

@@ -22,22 +22,25 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ..evidence.matrices import mixing_matrices
-from ..files import folder_aside, write_json, write_text
-from ..hub.card import check_card, write_card
-from ..hub.card_facts import find_licence
-from ..hub.clean_process import visit
-from ..patch import convert
-from ..plots import LABELS, plot_loss, plot_mixing, plot_speed
-from ..scores.evaluation import evaluate
-from ..scores.loading import choose_device, load_language_model, without_bars
-from ..scores.local_tasks import make_tasks
-from ..scores.machine import describe_hardware, describe_versions
-from ..scores.results import Results, fingerprint_folder
-from ..speed import measure_speed
-from ..training.loop import distill
-from ..training.recipe import read_recipe
-from ..training.run_folder import RECORD
+from mhla_hf.analysis.figures import plot_mixing
+from mhla_hf.analysis.matrices import mixing_matrices
+from mhla_hf.files import folder_aside, write_json, write_text
+from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.hub.card_facts import find_licence
+from mhla_hf.hub.clean_process import visit
+from mhla_hf.patch import convert
+from mhla_hf.plots import LABELS, plot_speed
+from mhla_hf.scores.evaluation import evaluate
+from mhla_hf.scores.loading import choose_device, load_language_model, without_bars
+from mhla_hf.scores.local_tasks import make_tasks
+from mhla_hf.scores.machine import describe_hardware, describe_versions
+from mhla_hf.scores.results import Results, fingerprint_folder
+from mhla_hf.speed import measure_speed
+from mhla_hf.training.loop import distill
+from mhla_hf.training.recipe import read_recipe
+from mhla_hf.training.run_folder import RECORD
+
+from .figures import plot_loss
 from .report import collect, learning_curve, render_report
 from .text import hold_out, make_tokenizer, read_text
 
@@ -64,7 +67,7 @@ language: [en]
 ---
 # The demo's softmax teacher
 
-A small Llama, trained by `mhla-hf demo` on the Python language reference (`pydoc_data.topics`). It stands for a real
+A small Llama, trained by `make demo` on the Python language reference (`pydoc_data.topics`). It stands for a real
 checkpoint; how it was trained is in train.json, how good it is in results.json.
 """
 
@@ -370,7 +373,7 @@ class _Demo:
             {kind: model.to(device) for kind, model in models.items()}, self.lengths, progress=self.progress
         )
         said = {"hardware": describe_hardware(device), "versions": describe_versions()}
-        write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "mhla-hf demo"})
+        write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "python -m experiments.demo"})
 
     def share(self):
         """Step 4, its end: the model card, where a licence is known."""
@@ -395,7 +398,7 @@ class _Demo:
             base_model=hub_id,
             license=self.license,
             compared={label: self.folder(name, 0) for label, name in others.items() if name in self.models},
-            about="Made by `mhla-hf demo`, which shows the whole journey on a small machine; too small to be useful.",
+            about="Made by `make demo`, which shows the whole journey on a small machine; too small to be useful.",
         )
         check_card(folder)
         self.say(f"{folder}/README.md: every number checked against the files beside it")

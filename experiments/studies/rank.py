@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..files import write_json
-from ..nn.grid import GridMixing
-from ..ops.blocks import Blocks
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.analysis.matrices import Attention
+from mhla_hf.analysis.ranks import count_rank, default_tolerance, rank_bound
+from mhla_hf.files import write_json
+from mhla_hf.nn.grid import GridMixing
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+
 from .figures import plot_random_rank
-from .matrices import Attention
-from .measures import count_rank, default_tolerance, rank_bound
 
 FORMAT_VERSION = 1
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -73,7 +74,9 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     }
 
 
-def study_random_rank(out, *, lengths=LENGTHS, widths=WIDTHS, blocks=BLOCKS, seed=0, progress=True, command=None):
+def study_random_rank(
+    out, *, lengths=LENGTHS, widths=WIDTHS, blocks=BLOCKS, seed=0, threads=1, progress=True, command=None
+):
     """`measure_random_rank` over all sizes, into `out`: rank.json, rank.md, rank.png. Goes on where it was stopped.
 
     Returns:
@@ -85,6 +88,7 @@ def study_random_rank(out, *, lengths=LENGTHS, widths=WIDTHS, blocks=BLOCKS, see
     for name, values in (("lengths", lengths), ("widths", widths), ("blocks", (blocks,))):
         if not values or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in values):
             raise ValueError(f"{name}: got {list(values)}, expected whole numbers of at least 1")
+    torch.set_num_threads(threads)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     place = out / "rank.json"

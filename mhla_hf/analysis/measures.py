@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from .matrices import Attention, mixing_matrices, recorded_attention
-from .measures import (
+from .ranks import (
     block_sizes,
     count_rank,
     default_tolerance,

@@ -1,4 +1,4 @@
-"""Comparisons of image classifiers: the paper's ablations, and `mhla-hf demo --images`, from one YAML file each.
+"""Comparisons of image classifiers: the paper's ablations, and `make demo-images`, from one YAML file each.
 
 A study is a table: rows are models that differ in what the file says and in nothing else, columns are seeds. Unusual: every
 cell is a run of the one training loop in a folder of its own, so that a study stopped anywhere goes on, and rows are trained
@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 import yaml
 
-from ..files import write_json
-from ..models.vision import MHLAForImageClassification
-from ..models.vision_configuration import MHLAVisionConfig
-from ..scores.loading import without_bars
-from ..training.loop import distill
-from ..training.pictures import Preparation, open_pictures
-from ..training.recipe import ImageStage
-from ..training.run_folder import RECORD
-from .analysis import describe_mixing, measure_model
-from .digits import DIGITS, load_digits
+from mhla_hf.analysis.digits import DIGITS, load_digits
+from mhla_hf.analysis.measures import describe_mixing, measure_model
+from mhla_hf.files import write_json
+from mhla_hf.models.vision import MHLAForImageClassification
+from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.scores.loading import without_bars
+from mhla_hf.training.loop import distill
+from mhla_hf.training.pictures import Preparation, open_pictures
+from mhla_hf.training.recipe import ImageStage
+from mhla_hf.training.run_folder import RECORD
 
 RECIPES = Path(__file__).parent / "recipes"
 LOOKED_AT = 8

@@ -6,7 +6,7 @@ reads (figure 4b of the paper, for all blocks at once).
 
 import math
 
-from ..plots import COLOURS, MARKERS, STYLE, pyplot, save_figure
+from ..plots import COLOURS, STYLE, pyplot, save_figure
 
 KIND_COLOURS = {"softmax": COLOURS["teacher"], "linear": COLOURS["linear"], "mhla": COLOURS["mhla"]}
 MORE_COLOURS = ("#2f9468", "#8e4fb0", "#c2445a", "#5f7d95", "#8a6d3b")
@@ -22,46 +22,6 @@ def choose_colours(kinds: dict) -> dict:
         own = KIND_COLOURS.get(kind)
         chosen[label] = own if own and own not in chosen.values() else next(rest)
     return chosen
-
-
-def plot_random_rank(path, rows):
-    """Counted rank against N, one panel per width d, with the bounds of table 1 as dashed lines.
-
-    rows: of rank.json: "tokens", "width", "rank" and "bound" (kind -> int).
-    """
-    plt = pyplot()
-    widths = sorted({row["width"] for row in rows})
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(
-            1, len(widths), figsize=(3.4 * len(widths) + 0.8, 3.9), squeeze=False, layout="constrained", sharey=True
-        )
-        for axes, width in zip(grid[0], widths, strict=True):
-            own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
-            lengths = [row["tokens"] for row in own]
-            for kind, colour in KIND_COLOURS.items():
-                axes.plot(
-                    lengths, [row["bound"][kind] for row in own], color=colour, linewidth=1, linestyle=(0, (4, 3))
-                )
-                marker = MARKERS["teacher" if kind == "softmax" else kind]
-                counted = [row["rank"][kind] for row in own]
-                axes.plot(lengths, counted, marker, color=colour, markersize=6, label=KIND_LABELS[kind])
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
-            axes.minorticks_off()
-            axes.grid(True)
-            axes.set(title=f"head width d = {width}", xlabel="tokens N")
-        grid[0][0].set_ylabel("rank of the attention matrix")
-        from matplotlib.ticker import FuncFormatter
-
-        grid[0][0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        grid[0][0].legend(loc="upper left")
-        figure.supxlabel(
-            f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1",
-            fontsize=8.5,
-            color="#6b7079",
-        )
-        save_figure(figure, path)
 
 
 def plot_layers(path, models, note=""):
@@ -105,61 +65,6 @@ def plot_layers(path, models, note=""):
         save_figure(figure, path)
 
 
-def plot_accuracy(path, curves, kinds, note=""):
-    """Test accuracy by epoch, mean over seeds with a band of one standard error.
-
-    Args:
-        path: PNG to write.
-        curves: row -> per epoch {"mean", "stderr"}. kinds: row -> kind of attention, for the colour.
-        note: one line below: data and seeds.
-    """
-    plt = pyplot()
-    colours = choose_colours(kinds)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1, figsize=(7.4, 4.6), layout="constrained")
-        for row, epochs in curves.items():
-            places = range(1, len(epochs) + 1)
-            means = [epoch["mean"] for epoch in epochs]
-            errors = [epoch["stderr"] or 0.0 for epoch in epochs]
-            axes.plot(places, means, color=colours[row], label=f"{row}: {means[-1]:.3f}")
-            low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-            axes.fill_between(places, low, high, color=colours[row], alpha=0.18, linewidth=0)
-        axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
-        axes.grid(True)
-        axes.legend(loc="lower right", fontsize=9)
-        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)
-
-
-def plot_scaling(path, rows, note=""):
-    """Time of MHLA over that of plain linear attention, by number of blocks, one line per number of tokens.
-
-    rows: of scaling.json: "tokens", "softmax", "mhla": list of {"blocks", "seconds"}, the first with one block.
-    """
-    from matplotlib.ticker import FuncFormatter
-
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1, figsize=(7, 4.3), layout="constrained")
-        for row, colour in zip(rows, (COLOURS["mhla"], *MORE_COLOURS), strict=False):
-            linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
-            blocks = [cell["blocks"] for cell in row["mhla"]]
-            label = f"N = {row['tokens']:,} (softmax: {row['softmax'] / linear:.1f})"
-            axes.plot(blocks, [cell["seconds"] / linear for cell in row["mhla"]], "o-", color=colour, label=label)
-            axes.axvline(row["tokens"] ** 0.5, color=colour, linewidth=1, linestyle=(0, (2, 3)))
-        counts = sorted({cell["blocks"] for row in rows for cell in row["mhla"]})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.grid(True)
-        axes.set(title="Forward and backward, times plain linear attention", xlabel="blocks M; dotted: M² = N")
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.legend(loc="upper left", fontsize=9)
-        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)
-
-
 def _kinds(layers):
     return {layer["kind"] for layer in layers}
 
@@ -198,6 +103,73 @@ def plot_maps(path, models):
             what = "scores" if key == "scores" else "middle token"
             grid[row][0].set_ylabel(f"{label}\n{what}", fontweight="bold")
         save_figure(figure, path)
+
+
+def plot_mixing(path, matrices, most=6, causal=True):
+    """The mixing matrices at the start and as learned, one column per layer, on one scale.
+
+    Args:
+        path: PNG to write.
+        matrices: layer index -> (start, learned), both `[M, M]` nested lists or arrays, rows = query blocks, rows
+            summing to one (a mean over heads where each has its own).
+        most: layers shown; more are thinned out evenly.
+        causal: what is above the diagonal means nothing and is not shown.
+    """
+    plt = pyplot()
+    layers = list(matrices)
+    if len(layers) > most:
+        layers = [layers[round(i * (len(layers) - 1) / (most - 1))] for i in range(most)]
+    with plt.rc_context({**STYLE, "axes.spines.top": True, "axes.spines.right": True}):
+        size = (2.35 * len(layers) + 1.5, 5.3)
+        figure, grid = plt.subplots(2, len(layers), figsize=size, squeeze=False, layout="constrained")
+        for column, layer in enumerate(layers):
+            for row, matrix in enumerate(matrices[layer]):
+                image = _heat(grid[row][column], matrix, causal)
+                grid[row][column].set_title(f"layer {layer}" if row == 0 else "", loc="center")
+        for row, label in enumerate(("start", "learned")):
+            grid[row][0].set_ylabel("query block")
+            grid[row][0].annotate(
+                label,
+                (0, 0.5),
+                xycoords="axes fraction",
+                xytext=(-46, 0),
+                textcoords="offset points",
+                rotation=90,
+                va="center",
+                ha="right",
+                fontweight="bold",
+                fontsize=11.5,
+            )
+        for axes in grid[1]:
+            axes.set_xlabel("key block")
+        bar = figure.colorbar(image, ax=grid, shrink=0.85, pad=0.015)
+        bar.set_label("weight; rows sum to one", color="#40444c")
+        bar.outline.set_visible(False)
+        figure.suptitle("Which blocks each block reads", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+        save_figure(figure, path)
+
+
+def _heat(axes, matrix, causal):
+    import numpy
+    from matplotlib.colors import PowerNorm
+
+    values = numpy.asarray(matrix, dtype=float)
+    future = numpy.triu(numpy.full_like(values, causal, dtype=bool), 1)
+    axes.set_facecolor("#f3f4f6")
+    image = axes.imshow(
+        numpy.ma.array(values, mask=future),
+        cmap="magma_r",
+        norm=PowerNorm(0.5, vmin=0.0, vmax=1.0),
+        interpolation="nearest",
+    )
+    last = len(values) - 1
+    ticks = sorted({0, last // 2, last})
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.tick_params(length=0)
+    return image
 
 
 def plot_grid_mixing(path, matrices, layouts):

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ..files import write_json
-from ..ops.blocks import Blocks
-from ..ops.operator import mhla
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf import mhla
+from mhla_hf.files import write_json
+from mhla_hf.ops.blocks import Blocks
+from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+
 from .figures import plot_scaling
 
 FORMAT_VERSION = 1

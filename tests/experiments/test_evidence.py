@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mhla_hf.evidence.random_rank import LENGTHS, WIDTHS, render_random_rank
-from mhla_hf.evidence.scaling import render_scaling
-from mhla_hf.evidence.study import read_study
-from mhla_hf.evidence.study_report import judge_claim, over_seeds, render_study
+from experiments.studies.rank import LENGTHS, WIDTHS, render_random_rank
+from experiments.studies.report import judge_claim, over_seeds, render_study
+from experiments.studies.scaling import render_scaling
+from experiments.studies.study import read_study
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")

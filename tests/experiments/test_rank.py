@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from mhla_hf.evidence import random_rank
-from mhla_hf.evidence.random_rank import measure_random_rank, render_random_rank, study_random_rank
+from experiments.studies import rank as random_rank
+from experiments.studies.rank import measure_random_rank, render_random_rank, study_random_rank
 
 
 def check(row):

@@ -5,12 +5,18 @@ figures are those of the 224 pixels that go in, and of projections and convoluti
 they are padded to, and the products inside the attention as well. All are given.
 """
 
+import argparse
+import shlex
+import sys
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from .models.vision import MHLAForImageClassification
-from .models.vision_configuration import MHLAVisionConfig
+from mhla_hf.cli import script
+from mhla_hf.files import write_json
+from mhla_hf.models.vision import MHLAForImageClassification
+from mhla_hf.models.vision_configuration import MHLAVisionConfig
 
 # table 2: parameters in millions, FLOPs in billions; it has no base model
 PAPER_COSTS = {"deit-t": (5.7, 1.1), "deit-s": (22.0, 4.2), "vlt-t": (16.0, 2.4), "vlt-s": (27.0, 4.6)}
@@ -85,3 +91,21 @@ def costs_table(rows) -> str:
             f"| {row['flops'] / 1e9:.2f} | {row['outside'] / 1e9:.2f} | {padded} | {billions} |"
         )
     return "\n".join(lines)
+
+
+def main(arguments=None):
+    """Count and print; returns the rows."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser("python -m experiments.costs", description=__doc__)
+    parser.add_argument("--out", help="JSON file to write")
+    given = parser.parse_args(arguments)
+    rows = classifier_costs()
+    print(costs_table(rows))
+    if given.out is not None:
+        command = shlex.join(["python", "-m", "experiments.costs", *arguments])
+        write_json(given.out, {"command": command, "rows": rows})
+    return rows
+
+
+if __name__ == "__main__":
+    script(main, "costs")

@@ -1,7 +1,7 @@
 """A real DiT on real digits, on one CPU core: softmax, plain linear attention and MHLA from scratch, then converted.
 
-    python conversion/digits_dit.py --out out/digits                        all of it; what is finished is not run again
-    python conversion/digits_dit.py --out out/try --seeds 1 --steps 40 --distil-steps 10 --samples 20
+    python -m experiments.digits_dit --out out/digits                        all of it; what is finished is not run again
+    python -m experiments.digits_dit --out out/try --seeds 1 --steps 40 --distil-steps 10 --samples 20
 
 scikit-learn's 1,797 handwritten digits, 8 x 8 pixels scaled to 16 x 16, are what `DiTTransformer2DModel` learns by flow
 matching in pixel space: an 8 x 8 grid of tokens, MHLA in 4 x 4 blocks of 2 x 2. Then the trained softmax model is
@@ -72,7 +72,7 @@ COMPARED = {
     "MHLA, distilled without data": "MHLA, distilled without data",
 }
 ABOUT = (
-    "Made by `python conversion/digits_dit.py`, a small experiment on scikit-learn's handwritten digits, 16 x 16 pixels; "
+    "Made by `python -m experiments.digits_dit`, a small experiment on scikit-learn's handwritten digits, 16 x 16 pixels; "
     "too small to be useful. It learned flow matching in pixel space: there is no VAE, and the function `samples` of that "
     "script samples it, which diffusers' DiTPipeline does not."
 )
@@ -351,6 +351,7 @@ def main(arguments=None):
     parser.add_argument("--width", type=int, default=96, help="hidden size, a multiple of 32 (default: 96)")
     parser.add_argument("--judge-epochs", type=int, default=30, help="epochs of the judge (default: 30)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     if (
         given.width < 32
@@ -361,7 +362,7 @@ def main(arguments=None):
     if given.samples < 2 * CLASSES or given.samples % CLASSES:
         parser.error(f"--samples is {given.samples}; expected a multiple of {CLASSES}, at least {2 * CLASSES}")
     torch.set_num_threads(given.threads)
-    results = run(given, shlex.join(["python", *sys.argv]))
+    results = run(given, shlex.join(["python", "-m", "experiments.digits_dit", *arguments]))
     write_json(given.out / "digits.json", results)
     draw(results, given.out, given.out / "digits.png")
     make_card(given.out)
@@ -370,4 +371,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    script(main)
+    script(main, "digits_dit")

@@ -14,10 +14,10 @@ from tiny_pipelines import PIPELINES, inputs
 from torch import nn
 
 import mhla_hf
+from mhla_hf.analysis.digits import load_digits
+from mhla_hf.analysis.figures import choose_colours, tiled
+from mhla_hf.analysis.report import render_analysis
 from mhla_hf.cli import main
-from mhla_hf.evidence.digits import load_digits
-from mhla_hf.evidence.figures import choose_colours, tiled
-from mhla_hf.evidence.report import render_analysis
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 
@@ -105,8 +105,6 @@ def test_every_models_tolerance_is_told():
 
 
 BAD = {
-    "nothing": ("", "either folders of models or --random"),
-    "both": ("{shelf}/mhla --random", "either folders of models or --random"),
     "no such folder": ("{shelf}/none", "none"),
     "an empty folder": ("{shelf}/empty", "config.json"),
     "a file": ("{shelf}/file", "file"),
@@ -118,9 +116,6 @@ BAD = {
     "out a file": ("{shelf}/mhla --out {shelf}/file", "file"),
     "data missing": ("{shelf}/llama --length 64 --data ./none.txt", "none.txt"),
     "pictures missing": ("{shelf}/mhla --data ./no/such/place", "./no/such/place"),
-    "data with --random": ("--random --data x.txt", "data: got 'x.txt', expected none with --random"),
-    "samples with --random": ("--random --samples 4", "samples: got 4, expected none with --random"),
-    "tolerance with --random": ("--random --tolerance 0.1", "tolerance: got 0.1, expected none with --random"),
     "no pictures": ("{shelf}/mhla --data {shelf}/empty", "empty"),
 }
 

@@ -1,0 +1,80 @@
+"""How the demo's students learned, and what they cost on held-out text."""
+
+from mhla_hf.plots import COLOURS, LABELS, STYLE, plain_ticks, pyplot, save_figure
+
+
+def plot_loss(path, histories, scores):
+    """What each student lost in both stages, and what it costs on held-out text.
+
+    Args:
+        path: PNG to write.
+        histories: student -> the entries of its train.json ("stage", "step", "tokens", "loss", "layers": how many
+            layers were converted; the transfer loss is a sum over them and is shown per layer). Stages in order:
+            transfer, distillation.
+        scores: model -> list of held-out bits per byte, one per seed; the first is the teacher.
+    """
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, (left, middle, right) = plt.subplots(
+            1, 3, figsize=(14.5, 4.2), layout="constrained", width_ratios=(1, 1, 1.3)
+        )
+        for name, entries in histories.items():
+            stages = list(dict.fromkeys(entry["stage"] for entry in entries))
+            _curve(left, name, [entry for entry in entries if entry["stage"] == stages[0]], per_layer=True)
+            _curve(middle, name, [entry for entry in entries if entry["stage"] == stages[-1]])
+        left.set(title="Stage 1: attention outputs", xlabel="step", ylabel="relative squared error, per layer")
+        middle.set(title="Stage 2: next-token distribution", xlabel="step", ylabel="KL to the teacher, nats per token")
+        middle.set_yscale("log")
+        plain_ticks(middle.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+        for axes in (left, middle):
+            axes.grid(True)
+        left.legend(loc="best")
+        _bars(right, scores)
+        save_figure(figure, path)
+
+
+def _curve(axes, name, entries, per_layer=False):
+    share = [entry["layers"] if per_layer else 1 for entry in entries]
+    axes.plot(
+        [entry["step"] for entry in entries],
+        [entry["loss"] / layers for entry, layers in zip(entries, share, strict=True)],
+        color=COLOURS[name],
+        label=LABELS[name],
+    )
+
+
+def _bars(axes, scores):
+    names = list(scores)
+    means = [sum(values) / len(values) for values in scores.values()]
+    for place, (name, mean) in enumerate(zip(names, means, strict=True)):
+        axes.bar(place, mean, color=COLOURS[name], width=0.8, zorder=2)
+        if len(scores[name]) > 1:
+            axes.plot(
+                [place] * len(scores[name]), scores[name], ".", color="white", markeredgecolor="#33363d", zorder=3
+            )
+        change = "" if place == 0 else f"\n{100 * (mean / means[0] - 1):+.2f} %".replace("-", "\N{MINUS SIGN}")
+        axes.annotate(
+            f"{mean:.3f}{change}",
+            (place, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha="center",
+            color="white",
+            fontweight="bold",
+            fontsize=9.5,
+            zorder=4,
+        )
+    lowest, highest = min(map(min, scores.values())), max(map(max, scores.values()))
+    room = max(highest - lowest, 0.01 * highest)
+    axes.set_ylim(lowest - 1.3 * room, highest + 0.3 * room)
+    axes.axhline(means[0], color=COLOURS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_xticks(
+        range(len(names)),
+        [
+            LABELS[name].replace(", ", ",\n") if "," in LABELS[name] else LABELS[name].replace(" ", "\n", 1)
+            for name in names
+        ],
+    )
+    axes.tick_params(axis="x", length=0)
+    axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
