@@ -62,10 +62,7 @@ example:
 BENCH = """\
 example:
   mhla-hf bench --quick                         MHLA against softmax and plain linear attention, on this machine
-  mhla-hf bench --suite full --out out/bench
-  mhla-hf bench --suite paper --device cuda     the kernels and whole models, at the paper's sizes
   mhla-hf bench --suite decode --device cuda    one more token after 8k to 1M
-  mhla-hf bench --suite kernels --device cuda   each kernel alone, beside a copy of the bytes it must move
 """
 
 
@@ -199,11 +196,11 @@ def _card_options(sub):
 
 def _bench_options(sub):
     sub.add_argument("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    sub.add_argument("--suite", help="quick, full, wide, decode, kernels or paper")
+    sub.add_argument("--suite", help="quick or decode")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     sub.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
-    sub.add_argument("--out", help="folder for bench.json and bench.png")
+    sub.add_argument("--out", help="JSON file to write")
 
 
 def run_convert(given, command):
@@ -392,9 +389,9 @@ def run_card(given, command):
 
 def run_bench(given, command):
     """mhla-hf bench"""
-    from .bench import run_bench
+    from .bench import render_bench, run_bench
 
-    run_bench(
+    record = run_bench(
         given.suite or "quick",
         device=given.device,
         threads=given.threads,
@@ -403,6 +400,9 @@ def run_bench(given, command):
         progress=not given.quiet,
         command=command,
     )
+    print(render_bench(record))
+    if any(reason.startswith("is wrong") for row in record["rows"] for reason in row["failed"].values()):
+        raise SystemExit(1)
 
 
 def parse_layers(text):

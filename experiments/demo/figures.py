@@ -1,6 +1,6 @@
-"""How the demo's students learned, and what they cost on held-out text."""
+"""How the demo's students learned, what they cost on held-out text, and how time grows with length."""
 
-from mhla_hf.plots import COLOURS, LABELS, STYLE, plain_ticks, pyplot, save_figure
+from mhla_hf.plots import COLOURS, LABELS, MARKERS, STYLE, plain_ticks, pyplot, save_figure
 
 
 def plot_loss(path, histories, scores):
@@ -78,3 +78,58 @@ def _bars(axes, scores):
     )
     axes.tick_params(axis="x", length=0)
     axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
+
+
+def plot_speed(path, rows, note):
+    """Time against length, for the kinds of measurement in `rows` side by side.
+
+    Args:
+        path: PNG to write.
+        rows: of speed.json: "what", "length" (tokens), "softmax_ms", "mhla_ms", and "linear_ms" where that was timed.
+        note: one line below the figure: the machine, and what was timed.
+    """
+    plt = pyplot()
+    kinds = list(dict.fromkeys(row["what"] for row in rows))
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, len(kinds), figsize=(5.6 * len(kinds), 4.3), squeeze=False, layout="constrained")
+        for axes, kind in zip(grid[0], kinds, strict=True):
+            own = [row for row in rows if row["what"] == kind]
+            lengths = [row["length"] for row in own]
+            for name, key in (("teacher", "softmax_ms"), ("linear", "linear_ms"), ("mhla", "mhla_ms")):
+                if key not in own[0]:
+                    continue
+                values = [row[key] for row in own]
+                label = "softmax" if name == "teacher" else LABELS[name]
+                axes.plot(lengths, values, color=COLOURS[name], marker=MARKERS[name], markersize=5, label=label)
+            last = own[-1]
+            _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axes.minorticks_off()
+            low, high = axes.get_ylim()
+            axes.set_ylim(low / 1.6, high * 1.2)
+            plain_ticks(axes.yaxis)
+            axes.grid(True)
+            axes.set(title=kind, xlabel="tokens in the context", ylabel="milliseconds, lower is better")
+        grid[0][0].legend(loc="upper left")
+        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
+        save_figure(figure, path)
+
+
+def _mark_ratio(axes, length, softmax, mhla):
+    """A line between the two last points, with their ratio in words."""
+    axes.plot([length, length], [softmax, mhla], color=COLOURS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+    faster = softmax >= mhla
+    ratio = softmax / mhla if faster else mhla / softmax
+    axes.annotate(
+        f"{ratio:.1f}x\n{'faster' if faster else 'slower'}",
+        (length, (softmax * mhla) ** 0.5),
+        xytext=(9, 0),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        color=COLOURS["mhla"],
+        fontweight="bold",
+        annotation_clip=False,
+    )

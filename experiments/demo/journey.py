@@ -29,7 +29,7 @@ from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.card_facts import find_licence
 from mhla_hf.hub.clean_process import visit
 from mhla_hf.patch import convert
-from mhla_hf.plots import LABELS, plot_speed
+from mhla_hf.plots import LABELS
 from mhla_hf.scores.evaluation import evaluate
 from mhla_hf.scores.loading import choose_device, load_language_model, without_bars
 from mhla_hf.scores.local_tasks import make_tasks
@@ -40,7 +40,7 @@ from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
 
-from .figures import plot_loss
+from .figures import plot_loss, plot_speed
 from .report import collect, learning_curve, render_report
 from .text import hold_out, make_tokenizer, read_text
 

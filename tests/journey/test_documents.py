@@ -3,12 +3,9 @@
 import importlib.util
 import itertools
 import json
-import os
 import re
 import runpy
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +13,12 @@ import pytest
 from experiments.costs import costs_table
 from experiments.demo.report import render_report
 from experiments.studies.report import judge_claim
-from mhla_hf.bench import render_bench
-from mhla_hf.bench.cases import PAPER
-from mhla_hf.bench.compare import FORWARD
-from mhla_hf.bench.document import GPU_TARGETS, WHOLE_CASE, cache, performance_page, target_table, whole_table
 from mhla_hf.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 DEMO, CLASSIFIER, DIGITS = (
     ROOT / "model_cards" / "results" / f"{name}.json" for name in ("demo", "digits_vit", "digits_dit")
 )
-BENCH = ROOT / "docs" / "bench"
 
 
 def read(path):
@@ -79,51 +71,6 @@ def test_what_is_said_of_recall():
         assert judge_claim(models, "linear", "mhla", measure)["verdict"] == "holds"
     assert all(abs(value - 0.25) < 0.08 for row in models.values() for value in row["cloze"]["values"])
     assert len(models) == 5 and "All five models" in text
-
-
-def test_what_decoding_keeps_is_counted():
-    counted = read(BENCH / "cache.json")
-    assert cache() == counted
-    share = {tokens: f"{mhla / softmax:.1f} times" for tokens, softmax, mhla in counted}
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"hold {share[512]} as much at 512 tokens and {share[4096]} at 4,096" in text
-
-
-def test_the_bench_table_is_measured():
-    record = read(BENCH / "bench.json")
-    assert plain(render_bench(record)) in blocks(ROOT / "docs" / "performance.md")
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert record["hardware"] in page and page == performance_page(ROOT / "docs")
-
-
-def test_what_the_kernels_move_is_counted():
-    """With the tiles of a GPU, which a process of the interpreter does not have."""
-    count = "import json; from mhla_hf.bench.document import traffic; print(json.dumps(traffic()))"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True, text=True, check=True)
-    moved = read(BENCH / "traffic.json")
-    assert json.loads(done.stdout) == moved and moved.keys() == GPU_TARGETS.keys()
-    assert all(floor <= kernels for passes in moved.values() for floor, kernels in passes)
-
-
-def test_gpu_targets_stand_beside_what_was_measured(tmp_path):
-    """Of cases that the suite has; and nothing is told of one that was not timed."""
-    assert GPU_TARGETS.keys() <= {case.name for case in PAPER.cases}
-    case, other = list(GPU_TARGETS)[:2]
-    ms = {
-        "mhla torch": 0.5,
-        "mhla triton": 0.05,
-        "sdpa flash": 0.2,
-        "sdpa math": 3.0,
-        "linear ours": 0.04,
-        "copy": 0.02,
-    }
-    rows = [{"case": case, "what": "forward", "ms": ms}, {"case": other, "what": "forward", "ms": {"mhla torch": 0.1}}]
-    (tmp_path / "bench" / "gpu").mkdir(parents=True)
-    (tmp_path / "bench" / "gpu" / "bench.json").write_text(json.dumps({"rows": rows}))
-    measured = {line.split(" | ")[0]: line.split(" | ")[2::2] for line in target_table(tmp_path).splitlines()}
-    assert measured[f"| {case}"] == ["50", "4", "40", "not measured |"]
-    assert measured[f"| {other}"] == ["100", "not measured", "not measured", "not measured |"]
 
 
 def test_the_image_tables_are_measured():
@@ -246,15 +193,3 @@ def test_triton_is_left_to_torch():
     """torch's CUDA builds ask for one version of triton; a pin of another would make them impossible to install."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert "torch==" in pins and "triton==" not in pins
-
-
-def test_the_whole_model_beside_its_targets(tmp_path):
-    """A copy of what a GPU's bench.json looks like."""
-    assert WHOLE_CASE in {case.name for case in PAPER.cases}
-    (tmp_path / "bench" / "gpu").mkdir(parents=True)
-    assert whole_table(tmp_path).count("not measured") == 4
-    ms = {"softmax": 50.0, "linear": 19.0, "mhla": 20.0, "mhla hybrid 2/3": 25.0}
-    rows = [{"case": WHOLE_CASE, "what": FORWARD, "ms": ms}, {"case": "another", "what": FORWARD, "ms": {"mhla": 1.0}}]
-    (tmp_path / "bench" / "gpu" / "bench.json").write_text(json.dumps({"rows": rows}))
-    table = whole_table(tmp_path).splitlines()
-    assert table[2:] == ["| mhla | 2.1 | 2.5 | 0.95 | 0.95 |", "| mhla hybrid 2/3 |  | 2 |  | 0.76 |"]
