@@ -81,7 +81,7 @@ LIMITS = [
     "compares only with those of the same judge.",
     "Sampled without guidance; the loss is that of flow matching on digits that no model was trained on.",
 ]
-COLOURS = {SOFTMAX: "#33363d", "plain linear": "#d08a1d", "MHLA": "#2563c9", "MHLA + CPE + gate": "#2f9468"}
+COLORS = {SOFTMAX: "#33363d", "plain linear": "#d08a1d", "MHLA": "#2563c9", "MHLA + CPE + gate": "#2f9468"}
 
 
 def digits():
@@ -321,9 +321,9 @@ def draw(results, folder, path):
         figure, (left, right) = plt.subplots(1, 2, figsize=(13.0, 4.2), layout="constrained", width_ratios=(1, 1.4))
         for place, name in enumerate(names):
             values = [run["accuracy"] for run in results["models"][name]]
-            colour = COLOURS.get(name, COLOURS["MHLA"])
-            left.plot(values, [place] * len(values), "o", color=colour, alpha=0.7)
-            left.plot([statistics.mean(values)], [place], "|", color=colour, markersize=18)
+            color = COLORS.get(name, COLORS["MHLA"])
+            left.plot(values, [place] * len(values), "o", color=color, alpha=0.7)
+            left.plot([statistics.mean(values)], [place], "|", color=color, markersize=18)
         left.set(title="Samples that the judge reads as wished, %", xlabel="each seed, and their mean")
         left.set_yticks(range(len(names)), names)
         left.invert_yaxis()

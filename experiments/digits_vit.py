@@ -24,7 +24,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.analysis.digits import load_digits
+from mhla_hf.analysis.inputs import load_digits
 from mhla_hf.cli import script
 from mhla_hf.files import folder_aside, write_json
 from mhla_hf.hub.card import check_card, write_card

@@ -210,9 +210,16 @@ def run_convert(given, command):
 
     import torch
 
-    from .analysis.inputs import is_classifier_name, load_classifier
     from .patch import convert
-    from .scores.loading import check_new_folder, is_pipeline, load_language_model, save_language_model, save_pipeline
+    from .scores.loading import (
+        check_new_folder,
+        is_classifier_name,
+        is_pipeline,
+        load_classifier,
+        load_language_model,
+        save_language_model,
+        save_pipeline,
+    )
     from .scores.samples import load_pipeline
 
     check_new_folder(given.out, given.overwrite)
@@ -225,7 +232,7 @@ def run_convert(given, command):
         print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distil it: conversion/")
         return
     if is_classifier_name(given.model, given.revision):
-        model, tools = load_classifier(given.model, dtype=given.dtype, revision=given.revision)
+        model, tools = load_classifier(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
         further = "conversion/image_classifier.py"
     else:
         model, tools = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
@@ -241,9 +248,8 @@ def run_distill(given, command):
     """mhla-hf distill"""
     import torch
 
-    from .analysis.inputs import is_classifier_name
     from .patch import convert
-    from .scores.loading import load_language_model
+    from .scores.loading import is_classifier_name, load_language_model
     from .training.loop import distill
     from .training.recipe import read_recipe
 
@@ -332,7 +338,7 @@ def run_push(given, command):
 
 def run_analyze(given, command):
     """mhla-hf analyze"""
-    from .analysis.report import analyze, render_analysis
+    from .analysis import analyze, render_analysis
 
     settings = {name: getattr(given, name) for name in ("data", "samples", "length", "tolerance", "device")}
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -5,15 +5,7 @@ matplotlib is imported where it is used, without a display.
 
 from .files import file_aside
 
-LABELS = {
-    "teacher": "softmax teacher",
-    "control": "teacher, trained on",
-    "linear": "plain linear",
-    "mhla": "MHLA",
-    "hybrid": "hybrid 2/3",
-}
-COLOURS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
-MARKERS = {"teacher": "o", "linear": "s", "mhla": "D"}
+COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
 STYLE = {
     "font.size": 10.5,
     "axes.titlesize": 11.5,
@@ -31,15 +23,6 @@ STYLE = {
     "figure.dpi": 150,
     "savefig.facecolor": "white",
 }
-
-
-def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
-    """`steps` times the powers of ten, as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(10, subs=steps))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
 def pyplot():

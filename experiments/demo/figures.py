@@ -1,6 +1,15 @@
 """How the demo's students learned, what they cost on held-out text, and how time grows with length."""
 
-from mhla_hf.plots import COLOURS, LABELS, MARKERS, STYLE, plain_ticks, pyplot, save_figure
+from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+
+LABELS = {
+    "teacher": "softmax teacher",
+    "control": "teacher, trained on",
+    "linear": "plain linear",
+    "mhla": "MHLA",
+    "hybrid": "hybrid 2/3",
+}
+MARKERS = {"teacher": "o", "linear": "s", "mhla": "D"}
 
 
 def plot_loss(path, histories, scores):
@@ -38,7 +47,7 @@ def _curve(axes, name, entries, per_layer=False):
     axes.plot(
         [entry["step"] for entry in entries],
         [entry["loss"] / layers for entry, layers in zip(entries, share, strict=True)],
-        color=COLOURS[name],
+        color=COLORS[name],
         label=LABELS[name],
     )
 
@@ -47,7 +56,7 @@ def _bars(axes, scores):
     names = list(scores)
     means = [sum(values) / len(values) for values in scores.values()]
     for place, (name, mean) in enumerate(zip(names, means, strict=True)):
-        axes.bar(place, mean, color=COLOURS[name], width=0.8, zorder=2)
+        axes.bar(place, mean, color=COLORS[name], width=0.8, zorder=2)
         if len(scores[name]) > 1:
             axes.plot(
                 [place] * len(scores[name]), scores[name], ".", color="white", markeredgecolor="#33363d", zorder=3
@@ -68,7 +77,7 @@ def _bars(axes, scores):
     lowest, highest = min(map(min, scores.values())), max(map(max, scores.values()))
     room = max(highest - lowest, 0.01 * highest)
     axes.set_ylim(lowest - 1.3 * room, highest + 0.3 * room)
-    axes.axhline(means[0], color=COLOURS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.axhline(means[0], color=COLORS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xticks(
         range(len(names)),
         [
@@ -100,7 +109,7 @@ def plot_speed(path, rows, note):
                     continue
                 values = [row[key] for row in own]
                 label = "softmax" if name == "teacher" else LABELS[name]
-                axes.plot(lengths, values, color=COLOURS[name], marker=MARKERS[name], markersize=5, label=label)
+                axes.plot(lengths, values, color=COLORS[name], marker=MARKERS[name], markersize=5, label=label)
             last = own[-1]
             _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
             axes.set_xscale("log", base=2)
@@ -119,7 +128,7 @@ def plot_speed(path, rows, note):
 
 def _mark_ratio(axes, length, softmax, mhla):
     """A line between the two last points, with their ratio in words."""
-    axes.plot([length, length], [softmax, mhla], color=COLOURS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+    axes.plot([length, length], [softmax, mhla], color=COLORS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
     faster = softmax >= mhla
     ratio = softmax / mhla if faster else mhla / softmax
     axes.annotate(
@@ -129,7 +138,16 @@ def _mark_ratio(axes, length, softmax, mhla):
         textcoords="offset points",
         ha="left",
         va="center",
-        color=COLOURS["mhla"],
+        color=COLORS["mhla"],
         fontweight="bold",
         annotation_clip=False,
     )
+
+
+def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
+    """`steps` times the powers of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(10, subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

@@ -23,13 +23,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mhla_hf.analysis.figures import plot_mixing
-from mhla_hf.analysis.matrices import mixing_matrices
+from mhla_hf.analysis.measures import describe_mixing
 from mhla_hf.files import folder_aside, write_json, write_text
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.card_facts import find_licence
 from mhla_hf.hub.clean_process import visit
 from mhla_hf.patch import convert
-from mhla_hf.plots import LABELS
 from mhla_hf.scores.evaluation import evaluate
 from mhla_hf.scores.loading import choose_device, load_language_model, without_bars
 from mhla_hf.scores.local_tasks import make_tasks
@@ -40,7 +39,7 @@ from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
 
-from .figures import plot_loss, plot_speed
+from .figures import LABELS, plot_loss, plot_speed
 from .report import collect, learning_curve, render_report
 from .text import hold_out, make_tokenizer, read_text
 
@@ -347,19 +346,11 @@ class _Demo:
         self._measure_speed()
         drawn = [self.out / name for name in ("mixing.png", "speed.png")]
         if not all(figure.exists() for figure in drawn):
-            plot_mixing(drawn[0], self._mixings())
+            plot_mixing(drawn[0], describe_mixing(self._load(self.folder("mhla", 0))))
             speed = json.loads((self.folder("mhla", 0) / "speed.json").read_text(encoding="utf-8"))
             plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
         self.say(f"{self.out}/results.json, loss.png, mixing.png, speed.png")
         return results
-
-    def _mixings(self):
-        """layer -> (start, learned) matrices of the MHLA student."""
-        found = mixing_matrices(self._load(self.folder("mhla", 0)))
-        return {
-            int(next(part for part in layer.split(".") if part.isdigit())): (start.tolist(), learned.tolist())
-            for layer, (start, learned, _) in found.items()
-        }
 
     def _measure_speed(self):
         place = self.folder("mhla", 0) / "speed.json"

@@ -9,10 +9,11 @@ import math
 import statistics
 from pathlib import Path
 
-from mhla_hf.plots import LABELS
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
 from mhla_hf.scores.results import Results
 from mhla_hf.training.run_folder import RECORD
+
+from .figures import LABELS
 
 FORMAT_VERSION = 1
 COLUMNS = (

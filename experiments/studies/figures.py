@@ -1,7 +1,10 @@
 """The pictures of the studies: ranks by size, accuracy by epoch, time by tokens and blocks."""
 
-from mhla_hf.analysis.figures import KIND_COLOURS, KIND_LABELS, MORE_COLOURS, choose_colours
-from mhla_hf.plots import COLOURS, MARKERS, STYLE, pyplot, save_figure
+from mhla_hf.analysis.figures import KIND_COLORS, MORE_COLORS, choose_colors
+from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+
+KIND_LABELS = {"softmax": "softmax", "linear": "plain linear", "mhla": "MHLA"}
+KIND_MARKERS = {"softmax": "o", "linear": "s", "mhla": "D"}
 
 
 def plot_random_rank(path, rows):
@@ -18,13 +21,10 @@ def plot_random_rank(path, rows):
         for axes, width in zip(grid[0], widths, strict=True):
             own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
             lengths = [row["tokens"] for row in own]
-            for kind, colour in KIND_COLOURS.items():
-                axes.plot(
-                    lengths, [row["bound"][kind] for row in own], color=colour, linewidth=1, linestyle=(0, (4, 3))
-                )
-                marker = MARKERS["teacher" if kind == "softmax" else kind]
+            for kind, color in KIND_COLORS.items():
+                axes.plot(lengths, [row["bound"][kind] for row in own], color=color, linewidth=1, linestyle=(0, (4, 3)))
                 counted = [row["rank"][kind] for row in own]
-                axes.plot(lengths, counted, marker, color=colour, markersize=6, label=KIND_LABELS[kind])
+                axes.plot(lengths, counted, KIND_MARKERS[kind], color=color, markersize=6, label=KIND_LABELS[kind])
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
             axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
@@ -49,20 +49,20 @@ def plot_accuracy(path, curves, kinds, note=""):
 
     Args:
         path: PNG to write.
-        curves: row -> per epoch {"mean", "stderr"}. kinds: row -> kind of attention, for the colour.
+        curves: row -> per epoch {"mean", "stderr"}. kinds: row -> kind of attention, for the color.
         note: one line below: data and seeds.
     """
     plt = pyplot()
-    colours = choose_colours(kinds)
+    colors = choose_colors(kinds)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1, figsize=(7.4, 4.6), layout="constrained")
         for row, epochs in curves.items():
             places = range(1, len(epochs) + 1)
             means = [epoch["mean"] for epoch in epochs]
             errors = [epoch["stderr"] or 0.0 for epoch in epochs]
-            axes.plot(places, means, color=colours[row], label=f"{row}: {means[-1]:.3f}")
+            axes.plot(places, means, color=colors[row], label=f"{row}: {means[-1]:.3f}")
             low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-            axes.fill_between(places, low, high, color=colours[row], alpha=0.18, linewidth=0)
+            axes.fill_between(places, low, high, color=colors[row], alpha=0.18, linewidth=0)
         axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
         axes.grid(True)
         axes.legend(loc="lower right", fontsize=9)
@@ -80,12 +80,12 @@ def plot_scaling(path, rows, note=""):
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1, figsize=(7, 4.3), layout="constrained")
-        for row, colour in zip(rows, (COLOURS["mhla"], *MORE_COLOURS), strict=False):
+        for row, color in zip(rows, (COLORS["mhla"], *MORE_COLORS), strict=False):
             linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
             blocks = [cell["blocks"] for cell in row["mhla"]]
             label = f"N = {row['tokens']:,} (softmax: {row['softmax'] / linear:.1f})"
-            axes.plot(blocks, [cell["seconds"] / linear for cell in row["mhla"]], "o-", color=colour, label=label)
-            axes.axvline(row["tokens"] ** 0.5, color=colour, linewidth=1, linestyle=(0, (2, 3)))
+            axes.plot(blocks, [cell["seconds"] / linear for cell in row["mhla"]], "o-", color=color, label=label)
+            axes.axvline(row["tokens"] ** 0.5, color=color, linewidth=1, linestyle=(0, (2, 3)))
         counts = sorted({cell["blocks"] for row in rows for cell in row["mhla"]})
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mhla_hf.analysis.matrices import Attention
-from mhla_hf.analysis.ranks import count_rank, default_tolerance, rank_bound
+from mhla_hf.analysis.attention import Attention
+from mhla_hf.analysis.measures import count_rank, default_tolerance, rank_bound
 from mhla_hf.files import write_json
 from mhla_hf.nn.grid import GridMixing
 from mhla_hf.ops.blocks import Blocks

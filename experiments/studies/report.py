@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mhla_hf.analysis.figures import plot_layers
-from mhla_hf.analysis.report import plot_any_mixing
+from mhla_hf.analysis.figures import plot_layers, plot_mixing
 from mhla_hf.files import write_json, write_text
 from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
 from mhla_hf.training.run_folder import RECORD
@@ -177,7 +176,6 @@ def draw_study(results, out):
     plot_layers(out / "layers.png", {row: found["layers"] for row, found in rows.items()}, note)
     for row in rows:
         mixing = _cell(folder_of(out, row, 0))["mixing"]
-        own = {number: layer for number, layer in enumerate(mixing.values()) if len(layer["learned"]) > 1}
-        if own and any(layer["moved"] > 0 for layer in own.values()):
-            plot_any_mixing(out / "mixing.png", own)
+        if any(layer["moved"] > 0 for layer in mixing.values()):
+            plot_mixing(out / "mixing.png", mixing)
             return

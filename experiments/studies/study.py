@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from mhla_hf.analysis.digits import DIGITS, load_digits
-from mhla_hf.analysis.measures import describe_mixing, measure_model
+from mhla_hf.analysis.inputs import DIGITS, load_digits
+from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
 from mhla_hf.files import write_json
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
@@ -224,5 +224,5 @@ def _look(folder, test):
     prepared = Preparation(model.config.preprocessing(), model.config.num_channels)
     count = min(LOOKED_AT, len(test))
     pixels = torch.stack([prepared.whole(test, index) for index in range(count)])
-    found = measure_model(model, [{"pixel_values": prepared.finish(pixels)}])
+    found = measure_calls(record_model(model, [{"pixel_values": prepared.finish(pixels)}]))
     write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

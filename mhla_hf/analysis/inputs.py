@@ -1,44 +1,38 @@
-"""What a model gets to see when its attention is looked at: text, images, and the model itself from its folder."""
+"""What a model gets to see when its attention is looked at: text, images, a prompt; and the model itself from its folder."""
 
 import inspect
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from ..models.configuration import CONVERTIBLE_VISION_TYPES
-from ..scores.loading import (
-    DTYPES,
-    LOADING_ERRORS,
-    check_model_name,
-    check_whole,
-    checked_files,
-    first_line,
-    load_language_model,
-)
+from ..scores.loading import is_pipeline, kind_of_class, load_classifier, load_config, load_language_model
 from ..scores.samples import load_pipeline
 from ..training.data import hub_id, load_split, open_text
-from .digits import DIGITS, load_digits
 
 DEFAULT_TEXT = 40_000
 PROMPT = "a photograph of a lighthouse by the sea"
-
-ENDINGS = {"ForCausalLM": "language", "LMHeadModel": "language", "ForImageClassification": "images"}
-
-
-def kind_of(class_name: str) -> str | None:
-    """ "language", "images", or None, from the name of a model's class."""
-    return next((kind for ending, kind in ENDINGS.items() if class_name.endswith(ending)), None)
+DIGITS, HELD_OUT_DIGITS = "scikit-learn digits", 497
 
 
-def is_pipeline_folder(name) -> bool:
-    """Whether a pipeline of diffusers lies at `name`."""
-    return (Path(name) / "model_index.json").is_file()
+def load_any(name, trust_remote_code=False):
+    """(model, tokenizer or image processor) of a language model or an image classifier, or (pipeline, None)."""
+    options = {"dtype": "float32", "device": "cpu", "trust_remote_code": trust_remote_code}
+    if is_pipeline(name):
+        return load_pipeline(name, **options), None
+    named = (load_config(name, trust_remote_code=trust_remote_code).architectures or ["model of unknown class"])[0]
+    load = {"language": load_language_model, "images": load_classifier}.get(kind_of_class(named))
+    if load is None:
+        raise ValueError(
+            f"model {str(name)!r} is a {named}; expected a causal language model, an image classifier, or a loaded model "
+            "with its inputs"
+        )
+    return load(name, **options)
 
 
-def pipeline_call(pipe, data, samples: int):
+def prompt_batch(pipe, data, samples: int):
     """Arguments of two steps of a pipeline, and what they are: its first classes, or `data` as the prompt."""
     call = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0), "output_type": "np"}
     if "class_labels" in inspect.signature(pipe.__call__).parameters:
@@ -46,60 +40,6 @@ def pipeline_call(pipe, data, samples: int):
         return call | {"class_labels": labels}, f"two steps of {type(pipe).__name__} for {samples} classes"
     prompt = PROMPT if data is None else str(data)
     return call | {"prompt": prompt}, f"two steps of {type(pipe).__name__} for {prompt!r}"
-
-
-def load_any(name, trust_remote_code=False):
-    """(model, tokenizer or image processor) of a language model or an image classifier, or (pipeline, None)."""
-    pipeline = is_pipeline_folder(name)
-    source = check_model_name(name, pipeline=pipeline)
-    if pipeline:
-        return load_pipeline(name, dtype="float32", device="cpu", trust_remote_code=trust_remote_code), None
-    try:
-        config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"model {str(name)!r} cannot be loaded: {first_line(error)}") from error
-    kind = kind_of((config.architectures or [""])[0])
-    if kind == "language":
-        return load_language_model(name, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
-    if kind is None:
-        found = (config.architectures or ["model of unknown class"])[0]
-        raise ValueError(
-            f"model {str(name)!r} is a {found}; expected a causal language model, an image classifier, or a loaded model "
-            "with its inputs"
-        )
-    return load_classifier(name, dtype="float32", trust_remote_code=trust_remote_code)
-
-
-def load_classifier(name, *, dtype="auto", revision=None, trust_remote_code=False):
-    """(model in eval mode, image processor) of an image classifier, on the CPU; as `load_language_model` for the rest."""
-    source = check_model_name(name)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
-    try:
-        with checked_files(source, revision) as files:
-            options = {"trust_remote_code": trust_remote_code, **files}
-            processor = AutoImageProcessor.from_pretrained(str(source), **options)
-            options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
-            model, info = AutoModelForImageClassification.from_pretrained(str(source), **options)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"model {str(name)!r} cannot be loaded: {first_line(error)}") from error
-    check_whole(name, info)
-    return model.eval(), processor
-
-
-def is_classifier_name(name, revision=None) -> bool:
-    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
-    try:
-        config = AutoConfig.from_pretrained(str(name), revision=revision)
-    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
-        return False
-    named = (config.architectures or [""])[0]
-    if kind_of(named) != "images" and config.model_type in CONVERTIBLE_VISION_TYPES:
-        raise ValueError(
-            f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
-            "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"
-        )
-    return kind_of(named) == "images"
 
 
 def text_batch(model, tokenizer, data, samples: int, length: int):
@@ -124,12 +64,13 @@ def text_batch(model, tokenizer, data, samples: int, length: int):
 def image_batch(model, processor, data, samples: int):
     """Pixel values `[samples, channels, H, W]` as the model's processor makes them, and what they are in words.
 
-    data: a folder of images or the id of a dataset with a column of images; None: the test images of the digits.
+    data: a folder of images or the id of a dataset with a column of images; None: the held-out digits.
     """
     if processor is None:
         raise ValueError("models: an image classifier came without its processor, expected its folder or `inputs`")
     if data is None:
-        _, (images, _) = load_digits(_side(model.config.image_size))
+        size = model.config.image_size
+        _, (images, _) = load_digits(min(size) if isinstance(size, (list, tuple)) else size)
         pictures, name = [Image.fromarray(image[0].numpy()) for image in images[:samples]], DIGITS
     else:
         pictures, name = _pictures(data, samples), Path(data).name
@@ -138,10 +79,6 @@ def image_batch(model, processor, data, samples: int):
     mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
     pixels = processor(images=[picture.convert(mode) for picture in pictures], return_tensors="pt")["pixel_values"]
     return pixels, f"{samples} images of {name}"
-
-
-def _side(size):
-    return min(size) if isinstance(size, (list, tuple)) else size
 
 
 def _pictures(data, samples):
@@ -153,3 +90,26 @@ def _pictures(data, samples):
     if not columns:
         raise ValueError(f"data: {str(data)!r} has no column of images, expected one")
     return [row[columns[0]] for row in rows.take(samples)]
+
+
+def load_digits(size: int = 32, seed: int = 0):
+    """scikit-learn's 1,797 digits, 8 x 8 scans enlarged bilinearly once, so that whoever trains, scores or looks sees the
+    same pixels.
+
+    Returns (train, test): each images uint8 `[N, 1, size, size]` and labels int64 `[N]`; N is 1,300 and 497. seed: of the
+    split. ImportError: scikit-learn is missing.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn, which is missing: pip install 'mhla_hf[eval]'") from error
+    found = datasets.load_digits()
+    images = torch.from_numpy(found.images).float()[:, None]
+    images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    images = (images * (255 / 16)).round().clamp(0, 255).to(torch.uint8)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    images, labels = images[order], torch.from_numpy(found.target).long()[order]
+    return (images[:-HELD_OUT_DIGITS], labels[:-HELD_OUT_DIGITS]), (
+        images[-HELD_OUT_DIGITS:],
+        labels[-HELD_OUT_DIGITS:],
+    )

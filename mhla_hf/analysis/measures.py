@@ -1,7 +1,9 @@
-"""analyze(): rank and entropy of every attention layer, attention maps, and what the mixing has become.
+"""Rank and entropy of every attention layer, attention maps, and what the mixing has become.
 
-Unusual: models of every kind go through the same measures on the same inputs, so that they can stand side by side; what a
-number means (tolerance, which part of the matrix) is in the record beside it.
+Models of every kind go through the same measures on the same inputs, so that they can stand side by side. A rank is never
+given without the tolerance it was counted at; `effective_rank` needs none. The rank of a causal layer is that of its lower
+left quarter (what the second half of the text reads in the first): a triangle with a diagonal has full rank whatever the
+attention is.
 """
 
 import math
@@ -10,27 +12,53 @@ import statistics
 import torch
 from tqdm import tqdm
 
-from .matrices import Attention, mixing_matrices, recorded_attention
-from .ranks import (
-    block_sizes,
-    count_rank,
-    default_tolerance,
-    effective_rank,
-    random_projection,
-    rank_bound,
-    row_entropy,
-)
+from ..ops.blocks import Blocks
+from .attention import Attention, mixing_matrices, recorded_attention
 
 ENTRIES_AT_ONCE = 1 << 24
 MAP_SIDE = 256
 
 
+def count_rank(values: torch.Tensor, tolerance: float) -> int:
+    """How many singular values are above `tolerance` times the largest."""
+    return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
+
+
+def effective_rank(values: torch.Tensor) -> float:
+    """exp of the entropy of the singular values' shares: 1 for rank one, N for N equal values (Roy and Vetterli 2007)."""
+    if values[0] <= 0:
+        return 0.0
+    share = values / values.sum()
+    return math.exp(-torch.special.xlogy(share, share).sum().item())
+
+
+def row_entropy(rows: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of each row of `[T, S]`, as shares of |weight|; NaN for a row without any weight."""
+    weight = rows.abs()
+    share = weight / weight.sum(-1, keepdim=True)
+    return -torch.special.xlogy(share, share).sum(-1)
+
+
+def rank_bound(sizes, width: int) -> int:
+    """min(N, sum over blocks of min(n_b, d)): the largest rank MHLA can have (section 4.3, table 1)."""
+    return min(sum(sizes), sum(min(size, width) for size in sizes))
+
+
+def block_sizes(blocks: Blocks, tokens: slice) -> list[int]:
+    """How many of some tokens are in each block."""
+    return torch.bincount(blocks.index()[tokens], minlength=blocks.num_blocks).tolist()
+
+
+def default_tolerance(shape, dtype: torch.dtype) -> float:
+    """The relative tolerance of `torch.linalg.matrix_rank` for a matrix of this shape and dtype."""
+    return max(shape) * torch.finfo(dtype).eps
+
+
 @torch.no_grad()
 def record_model(model, batches, run=None) -> list[list[Attention]]:
-    """The attention calls of `model` in eval mode, per batch; batches: keyword arguments of `run`, by default of the model.
+    """The attention calls of `model` in eval mode, per batch.
 
-    run: what calls the model, such as the pipeline whose transformer it is.
-
+    batches: keyword arguments of `run`: what calls the model, such as the pipeline whose transformer it is; None: the model.
     ValueError: no layer was seen, which is what happens with attention that is neither MHLA nor torch's own function.
     """
     was_training = model.training
@@ -39,7 +67,7 @@ def record_model(model, batches, run=None) -> list[list[Attention]]:
         calls = []
         for batch in batches:
             with recorded_attention(model) as found:
-                (model if run is None else run)(**batch)
+                (run or model)(**batch)
             calls.append(found)
     finally:
         model.train(was_training)
@@ -49,11 +77,6 @@ def record_model(model, batches, run=None) -> list[list[Attention]]:
             'torch\'s scaled_dot_product_attention (load it with attn_implementation="sdpa")'
         )
     return calls
-
-
-def measure_model(model, batches, *, tolerance=None, most=2048, progress=False) -> dict:
-    """`measure_calls` of what `model` does on `batches` (dicts of its keyword arguments)."""
-    return measure_calls(record_model(model, batches), tolerance=tolerance, most=most, progress=progress)
 
 
 def measure_calls(calls, *, tolerance=None, most=2048, progress=False) -> dict:
@@ -67,20 +90,17 @@ def measure_calls(calls, *, tolerance=None, most=2048, progress=False) -> dict:
 
     Returns:
         dict: "layers", a list of dicts in the order of the forward pass: "layer" (module), "kind" ("softmax", "linear",
-        "mhla"), "tokens", "heads", "key_width" (d), "samples", "part" (see `measures`), "rank" (mean over samples and
-        heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy" (that of equal
-        weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance"; MHLA layers also
-        "blocks" and "mixing_rank" (of the part's mixing weights; the rank is at most d times that). "mean": the means of
-        rank, effective rank and entropy over layers.
+        "mhla"), "tokens", "heads", "key_width" (d), "samples", "part" ("whole", or of what on what), "rank" (mean over
+        samples and heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy"
+        (that of equal weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance"; MHLA
+        layers also "blocks" and "mixing_rank" (of the part's mixing weights; the rank is at most d times that). "mean": the
+        means of rank, effective rank and entropy over layers.
     """
     layers: dict[str, list[Attention]] = {}
-    for batch in calls:
-        for call in batch:
-            layers.setdefault(call.layer, []).append(call)
-    measured = [
-        _measure_layer(name, own, tolerance, most)
-        for name, own in tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
-    ]
+    for call in (call for batch in calls for call in batch):
+        layers.setdefault(call.layer, []).append(call)
+    bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
+    measured = [_measure_layer(name, own, tolerance, most) for name, own in bar]
     means = {key: statistics.fmean(layer[key] for layer in measured) for key in ("rank", "effective_rank", "entropy")}
     return {"layers": measured, "mean": means}
 
@@ -95,13 +115,12 @@ def _measure_layer(name, calls, tolerance, most):
     if not all(shape):
         raise ValueError(f"inputs: {name} saw {tokens} token, expected at least 2 for a causal layer")
     tolerance = default_tolerance(shape, torch.float32) if tolerance is None else tolerance
-    projection = random_projection(shape[1], most) if shape[0] > most else None
-    found = [
-        _measure_head(call, sample, head, part, projection, tolerance)
-        for call in calls
-        for sample in range(call.samples)
-        for head in range(call.heads)
-    ]
+    projection = None
+    if min(shape) > most:  # a Gaussian matrix keeps a rank as far as its width
+        random = torch.Generator().manual_seed(0)
+        projection = torch.randn(shape[1], most, generator=random, dtype=torch.float64)
+    heads = [(call, sample, head) for call in calls for sample in range(call.samples) for head in range(call.heads)]
+    found = [_measure_head(*head, part, projection, tolerance) for head in heads]
     ranks, effective, entropies, uniform = zip(*found, strict=True)
     measured = {
         "layer": name,
@@ -117,9 +136,13 @@ def _measure_layer(name, calls, tolerance, most):
         "effective_rank": statistics.fmean(effective),
         "entropy": statistics.fmean(entropies),
         "uniform_entropy": statistics.fmean(uniform),
-        "bound": _bound(first, part, shape, width),
+        "bound": min(shape),
         "tolerance": tolerance,
     }
+    if first.kind == "linear":
+        measured["bound"] = min(*shape, width)
+    elif first.kind == "mhla":
+        measured["bound"] = min(rank_bound(block_sizes(first.blocks, side), width) for side in part)
     if first.mixing is not None:
         index = first.blocks.index()
         inner = first.mixing.double()[:, index[part[0]].unique()][:, :, index[part[1]].unique()]
@@ -133,15 +156,6 @@ def is_causal(call: Attention) -> bool:
     if call.causal or call.attn_mask is None:
         return call.causal
     return call.rows(0, 0).triu(1).abs().max().item() == 0.0
-
-
-def _bound(call, part, shape, width):
-    if call.kind == "softmax":
-        return min(shape)
-    if call.kind == "linear":
-        return min(*shape, width)
-    sides = (block_sizes(call.blocks, side.start or 0, side.stop) for side in part)
-    return min(rank_bound(sizes, width) for sizes in sides)
 
 
 def _measure_head(call, sample, head, part, projection, tolerance):
@@ -198,9 +212,6 @@ def describe_mixing(model) -> dict[str, dict]:
     for layer, (start, learned, layout) in mixing_matrices(model).items():
         shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in (start, learned)]
         moved = 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item()
-        matrices = {
-            name: [[round(x, 6) for x in row] for row in m.tolist()]
-            for name, m in (("start", start), ("learned", learned))
-        }
-        found[layer] = matrices | {"layout": layout, "moved": moved}
+        lists = ([[round(x, 6) for x in row] for row in m.tolist()] for m in (start, learned))
+        found[layer] = {**dict(zip(("start", "learned"), lists, strict=True)), "layout": layout, "moved": moved}
     return found

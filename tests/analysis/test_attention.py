@@ -1,7 +1,4 @@
-"""The matrices are those that the layers applied, and the measures are what they are called.
-
-Run: pytest tests/evidence/test_matrices.py
-"""
+"""The matrices are those that the layers applied, and the measures are what they are called."""
 
 import math
 
@@ -11,9 +8,17 @@ from small_models import MODELS, scratch_model, softmax_model, tokens
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from mhla_hf.analysis.matrices import is_uniform, mixing_matrices, recorded_attention
-from mhla_hf.analysis.measures import attention_maps, describe_mixing, measure_model, record_model
-from mhla_hf.analysis.ranks import count_rank, effective_rank, random_projection, rank_bound, row_entropy
+from mhla_hf.analysis.attention import is_uniform, mixing_matrices, recorded_attention
+from mhla_hf.analysis.measures import (
+    attention_maps,
+    count_rank,
+    describe_mixing,
+    effective_rank,
+    measure_calls,
+    rank_bound,
+    record_model,
+    row_entropy,
+)
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops.reference import mhla_reference
@@ -33,6 +38,10 @@ class GridLayer(nn.Module):
 
     def forward(self, q, k, v, **options):
         return self.mhla(q, k, v, **options)
+
+
+def measured(model, inputs, **options):
+    return measure_calls(record_model(model, [inputs]), **options)["layers"]
 
 
 def seen(model, *args, **kwargs):
@@ -119,18 +128,18 @@ def test_an_image_classifier_of_transformers():
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=4
     )
     model = ViTForImageClassification(config).eval()
-    measured = measure_model(model, [{"pixel_values": torch.randn(2, 3, 16, 16)}])
-    assert [layer["kind"] for layer in measured["layers"]] == ["softmax"] * 2
-    assert all(layer["tokens"] == layer["bound"] == 17 and layer["part"] == "whole" for layer in measured["layers"])
+    layers = measured(model, {"pixel_values": torch.randn(2, 3, 16, 16)})
+    assert [layer["kind"] for layer in layers] == ["softmax"] * 2
+    assert all(layer["tokens"] == layer["bound"] == 17 and layer["part"] == "whole" for layer in layers)
     maps = attention_maps(record_model(model, [{"pixel_values": torch.randn(1, 3, 16, 16)}]))
     assert maps[0]["map"].shape == (4, 4) and maps[0]["scores"].shape == (17, 17)
 
 
 def test_nothing_seen_is_said():
     with pytest.raises(ValueError, match="no attention was seen in Linear"):
-        measure_model(nn.Linear(2, 2), [{"input": torch.randn(1, 2)}])
+        measured(nn.Linear(2, 2), {"input": torch.randn(1, 2)})
     with pytest.raises(ValueError, match=r"inputs: layer saw .*|inputs: .*whole sequences"):
-        measure_model(scratch_model(), [{"input_ids": tokens(1, 16), "use_cache": True}])
+        measured(scratch_model(), {"input_ids": tokens(1, 16), "use_cache": True})
 
 
 @pytest.mark.parametrize("kind", ["linear", "mhla"])
@@ -141,13 +150,11 @@ def test_plain_linear_attention_never_passes_d(kind):
     if kind == "linear":
         layer.mhla.mixing.weight.data.zero_()
     q, k, v = (torch.randn(1, 256, 2, 4) for _ in range(3))
-    measured = measure_model(layer, [{"q": q, "k": k, "v": v, "grid": (16, 16)}], tolerance=1e-12)["layers"][0]
-    assert measured["kind"] == kind
-    wanted = 4 if kind == "linear" else 64
-    assert measured["rank"] == measured["rank_max"] == measured["bound"] == wanted
-    assert measured["mixing_rank"] == (1 if kind == "linear" else 16)
-    assert measured["uniform_entropy"] == pytest.approx(math.log(256), abs=1e-3)
-    assert 0 < measured["entropy"] < math.log(256)
+    (own,) = measured(layer, {"q": q, "k": k, "v": v, "grid": (16, 16)}, tolerance=1e-12)
+    assert own["kind"] == kind and own["mixing_rank"] == (1 if kind == "linear" else 16)
+    assert own["rank"] == own["rank_max"] == own["bound"] == (4 if kind == "linear" else 64)
+    assert own["uniform_entropy"] == pytest.approx(math.log(256), abs=1e-3)
+    assert 0 < own["entropy"] < math.log(256)
 
 
 def test_causal_layers_are_measured_where_nothing_is_hidden():
@@ -157,24 +164,24 @@ def test_causal_layers_are_measured_where_nothing_is_hidden():
     for module in linear.modules():
         if hasattr(module, "form"):
             module.weight.data.copy_(module.initial_values()["weight"])
-    inputs = [{"input_ids": tokens(1, 128), "use_cache": False}]
-    found = measure_model(linear, inputs, tolerance=1e-10)["layers"]
+    inputs = {"input_ids": tokens(1, 128), "use_cache": False}
+    found = measured(linear, inputs, tolerance=1e-10)
     assert {layer["kind"] for layer in found} == {"linear"}
     assert all(layer["rank_max"] <= layer["bound"] == layer["key_width"] for layer in found)
     assert all(layer["part"] == "second half on first half" for layer in found)
-    call = record_model(linear, inputs)[0][0]
+    call = record_model(linear, [inputs])[0][0]
     assert torch.linalg.matrix_rank(call.rows(0, 0)) > 100 > call.q.shape[-1]
-    softmax = measure_model(softmax_model(), inputs, tolerance=1e-10)["layers"]
+    softmax = measured(softmax_model(), inputs, tolerance=1e-10)
     assert all(layer["rank_min"] > 8 and layer["bound"] == 64 for layer in softmax)
 
 
 def test_large_matrices_are_projected_and_keep_their_rank():
     layer = GridLayer(layout=[2, 2], width=4)
     q, k, v = (torch.randn(1, 400, 2, 4) for _ in range(3))
-    inputs = [{"q": q, "k": k, "v": v, "grid": (20, 20)}]
-    full, sketched = (measure_model(layer, inputs, tolerance=1e-11, most=most)["layers"][0] for most in (2048, 64))
+    inputs = {"q": q, "k": k, "v": v, "grid": (20, 20)}
+    full, sketched = (measured(layer, inputs, tolerance=1e-11, most=most)[0] for most in (2048, 64))
     assert full["rank"] == sketched["rank"] == full["bound"] == 16
-    assert measure_model(layer, inputs, tolerance=1e-11, most=10)["layers"][0]["rank"] == 10
+    assert measured(layer, inputs, tolerance=1e-11, most=10)[0]["rank"] == 10
     assert full["entropy"] == sketched["entropy"]
 
 
@@ -187,7 +194,6 @@ def test_measures():
     torch.testing.assert_close(entropy[:3], torch.tensor([0, math.log(4), math.log(2)], dtype=torch.float64))
     assert entropy[3].isnan()
     assert rank_bound([4] * 16, 16) == 64 and rank_bound([64] * 16, 16) == 256 and rank_bound([3, 20], 16) == 19
-    assert random_projection(10, 10) is None and random_projection(10, 4).shape == (10, 4)
 
 
 def test_mixing_beside_its_start():
