@@ -1,6 +1,6 @@
 """What an image model costs: parameters and multiply-adds of one forward pass, beside the paper's table 2.
 
-Unusual: papers on image classification call one multiplication with its addition one FLOP; so does this file. The paper's
+Papers on image classification call one multiplication with its addition one FLOP; so does this file. The paper's
 figures are those of the 224 pixels that go in, and of projections and convolutions alone; what runs are the 256 pixels that
 they are padded to, and the products inside the attention as well. All are given.
 """

@@ -1,12 +1,12 @@
 """A real DiT on real digits, on one CPU core: softmax, plain linear attention and MHLA from scratch, then converted.
 
     python -m experiments.digits_dit --out out/digits                        all of it; what is finished is not run again
-    python -m experiments.digits_dit --out out/try --seeds 1 --steps 40 --distil-steps 10 --samples 20
+    python -m experiments.digits_dit --out out/try --seeds 1 --steps 40 --distill-steps 10 --samples 20
 
 scikit-learn's 1,797 handwritten digits, 8 x 8 pixels scaled to 16 x 16, are what `DiTTransformer2DModel` learns by flow
 matching in pixel space: an 8 x 8 grid of tokens, MHLA in 4 x 4 blocks of 2 x 2. Then the trained softmax model is
 converted and distilled, on the digits and on nothing but its own trajectories. Who judges: a small network trained here on
-the same 1,300 digits, never shown a sample. Unusual: the distance in that judge's features is a Fréchet distance, and not
+the same 1,300 digits, never shown a sample. The distance in that judge's features is a Fréchet distance, and not
 FID, which means Inception's features. Results: `digits.json`, `digits.png` and a table. The model that was distilled on the
 digits with seed 0 has its scores and the others' beside it and a card, for
 
@@ -45,7 +45,7 @@ from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.plots import STYLE, pyplot, save_figure
 from mhla_hf.scores.image import keep_scores
 from mhla_hf.scores.image_metrics import Moments, frechet_distance, share_error
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 from mhla_hf.scores.results import Results, fingerprint_model
 from mhla_hf.scores.samples import hash_of
 from mhla_hf.scores.subjects import find_subjects
@@ -163,7 +163,7 @@ def train(pipe, out, seed, steps, command):
     return mhla_hf.distill(pipe, out=out, data=data, stages=[stage], seed=seed, command=command)
 
 
-def distil(teacher, out, seed, steps, with_data, command):
+def distill(teacher, out, seed, steps, with_data, command):
     """The trained softmax model converted, its attention outputs matched, then its velocity."""
     student = DiTPipeline(copy.deepcopy(teacher.transformer), None, teacher.scheduler)
     torch.manual_seed(seed)
@@ -256,7 +256,7 @@ def run(given, command):
         if name in FROM_SCRATCH:
             pipe = train(pipeline(seed, FROM_SCRATCH[name], given.width), folder, seed, given.steps, command)
         else:
-            pipe = distil(teachers[seed], folder, seed, given.distil_steps, DISTILLED[name], command)
+            pipe = distill(teachers[seed], folder, seed, given.distill_steps, DISTILLED[name], command)
         if name == SOFTMAX:
             teachers[seed] = pipe
         parameters[name] = pipe.transformer.num_parameters()
@@ -274,16 +274,12 @@ def run(given, command):
         }
     return {
         "seeds": list(range(given.seeds)),
-        **{key: getattr(given, key) for key in ("steps", "distil_steps", "samples", "width", "judge_epochs")},
+        **{key: getattr(given, key) for key in ("steps", "distill_steps", "samples", "width", "judge_epochs")},
         "judge": known,
         "parameters": parameters,
         "models": rows,
-        "hardware": describe_hardware("cpu"),
         "threads": torch.get_num_threads(),
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "command": command,
-        "date": now(),
+        **describe_run(command),
     }
 
 
@@ -346,7 +342,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="repeat everything with so many seeds (default: 3)")
     parser.add_argument("--steps", type=int, default=600, help="steps from scratch, of 32 digits (default: 600)")
-    parser.add_argument("--distil-steps", type=int, default=150, help="steps of distillation (default: 150)")
+    parser.add_argument("--distill-steps", type=int, default=150, help="steps of distillation (default: 150)")
     parser.add_argument("--samples", type=int, default=400, help="samples of each model (default: 400)")
     parser.add_argument("--width", type=int, default=96, help="hidden size, a multiple of 32 (default: 96)")
     parser.add_argument("--judge-epochs", type=int, default=30, help="epochs of the judge (default: 30)")
@@ -356,7 +352,7 @@ def main(arguments=None):
     if (
         given.width < 32
         or given.width % 32
-        or min(given.seeds, given.steps, given.distil_steps, given.judge_epochs) < 1
+        or min(given.seeds, given.steps, given.distill_steps, given.judge_epochs) < 1
     ):
         parser.error("expected a width that is a multiple of 32, and seeds, steps and epochs of at least 1")
     if given.samples < 2 * CLASSES or given.samples % CLASSES:

@@ -1,11 +1,11 @@
 """A softmax ViT trained on real digits, converted, and distilled from itself without a label, on one CPU core.
 
     python -m experiments.digits_vit --out out/digits_vit          all of it; what is finished is not run again
-    python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distil-steps 10
+    python -m experiments.digits_vit --out out/try --seeds 1 --steps 20 --distill-steps 10
 
 scikit-learn's 1,797 handwritten digits, 8 x 8 pixels enlarged to 32 x 32: 1,300 to train on, 497 to judge. The teacher is a
 plain `ViTForImageClassification` of transformers, a class token and 8 x 8 patches. Students: MHLA (4 x 4 blocks of 2 x 2
-patches, relu, normalised, locality start) and plain linear attention, which is MHLA with one block. Both learn each layer's
+patches, relu, normalized, locality start) and plain linear attention, which is MHLA with one block. Both learn each layer's
 attention output first, and then the teacher's classes. Results: `digits_vit.json` and a table; the MHLA student of seed 0,
 `MHLA-0`, has its scores and the teacher's beside it and a card, for
 
@@ -28,7 +28,7 @@ from mhla_hf.analysis.inputs import load_digits
 from mhla_hf.cli import script
 from mhla_hf.files import folder_aside, write_json
 from mhla_hf.hub.card import check_card, write_card
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 from mhla_hf.training.pictures import Preparation, open_pictures, share_right
 from mhla_hf.training.recipe import ImageStage
 
@@ -42,7 +42,7 @@ ABOUT = (
     "Made by `python -m experiments.digits_vit`, which shows on scikit-learn's handwritten digits how a softmax ViT is "
     "converted and distilled from itself without a label; too small to be useful."
 )
-LIMITS = ["It reads one handwritten digit at a time, grey, 32 x 32 pixels, enlarged from 8 x 8."]
+LIMITS = ["It reads one handwritten digit at a time, gray, 32 x 32 pixels, enlarged from 8 x 8."]
 COMMON = {"batch_size": 64, "shift": 3, "beta2": 0.99}
 
 
@@ -61,7 +61,7 @@ def folder_of(name, seed):
     return f"{name.replace(' ', '-')}-{seed}"
 
 
-def run(out, seeds, steps, distil_steps, command):
+def run(out, seeds, steps, distill_steps, command):
     """Train the teacher and all students; whatever is finished is loaded. Returns the record that is written."""
     train, test = load_digits(SIDE)
     processor = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=3, **NORMAL)
@@ -74,10 +74,10 @@ def run(out, seeds, steps, distil_steps, command):
         "train", "labels", steps, 1.5e-3, warmup=min(50, steps // 5), weight_decay=0.05, smoothing=0.05, **COMMON
     )
     teacher = mhla_hf.distill(softmax_vit(0), out=out / "teacher", stages=[stage], seed=0, **options)
-    record = {"teacher": accuracy(teacher), "students": [], "steps": steps, "distil_steps": distil_steps}
+    record = {"teacher": accuracy(teacher), "students": [], "steps": steps, "distill_steps": distill_steps}
     stages = [
-        ImageStage("transfer", "transfer", max(1, distil_steps // 4), 3e-3, trainable="attention", warmup=5, **COMMON),
-        ImageStage("distil", "logits", distil_steps, 1e-3, warmup=min(20, distil_steps // 4), **COMMON),
+        ImageStage("transfer", "transfer", max(1, distill_steps // 4), 3e-3, trainable="attention", warmup=5, **COMMON),
+        ImageStage("distill", "logits", distill_steps, 1e-3, warmup=min(20, distill_steps // 4), **COMMON),
     ]
     for name, settings in STUDENTS.items():
         for seed in range(seeds):
@@ -88,9 +88,7 @@ def run(out, seeds, steps, distil_steps, command):
             record["students"].append(row | {"distilled": accuracy(student)})
             write_json(out / "digits_vit.json", record)
     facts = {"images": len(train[1]), "judged_on": len(test[1]), "parameters": teacher.num_parameters()}
-    record |= facts | {"seeds": list(range(seeds))}
-    record |= {"hardware": describe_hardware("cpu"), "versions": describe_versions()}
-    record |= {"commit": source_commit(), "command": command, "date": now()}
+    record |= facts | {"seeds": list(range(seeds)), **describe_run(command)}
     write_json(out / "digits_vit.json", record)
     make_card(out, test)
     return record
@@ -134,11 +132,11 @@ def main(arguments=None):
     parser.add_argument("--seeds", type=int, default=3, help="of each student (default: 3)")
     parser.add_argument("--steps", type=int, default=1600, help="of the teacher (default: 1600)")
     parser.add_argument(
-        "--distil-steps", type=int, default=300, help="of each student, after a quarter as many of transfer"
+        "--distill-steps", type=int, default=300, help="of each student, after a quarter as many of transfer"
     )
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
-    for name in ("seeds", "steps", "distil_steps"):
+    for name in ("seeds", "steps", "distill_steps"):
         if getattr(given, name) < 1:
             raise ValueError(f"{name}: got {getattr(given, name)}, expected at least 1.")
     torch.set_num_threads(1)
@@ -147,7 +145,7 @@ def main(arguments=None):
         given.out,
         given.seeds,
         given.steps,
-        given.distil_steps,
+        given.distill_steps,
         shlex.join(["python", "-m", "experiments.digits_vit", *arguments]),
     )
     print(table(record))

@@ -16,7 +16,7 @@ from mhla_hf.bench import SUITES, TOLERANCES, time_case, why
 from mhla_hf.bench.cases import relative_error
 from mhla_hf.cli import script
 from mhla_hf.files import write_json
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 
 from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import model_cases, paper_cases, target_cases
@@ -124,38 +124,22 @@ def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
     return rows
 
 
-def time_cases(device, limit, command=None, begun=None):
-    """What docs/bench/gpu.json holds but for the kernels."""
-    begun = time.monotonic() if begun is None else begun
-    cases = [*target_cases(), *SUITES["decode"](), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
-    record = {
-        "command": command,
-        "date": now(),
-        "versions": describe_versions(),
-        "hardware": describe_hardware(device),
-        "commit": source_commit(),
-        "seed": 0,
-        "rows": [],
-    }
-    for case in tqdm(cases, desc="cases"):
-        if time.monotonic() - begun > limit:
-            late = {"all": f"not begun within {limit} s"}
-            record["rows"].append({"case": case.name, "what": "", "ms": {}, "error": {}, "failed": late})
-        else:
-            record["rows"] += time_case(case, device)
-            torch.cuda.empty_cache()
-    return record
-
-
 def main(arguments=None):
     """Check, time, write; returns the record."""
     argparse.ArgumentParser("python -m experiments.gpu", description=__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU that torch can use here, so nothing was measured")
     begun = time.monotonic()
-    kernels = check_kernels("cuda")
-    record = time_cases("cuda", LIMIT, "make gpu", begun) | {"kernels": kernels}
-    write_json(PLACE, record)
+    record = {**describe_run("make gpu", "cuda"), "seed": 0, "rows": [], "kernels": check_kernels("cuda")}
+    cases = [*target_cases(), *SUITES["decode"](), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
+    for case in tqdm(cases, desc="cases"):
+        if time.monotonic() - begun > LIMIT:
+            late = {"all": f"not begun within {LIMIT} s"}
+            record["rows"].append({"case": case.name, "what": "", "ms": {}, "error": {}, "failed": late})
+        else:
+            record["rows"] += time_case(case, "cuda")
+            torch.cuda.empty_cache()
+        write_json(PLACE, record)
     write_documents()
     print(render_gpu(record))
     return record

@@ -56,9 +56,8 @@ class WholeModel:
     def prepare(self, device, seed):
         """(name -> model of the same size, the keyword arguments of a forward pass)."""
         torch.manual_seed(seed)
-        with torch.device(device):
-            made = self.language_models() if len(self.grid) == 1 else self.denoisers()
-        made = {name: as_loaded(model, getattr(torch, self.dtype)) for name, model in made.items()}
+        made = self.language_models() if len(self.grid) == 1 else self.denoisers()
+        made = {name: as_loaded(model, getattr(torch, self.dtype)).to(device) for name, model in made.items()}
         return made, self.inputs(device, seed)
 
     def language_models(self):

@@ -1,7 +1,7 @@
 """`mhla-hf`: parses and calls, nothing else.
 
 A sub-command imports what it needs when it runs, so that `--help` is instant. Bad input ends with exit code 2 and one
-sentence on stderr, Ctrl-C with 130 and how to go on. Unusual: `--debug` shows where an error came from.
+sentence on stderr, Ctrl-C with 130 and how to go on. `--debug` shows where an error came from.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def build_parser():
     """The parser of the whole command."""
     parser = Parser(
         prog="mhla-hf",
-        description="Multi-Head Linear Attention for Hugging Face models: convert, distil, evaluate.",
+        description="Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -229,7 +229,7 @@ def run_convert(given, command):
         model = convert(pipe, layers=layers, **settings).transformer
         save_pipeline(pipe, given.out, given.overwrite)
         chosen = model.config.mhla["layers"]
-        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distil it: conversion/")
+        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
         return
     if is_classifier_name(given.model, given.revision):
         model, tools = load_classifier(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
@@ -241,7 +241,7 @@ def run_convert(given, command):
     convert(model, layers=layers, **settings)
     save_language_model(model, tools, given.out, given.overwrite)
     layers, total = model.config.mhla["layers"], model.config.num_hidden_layers
-    print(f"{given.out}: layers {layers} of {total} are MHLA; now distil it: {further}")
+    print(f"{given.out}: layers {layers} of {total} are MHLA; now distill it: {further}")
 
 
 def run_distill(given, command):

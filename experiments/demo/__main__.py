@@ -1,4 +1,4 @@
-"""Train, convert, distil, judge and share a small model, with figures.
+"""Train, convert, distill, judge and share a small model, with figures.
 
     python -m experiments.demo                    the whole journey into out/, on two CPU cores
     python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine

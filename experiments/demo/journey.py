@@ -1,6 +1,6 @@
 """The whole journey on a small machine: softmax teacher, MHLA students, scores, figures, card, a visitor's load.
 
-Unusual: nothing here is special to the demo but the order. Each step is what a user would call (`convert`, `distill`,
+Nothing here is special to the demo but the order. Each step is what a user would call (`convert`, `distill`,
 `evaluate`, `write_card`), leaves a file or folder by one rename, and is skipped when that is there; so the same command
 goes on wherever it was stopped. What is in `out` belongs to one text, one teacher and one pair of recipes, and a call
 with others is refused.
@@ -169,7 +169,7 @@ class _Demo:
         print(sentence, flush=True)
 
     def begin(self):
-        """Read the text, recognise or make the folder: `data/` and what this demo is about."""
+        """Read the text, recognize or make the folder: `data/` and what this demo is about."""
         text, name = read_text(self.text)
         plans = [dataclasses.asdict(self.teacher_plan), dataclasses.asdict(self.student_plan)]
         self.identity = {
@@ -231,7 +231,7 @@ class _Demo:
             self._given_teacher(folder) if self.model else self._trained_teacher(folder, seed)
         if self._missing(folder, "README.md", quiet=True) and self.model is None:
             write_text(folder / "README.md", TEACHER_CARD)
-        self.say(f"\n[2/5] students: convert, then distil from the teacher, seed {seed}")
+        self.say(f"\n[2/5] students: convert, then distill from the teacher, seed {seed}")
         teacher = None
         for name, changes in STUDENTS.items():
             folder = self.folder(name, seed)
@@ -367,7 +367,7 @@ class _Demo:
         write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "python -m experiments.demo"})
 
     def share(self):
-        """Step 4, its end: the model card, where a licence is known."""
+        """Step 4, its end: the model card, where a license is known."""
         folder = self.folder("mhla", 0)
         hub_id = self.model if self.model and not Path(self.model).exists() else None
         given = {"license": self.license, "license_name": None, "license_link": None}

@@ -1,6 +1,6 @@
 """What the demo found, over seeds: results.json and the table in the terminal.
 
-Unusual: every number is read from the files beside the models (results.json, train.json), none is passed along; the
+Every number is read from the files beside the models (results.json, train.json), none is passed along; the
 spread is that over seeds, not the standard error of one task. Where MHLA loses, the same table says so.
 """
 

@@ -1,6 +1,6 @@
 """The demo's text: what is trained on, what is held out, and a tokenizer for a model that has none yet.
 
-Unusual: the default is the Python language reference, which every Python carries, so the demo needs no download.
+The default is the Python language reference, which every Python carries, so the demo needs no download.
 """
 
 import re

@@ -37,6 +37,8 @@ def main(arguments=None):
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     given = parser.parse_args(arguments)
+    if given.threads < 1:
+        raise ValueError(f"threads: got {given.threads}, expected a whole number of at least 1")
     own = {name: getattr(given, name) for name in ("data", "seeds", "epochs")}
     common = {
         "threads": given.threads,

@@ -1,6 +1,6 @@
 """The rank that attention can have: random features, N from 64 to 4096, softmax, plain linear and MHLA (table 1).
 
-Unusual: the whole N x N matrix is made and all its singular values are computed, in fp64, so that a rank stated here was
+The whole N x N matrix is made and all its singular values are computed, in fp64, so that a rank stated here was
 counted and not derived. Each size is written as soon as it is done, and is not measured again.
 """
 
@@ -16,7 +16,7 @@ from mhla_hf.analysis.measures import count_rank, default_tolerance, rank_bound
 from mhla_hf.files import write_json
 from mhla_hf.nn.grid import GridMixing
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 
 from .figures import plot_random_rank
 
@@ -83,11 +83,8 @@ def study_random_rank(
         What rank.json holds: "rows", versions, hardware, commit, seed, command, date, seconds.
 
     Raises:
-        ValueError: a size, the seed or `out` is impossible, or `out` holds another study. ImportError: no matplotlib.
+        ValueError: `out` holds another study. ImportError: no matplotlib.
     """
-    for name, values in (("lengths", lengths), ("widths", widths), ("blocks", (blocks,))):
-        if not values or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in values):
-            raise ValueError(f"{name}: got {list(values)}, expected whole numbers of at least 1")
     torch.set_num_threads(threads)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -103,14 +100,7 @@ def study_random_rank(
         row = measure_random_rank(tokens, width, blocks=blocks, seed=seed)
         record["rows"].append(row | {"seconds": round(time.monotonic() - begun, 2)})
         record["rows"].sort(key=lambda row: (row["tokens"], row["width"]))
-        record |= {
-            "format_version": FORMAT_VERSION,
-            "hardware": describe_hardware(),
-            "versions": describe_versions(),
-            "commit": source_commit(),
-            "command": command,
-            "date": now(),
-        }
+        record |= {"format_version": FORMAT_VERSION, **describe_run(command)}
         write_json(place, record)
     plot_random_rank(out / "rank.png", record["rows"])
     return record

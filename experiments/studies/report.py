@@ -1,6 +1,6 @@
 """What a study found: accuracy with standard errors over seeds, the paper's order judged pair by pair, rank and entropy.
 
-Unusual: every number is read from the files in the cells' folders, and every claim is judged on the same seeds of both rows
+Every number is read from the files in the cells' folders, and every claim is judged on the same seeds of both rows
 (a paired difference with its 95 % interval), so that "holds", "does not hold" and "undecided" are said by a rule.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from mhla_hf.analysis.figures import plot_layers, plot_mixing
 from mhla_hf.files import write_json, write_text
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 from mhla_hf.training.run_folder import RECORD
 
 from .figures import plot_accuracy
@@ -42,8 +42,6 @@ def run_study(
         ValueError, TypeError, ImportError: one sentence, before anything is trained. KeyboardInterrupt: on Ctrl-C; the same
         call goes on from there.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1")
     study = read_study(name, epochs=epochs, seeds=seeds)
     torch.set_num_threads(threads)
     started = time.perf_counter()
@@ -84,11 +82,7 @@ def collect_study(study: Study, out, *, data=None, command=None) -> dict:
         "seeds": list(range(study.seeds)),
         "rows": rows,
         "claims": [judge_claim(rows, *claim) for claim in study.claims],
-        "hardware": describe_hardware(),
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "command": command,
-        "date": now(),
+        **describe_run(command),
     }
 
 

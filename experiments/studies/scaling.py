@@ -1,6 +1,6 @@
 """Time against the number of tokens N and of blocks M (table 14): free while M^2 < N, and what it costs beyond.
 
-Unusual: all of one N take turns, round after round, the fastest round of each counting, so that a busy moment of the
+All of one N take turns, round after round, the fastest round of each counting, so that a busy moment of the
 machine spares none of them; and softmax and plain linear attention stand beside MHLA.
 """
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mhla_hf import mhla
 from mhla_hf.files import write_json
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.machine import describe_run
 
 from .figures import plot_scaling
 
@@ -61,7 +61,7 @@ def softmax_pass(q, k, v, blocks):
 
 
 def mhla_pass(q, k, v, mixing, blocks):
-    """The operator, normalised, as in image models."""
+    """The operator, normalized, as in image models."""
     return mhla(q, k, v, mixing, blocks=blocks)
 
 
@@ -69,12 +69,8 @@ def study_scaling(out, *, sides=SIDES, seconds=SECONDS, threads=1, seed=0, progr
     """`time_scaling` for every side, into `out`: scaling.json and scaling.png. Goes on where it was stopped.
 
     Raises:
-        ValueError: `threads` or `sides` is impossible, or `out` holds other sizes.
+        ValueError: `out` holds other sizes.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1")
-    if not sides or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides):
-        raise ValueError(f"sides: got {list(sides)}, expected whole numbers of at least 1")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     place = out / "scaling.json"
@@ -91,23 +87,12 @@ def study_scaling(out, *, sides=SIDES, seconds=SECONDS, threads=1, seed=0, progr
     if record.get("settings") != settings:
         raise ValueError(f"out: {str(place)!r} holds {record.get('settings')}, expected {settings}, or another folder")
     done = {row["tokens"] for row in record["rows"]}
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        missing = [side for side in sides if side * side not in done]
-        for side in tqdm(missing, desc="scaling", unit="size", disable=not progress):
-            record["rows"].append(time_scaling(side, seconds=seconds, seed=seed))
-            record |= {
-                "format_version": FORMAT_VERSION,
-                "hardware": describe_hardware(),
-                "versions": describe_versions(),
-                "commit": source_commit(),
-                "command": command,
-                "date": now(),
-            }
-            write_json(place, record)
-    finally:
-        torch.set_num_threads(before)
+    missing = [side for side in sides if side * side not in done]
+    for side in tqdm(missing, desc="scaling", unit="size", disable=not progress):
+        record["rows"].append(time_scaling(side, seconds=seconds, seed=seed))
+        record |= {"format_version": FORMAT_VERSION, **describe_run(command)}
+        write_json(place, record)
     plot_scaling(out / "scaling.png", record["rows"], f"{HEADS} heads of {WIDTH}, batch 1, fp32, {record['hardware']}")
     return record
 
@@ -119,13 +104,7 @@ def render_scaling(record) -> str:
     lines = ["| N | softmax | " + " | ".join(names) + " |", "|---:" * (len(counts) + 2) + "|"]
     for row in record["rows"]:
         found = {cell["blocks"]: 1000 * cell["seconds"] for cell in row["mhla"]}
-        cells = [
-            ""
-            if count not in found
-            else f"{found[count]:.1f}"
-            if count**2 <= row["tokens"]
-            else f"({found[count]:.1f})"
-            for count in counts
-        ]
+        forms = {count: "{:.1f}" if count**2 <= row["tokens"] else "({:.1f})" for count in found}
+        cells = [forms[count].format(found[count]) if count in found else "" for count in counts]
         lines.append(f"| {row['tokens']:,} | {1000 * row['softmax']:.1f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

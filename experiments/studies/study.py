@@ -1,8 +1,8 @@
-"""Comparisons of image classifiers: the paper's ablations, and `make demo-images`, from one YAML file each.
+"""Comparisons of image classifiers, from one YAML file each: the paper's ablations, and `make demo-images`.
 
-A study is a table: rows are models that differ in what the file says and in nothing else, columns are seeds. Unusual: every
-cell is a run of the one training loop in a folder of its own, so that a study stopped anywhere goes on, and rows are trained
-side by side, seed after seed, so that half a study is a smaller study and not half a table.
+A study is a table: rows are models that differ in what the file says and in nothing else, columns are seeds. Every cell is a
+run of the one training loop in a folder of its own, so that a study stopped anywhere goes on, and rows are trained side by
+side, seed after seed, so that half a study is a smaller study and not half a table.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import yaml
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
@@ -22,25 +24,25 @@ from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.scores.loading import without_bars
 from mhla_hf.training.loop import distill
 from mhla_hf.training.pictures import Preparation, open_pictures
-from mhla_hf.training.recipe import ImageStage
+from mhla_hf.training.recipe import SCIENTIFIC, ImageStage
 from mhla_hf.training.run_folder import RECORD
 
 RECIPES = Path(__file__).parent / "recipes"
 LOOKED_AT = 8
 ANALYSIS = "analysis.json"
 MEASURES = ("accuracy", "rank", "effective_rank", "entropy")
-KEYS = ("about", "paper", "model", "mhla", "positions", "stage", "epochs", "seeds", "rows", "claims")
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class Study:
     """What a recipe of a study says.
 
     about: one sentence. paper: what the paper found, with its table. model, mhla: of every row, arguments of
     `MHLAVisionConfig.preset("digits", ...)`. positions: deviation of the learned positions at the start; None: that of the
     weights. stage: of every row, fields of `ImageStage`. epochs, seeds: how many. rows: label -> what differs (arguments as
-    in `model`, and `mhla`, `positions`). claims: (higher row, lower row) or (higher row, lower row,
-    measure) to be judged; the measure is "accuracy", "rank", "effective_rank" or "entropy".
+    in `model`, and `mhla`, `positions`). claims: (higher row, lower row) or (higher row, lower row, measure) to be judged;
+    the measure is "accuracy", "rank", "effective_rank" or "entropy".
     """
 
     name: str
@@ -53,7 +55,20 @@ class Study:
     mhla: dict = dataclasses.field(default_factory=dict)
     positions: float | None = None
     stage: dict = dataclasses.field(default_factory=dict)
-    claims: tuple = ()
+    claims: list = dataclasses.field(default_factory=list)
+
+    def validate_table(self):
+        """Numbers of at least 1, rows that there are, claims about rows and measures, a stage that can be trained."""
+        for key in ("epochs", "seeds"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, expected a whole number of at least 1")
+        if not self.rows:
+            raise ValueError("rows is empty, expected at least one")
+        for claim in self.claims:
+            for named, known in zip(claim, (self.rows, self.rows, MEASURES), strict=False):
+                if named not in known:
+                    raise ValueError(f"claims name {named!r}, expected one of {', '.join(known)}")
+        ImageStage(**{"name": "train", "loss": "labels", "steps": 1, "lr": 1e-3, **self.stage})
 
     def config(self, row: str, **data) -> MHLAVisionConfig:
         """The configuration of one row; data: what the images decide (`num_labels`, `num_channels`)."""
@@ -72,49 +87,27 @@ class Study:
 
 
 def study_names() -> list[str]:
-    """The studies that come with the package."""
+    """The studies that lie in `recipes`."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def read_study(name, *, epochs=None, seeds=None) -> Study:
-    """A study of the package by its name, or from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
+    """One of our studies by its name, or one from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
     path = RECIPES / f"{name}.yaml" if str(name) in study_names() else Path(name)
     if not path.is_file():
         raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
+    changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"study: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"study: {str(path)!r} is no mapping, expected the keys {', '.join(KEYS)}")
-    if unknown := sorted(set(content) - set(KEYS)):
-        raise ValueError(f"study {str(path)!r}: unknown key {unknown[0]!r}; expected some of {', '.join(KEYS)}")
-    content |= {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
-    for key in ("epochs", "seeds"):
-        value = content.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key}: got {value!r}, expected a whole number of at least 1")
-    if not isinstance(content.get("rows"), dict) or not content["rows"]:
-        raise ValueError(f"study {str(path)!r}: rows is {content.get('rows')!r}, expected a mapping of at least one")
-    for claim in content.get("claims", ()):
-        for row in claim[:2]:
-            if row not in content["rows"]:
-                raise ValueError(f"study {str(path)!r}: claims name {row!r}, expected one of {list(content['rows'])}")
-        if claim[2:] and claim[2] not in MEASURES:
-            raise ValueError(f"study {str(path)!r}: claims name {claim[2]!r}, expected one of {', '.join(MEASURES)}")
-    stage = content.get("stage") or {}
-    ImageStage(**{"name": "train", "loss": "labels", "steps": 1, "lr": 1e-3, **_numbers(stage)})
-    content["stage"] = _numbers(stage)
-    return Study(name=path.stem, **content)
+        stage = {key: _number(value) for key, value in (content.get("stage") or {}).items()}
+        return Study(**{**content, **changes, "name": path.stem, "stage": stage})
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
 
 
-def _numbers(mapping):
-    """The mapping with texts such as 1.5e-3, which YAML 1.1 does not know as numbers, as floats."""
-    form = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-    return {
-        key: float(value) if isinstance(value, str) and form.fullmatch(value) else value
-        for key, value in mapping.items()
-    }
+def _number(value):
+    """A text such as 3e-3, which YAML 1.1 does not know as a number, as one."""
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 
 def folder_of(out, row: str, seed: int) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..files import write_json
 from ..scores.loading import check_model_name, choose_device, is_pipeline, kind_of_class
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..scores.machine import describe_run
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import image_batch, load_any, prompt_batch, text_batch
 from .measures import attention_maps, describe_mixing, measure_calls, record_model
@@ -74,13 +74,7 @@ def analyze(
         record["models"][label] = measure_calls(calls, tolerance=tolerance, progress=progress)
         record["inputs"][label] = what
         maps[label], mixing[label] = attention_maps(calls), describe_mixing(model)
-    record |= {
-        "hardware": describe_hardware(device),
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "command": command,
-        "date": now(),
-    }
+    record |= describe_run(command, device)
     if out is not None:
         _write(out, record, maps, mixing)
     return record

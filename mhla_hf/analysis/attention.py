@@ -1,6 +1,6 @@
 """The attention matrices of any model, row by row, from what its layers saw in one forward pass.
 
-Unusual: nothing is asked of the model. An MHLA layer is known by its core (so one from a checkpoint's own source is too),
+Nothing is asked of the model. An MHLA layer is known by its core (so one from a checkpoint's own source is too),
 whose inputs a hook keeps; a softmax layer by its call of torch's `scaled_dot_product_attention`. The T x T numbers are made
 afterwards, in fp64, one head and as many rows at a time as the caller wants.
 """

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from .. import Blocks
 from ..files import write_json
 from ..scores.loading import choose_device
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..scores.machine import describe_run
 from .cases import Decoding, Operator
 
 FORMAT_VERSION = 2
@@ -71,12 +71,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=N
     record = {
         "format_version": FORMAT_VERSION,
         "suite": suite if isinstance(suite, str) else "own",
-        "date": now(),
-        "versions": describe_versions(),
-        "hardware": describe_hardware(device),
-        "commit": source_commit(),
+        **describe_run(command, device),
         "seed": seed,
-        "command": command,
         "rows": [],
     }
     try:

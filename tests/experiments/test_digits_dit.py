@@ -12,7 +12,7 @@ from mhla_hf.scores.results import Results
 
 def test_digits_in_seconds(tmp_path, capsys):
     """Everything once, small; a second call runs nothing again and says the same."""
-    arguments = ["--seeds", "1", "--steps", "3", "--distil-steps", "2", "--samples", "20", "--width", "32"]
+    arguments = ["--seeds", "1", "--steps", "3", "--distill-steps", "2", "--samples", "20", "--width", "32"]
     arguments += ["--judge-epochs", "1", "--out", str(tmp_path / "out")]
     results = digits_dit.main(arguments)
     assert set(results["models"]) == {*digits_dit.FROM_SCRATCH, *digits_dit.DISTILLED}

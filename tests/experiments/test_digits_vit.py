@@ -11,7 +11,7 @@ from mhla_hf.scores.results import Results
 
 @pytest.mark.slow
 def test_digits_in_small_and_again(tmp_path, capsys):
-    arguments = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "3", "--distil-steps", "2"]
+    arguments = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "3", "--distill-steps", "2"]
     first = digits_vit.main(arguments)
     record = json.loads((tmp_path / "out" / "digits_vit.json").read_text())
     assert [row["attention"] for row in record["students"]] == ["MHLA", "plain linear"]

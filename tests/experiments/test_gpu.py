@@ -1,6 +1,7 @@
 """What `make gpu` does, in triton's interpreter and on tiny models; and what it says without a GPU."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, 
 from mhla_hf import Blocks
 from mhla_hf.bench import run_bench
 from mhla_hf.bench.cases import FORWARD, TRAINING, Operator
+from mhla_hf.scores.machine import describe_run
 
 FEW = {"sequence": gpu.VARIANTS["sequence"]}
 
@@ -52,6 +54,32 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU that torch can use here, so nothing was measured"):
         gpu.main([])
+
+
+def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
+    """As on a GPU, with what is slow replaced; what there is no time for is a row."""
+    few, late = gpu.target_cases()[:1], gpu.target_cases()[1:2]
+    timed = [{"case": few[0].name, "what": FORWARD, "ms": {"mhla triton": 1.0}, "error": {}, "failed": {}}]
+    clock = iter([0.0, 1.0, gpu.LIMIT + 1.0])
+    for place, stand_in in {
+        "torch.cuda.is_available": lambda: True,
+        "experiments.gpu.describe_run": lambda command, device: describe_run(command),
+        "experiments.gpu.check_kernels": lambda device: [],
+        "experiments.gpu.time_case": lambda case, device: timed,
+        "experiments.gpu.time.monotonic": lambda: next(clock),
+        "experiments.gpu.target_cases": lambda: few + late,
+        "experiments.gpu.paper_cases": list,
+        "experiments.gpu.model_cases": list,
+        "experiments.gpu.write_documents": list,
+        "experiments.gpu.tqdm": lambda cases, desc: cases,
+    }.items():
+        monkeypatch.setattr(place, stand_in)
+    monkeypatch.setitem(gpu.SUITES, "decode", list)
+    monkeypatch.setattr(gpu, "PLACE", tmp_path / "gpu.json")
+    record = gpu.main([])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
+    assert [row["case"] for row in record["rows"]] == [case.name for case in few + late]
+    assert f"* {late[0].name}, all: not begun within {gpu.LIMIT} s" in capsys.readouterr().out
 
 
 WAN = {

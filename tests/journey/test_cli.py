@@ -170,7 +170,7 @@ BAD = {
     "results nowhere": ("evaluate llama --tasks x --output file/r.json", "file/r.json"),
     "suite": ("bench --suite slow", "'slow'"),
     "threads": ("bench --threads 0", "threads is 0"),
-    "bench out": ("bench --out file", "'file'"),
+    "bench out": ("bench --out file/bench.json", "file/bench.json"),
     "push nothing": ("push", "DIR"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push to no user": ("push mhla model", "repo_id is 'model'"),
