@@ -39,7 +39,7 @@ def from_scratch(settings, pictures):
 
 def load_softmax(name, classes):
     """The softmax original: a classifier; or, where no loss asks for `classes`, a vision tower (of CLIP or SigLIP too)."""
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     named = (config.architectures or ["model of unknown class"])[0]
     if classes:
         if "ForImageClassification" not in named:
@@ -47,12 +47,12 @@ def load_softmax(name, classes):
                 f"model: {name!r} is a {named}, which has no classes; expected an image classifier, or a recipe with the "
                 "losses transfer and features, such as conversion/recipes/image_features.yaml"
             )
-        return AutoModelForImageClassification.from_pretrained(name, dtype=torch.float32)
+        return AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
     kind = getattr(config, "vision_config", config).model_type
     if kind not in CONVERTIBLE_VISION_TYPES:
         raise ValueError(f"model: {name!r} is a {kind}, expected one of {', '.join(CONVERTIBLE_VISION_TYPES)}")
     towers = base_model_classes(kind)
-    return towers.get(named, next(iter(towers.values()))).from_pretrained(name, dtype=torch.float32)
+    return towers.get(named, next(iter(towers.values()))).from_pretrained(name)
 
 
 def main(arguments=None):
@@ -81,7 +81,7 @@ def main(arguments=None):
         student = load_softmax(name, any(stage.loss in ("logits", "labels") for stage in recipe.stages))
         half = recipe.run.get("mixed_precision") == "bf16"
         teacher = copy.deepcopy(student).to(torch.bfloat16 if half else torch.float32)
-        processor = AutoImageProcessor.from_pretrained(name)
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
         mhla_hf.convert(student, **recipe.settings)
     return mhla_hf.distill(
         student,

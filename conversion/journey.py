@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
 
 import mhla_hf
+from mhla_hf.checkpoints.files import write_text
+from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import parse_settings
-from mhla_hf.files import write_text
 from mhla_hf.hub.card import write_card
 from mhla_hf.hub.card_facts import find_licence
 from mhla_hf.hub.plain_card import plain_card
@@ -45,7 +45,7 @@ def run(about, recipe, arguments=None):
     origin = {"base_model": base, **find_licence(base, None if base else name, asked)}  # before the long work
 
     half = recipe.run.get("mixed_precision") == "bf16"
-    teacher = DiffusionPipeline.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
+    teacher = load_pipeline(name, dtype="bfloat16" if half else "float32", device="cpu")
     torch.manual_seed(given.seed)
     if "preset" in recipe.settings:
         trained = mhla_hf.MHLADiTTransformer2DModel.from_preset(**recipe.settings)

@@ -43,15 +43,16 @@ def main(arguments=None):
         parser.error(f"--model is needed: {given.recipe} names no base")
     else:
         half = recipe.run.get("mixed_precision") == "bf16"
-        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if half else torch.float32)
-        student = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        dtype = torch.bfloat16 if half else torch.float32
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        student = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
         mhla_hf.convert(student, **recipe.settings)
     return mhla_hf.distill(
         student,
         teacher,
         out=given.out,
         data=given.text,
-        tokenizer=AutoTokenizer.from_pretrained(recipe.tokenizer or name),
+        tokenizer=AutoTokenizer.from_pretrained(recipe.tokenizer or name, trust_remote_code=False),
         recipe=given.recipe,
         seed=given.seed,
         command=shlex.join(["python", *sys.argv]),

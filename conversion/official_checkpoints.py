@@ -21,7 +21,8 @@ from diffusers import DiTPipeline, WanPipeline
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.files import folder_aside
+from mhla_hf.checkpoints.files import folder_aside
+from mhla_hf.checkpoints.load import without_questions
 from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
@@ -148,7 +149,7 @@ def load_vit(state, **options) -> MHLAForImageClassification:
 
 # name -> is it that, load it, which options it takes
 FAMILIES = {
-    "Wan": (is_official_wan, load_official_wan, ("layout",)),
+    "Wan": (is_official_wan, load_official_wan, ("layout", "norm_output")),
     "DiT": (is_official_dit, load_official_dit, ("num_heads",)),
     "image classifier": (is_vit, load_vit, ("num_heads",)),
 }
@@ -157,7 +158,7 @@ FAMILIES = {
 def load_official(path, **options):
     """The model in a checkpoint of the authors; ValueError, one sentence, if it is none or not whole.
 
-    options: layout (Wan) or num_heads (the others), where the checkpoint does not say it.
+    options: layout and norm_output (Wan) or num_heads (the others), where the checkpoint does not say it.
     """
     state = read_state(path)
     for name, (recognise, load, known) in FAMILIES.items():
@@ -176,7 +177,8 @@ def into_pipeline(model, base: str):
     kind = type(model).__name__
     if kind not in pipelines:
         raise ValueError(f"base: got {base!r}, expected none for {kind}, which belongs to no pipeline.")
-    return pipelines[kind].from_pretrained(base, transformer=model)
+    with without_questions():
+        return pipelines[kind].from_pretrained(base, transformer=model)
 
 
 def main(arguments=None):
@@ -187,12 +189,19 @@ def main(arguments=None):
     parser.add_argument(
         "--layout", type=int, nargs=3, help="Wan: blocks of frames, rows and columns; default: by their number"
     )
+    parser.add_argument(
+        "--norm-output",
+        action="store_true",
+        default=None,
+        help="Wan: trained with norm_output: true, the default of the authors' code, which their two yamls turn off",
+    )
     parser.add_argument("--num-heads", type=int, help="DiT and image classifiers; default: by the width")
     parser.add_argument("--base", help="Wan and DiT: the pipeline (folder or repository) that gets the transformer")
     given = parser.parse_args(arguments)
     if os.path.exists(given.out):
         raise ValueError(f"out: got {given.out!r}, which exists, expected a path where a folder can be made.")
-    options = {name: getattr(given, name) for name in ("layout", "num_heads") if getattr(given, name) is not None}
+    names = ("layout", "norm_output", "num_heads")
+    options = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     model = load_official(given.checkpoint, **options)
     result = model if given.base is None else into_pipeline(model, given.base)
     with folder_aside(given.out) as folder:

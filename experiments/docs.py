@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import convert
 from mhla_hf.bench import render_bench
-from mhla_hf.files import write_text
+from mhla_hf.checkpoints.files import write_text
 from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from mhla_hf import Blocks, mhla, mhla_step
 from mhla_hf.bench import SUITES, TOLERANCES, time_case, why
 from mhla_hf.bench.cases import relative_error
+from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
-from mhla_hf.files import write_json
-from mhla_hf.scores.machine import describe_run
 
 from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import model_cases, paper_cases, target_cases

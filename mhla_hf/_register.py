@@ -78,7 +78,7 @@ def hand_over_source_maker() -> None:
     """Tell `models` how the one-file source of a checkpoint is made; the room itself knows nothing of `hub`."""
 
     def make(entry):
-        return importlib.import_module("mhla_hf.hub.bundle").make_source(entry)
+        return importlib.import_module("mhla_hf.checkpoints.bundle").make_source(entry)
 
     sys.modules[SAVING].set_source_maker(make)
 

@@ -12,7 +12,7 @@ import sys
 
 from . import __version__
 
-USER_ERRORS = (ValueError, TypeError, ImportError, OSError)
+USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
 CONVERT = """\
 example:
@@ -39,7 +39,7 @@ example:
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
 table_9_class_to_image, recall, ruler, speed, or a YAML file. For images and videos on several processes: torchrun
 -m mhla_hf.cli evaluate ...
-Scores are kept in results.json in each model's folder; what is known is not run again.
+Scores are kept in results.json in each model's folder; what this machine measured is read, not run again.
 """
 PUSH = """\
 example:
@@ -111,9 +111,9 @@ def _convert_options(sub):
     sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    sub.add_argument("--seed", type=int, default=0, help="of the new parameters' start (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
     sub.add_argument("--revision", help="branch, tag or commit on the Hub")
-    sub.add_argument("--overwrite", action="store_true", help="OUT may hold something that this replaces")
+    sub.add_argument("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
 
 
 def _distill_options(sub):
@@ -122,7 +122,7 @@ def _distill_options(sub):
     sub.add_argument("--recipe", required=True, metavar="YAML", help="stages, learning rates, settings")
     sub.add_argument("--text", help="file, folder or dataset to train on (default: the recipe's)")
     sub.add_argument("--out", required=True, help="folder to make")
-    sub.add_argument("--seed", type=int, default=0, help="decides every random choice (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
     sub.add_argument("--tracker", help="tensorboard, or another that accelerate knows")
 
 
@@ -137,7 +137,7 @@ def _evaluate_options(sub):
     sub.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     sub.add_argument("--limit", type=float, help="documents per task, or a share below 1: for trying out")
     sub.add_argument("--batch-size", default="8", help='documents at once, or "auto" (default: 8)')
-    sub.add_argument("--seed", type=int, help="of everything random (default: lm-eval's own)")
+    sub.add_argument("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     sub.add_argument("--max-length", type=int, help="tokens seen at once (default: the model's)")
@@ -145,6 +145,7 @@ def _evaluate_options(sub):
     sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
     sub.add_argument("--output", help="a .json file, or a folder for several models (default: in the model's folder)")
     sub.add_argument("--force", action="store_true", help="run again what is known")
+    sub.add_argument("--trust-scores", action="store_true", help="read results that this machine did not measure")
     sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     sub.add_argument("--plot", metavar="PNG", help="draw the scores")
 
@@ -199,7 +200,7 @@ def _bench_options(sub):
     sub.add_argument("--suite", help="quick or decode")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    sub.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    sub.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
     sub.add_argument("--out", help="JSON file to write")
 
 
@@ -210,17 +211,9 @@ def run_convert(given, command):
 
     import torch
 
+    from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
+    from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
     from .patch import convert
-    from .scores.loading import (
-        check_new_folder,
-        is_classifier_name,
-        is_pipeline,
-        load_classifier,
-        load_language_model,
-        save_language_model,
-        save_pipeline,
-    )
-    from .scores.samples import load_pipeline
 
     check_new_folder(given.out, given.overwrite)
     if is_pipeline(given.model, given.revision):
@@ -248,8 +241,8 @@ def run_distill(given, command):
     """mhla-hf distill"""
     import torch
 
+    from .checkpoints.load import is_classifier_name, load_language_model
     from .patch import convert
-    from .scores.loading import is_classifier_name, load_language_model
     from .training.loop import distill
     from .training.recipe import read_recipe
 
@@ -259,7 +252,7 @@ def run_distill(given, command):
             f"student {given.student!r} is an image classifier; expected a causal language model (for classifiers there is "
             "conversion/image_classifier.py)"
         )
-    student, tokenizer = load_language_model(given.student, dtype="float32", device="cpu")
+    student, tokenizer = load_language_model(given.student, device="cpu")
     softmax = not hasattr(student.config, "mhla")
     if softmax:
         torch.manual_seed(given.seed)
@@ -306,6 +299,7 @@ def run_evaluate(given, command):
         revision=given.revision,
         trust_remote_code=given.trust_remote_code,
         force=given.force,
+        trust_scores=given.trust_scores,
         progress=not given.quiet,
     )
     if int(os.environ.get("RANK", "0")):
@@ -411,6 +405,13 @@ def run_bench(given, command):
         raise SystemExit(1)
 
 
+def seed_number(text):
+    """A seed that every generator takes. ValueError for others."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
 def parse_layers(text):
     """ "all", "2/3", a list of indices, or None. ValueError for anything else."""
     if text in (None, "all", "2/3"):
@@ -425,7 +426,7 @@ def script(main, name=None):
     """Call `main` as the scripts of a clone do: bad input ends with one sentence, Ctrl-C with how to go on."""
     try:
         main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except USER_ERRORS as error:
         sys.exit(f"{name or os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt as error:
         print(error, file=sys.stderr)

@@ -2,8 +2,8 @@
 
 Unusual: nothing is skipped and nothing is guessed. A key without a place, and a place without a key, is an error that names
 the key in the authors' spelling and the place in diffusers'. The released DiT code normalises otherwise than the paper
-(`normalize="official"`) and has one LayerNorm more; the released Wan code has neither a denominator nor a scale, so its
-mixing is multiplied by the root of the head's width, which the operator divides by.
+(`normalize="official"`) and has one LayerNorm more; the released Wan code has that denominator only with `norm_output`, and
+no scale, so its mixing is multiplied by the root of the head's width, which the operator divides by.
 """
 
 import math
@@ -79,13 +79,15 @@ def is_official_dit(state: dict) -> bool:
     return "x_embedder.proj.weight" in state and any(f".{DIT_MIXING}." in key for key in state)
 
 
-def load_official_wan(state: dict, *, layout=None) -> MHLAWanTransformer3DModel:
+def load_official_wan(state: dict, *, layout=None, norm_output: bool = False) -> MHLAWanTransformer3DModel:
     """The authors' Wan as `MHLAWanTransformer3DModel`, in eval mode.
 
     Args:
         state: their state dict; with or without `self_attn.g.*` (the released configuration's gate has no effect in the
             released code) and `self_attn.lepe.*`.
         layout: blocks per frame, row and column axis; default: theirs for 150 blocks, (7, 3, 5) for 105.
+        norm_output: theirs, whether outputs are divided by the summed weights before their norm, which the checkpoint does
+            not tell: true by default in their code, false in both of their released configurations.
     """
     mixing = mhla_layers(state, WAN_MIXING)
     count = block_count(mixing, WAN_MIXING)
@@ -107,6 +109,7 @@ def load_official_wan(state: dict, *, layout=None) -> MHLAWanTransformer3DModel:
         "layout": list(layout),
         "layers": sorted(mixing),
         "mixing_form": "free",
+        "normalize": "official" if norm_output else False,
         "gate": f"{first}.g.weight" in state,
         "cpe": shape_of(state, lepe)[-1] if lepe in state else 0,
     }

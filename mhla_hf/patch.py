@@ -116,7 +116,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
         raise ValueError(
             f"model: layer {away[0]} is offloaded, expected its weights on a device; load it without offloading."
         )
-    warn_of_what_is_lost(config, attentions, settings.layers)
+    check_what_is_lost(config, attentions, settings.layers)
 
     own = copy.deepcopy(config)
     own.__class__ = overlay_config_class(base_type)
@@ -173,16 +173,17 @@ def convertible_type(model) -> str:
     return model_type
 
 
-def warn_of_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
-    """Say once what the base's softmax layers did that their MHLA successors do not."""
-    windows = {getattr(attentions[i], "sliding_window", getattr(config, "sliding_window", None)) for i in layers} - {
-        None
-    }
-    if windows:
-        logger.warning(
-            "convert: the base's layers see the last %s tokens only; as MHLA layers they see the whole context.",
-            ", ".join(str(w) for w in sorted(windows)),
-        )
+def check_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
+    """Refuse what changes a base's softmax layers and MHLA layers cannot do; say once that its dropout is gone."""
+    for index in layers:
+        window = getattr(attentions[index], "sliding_window", getattr(config, "sliding_window", None))
+        if window is not None:
+            raise ValueError(
+                f"sliding_window: layer {index} sees the last {window} tokens only, which MHLA layers cannot do; "
+                "expected a base loaded with sliding_window=None, or layers without it."
+            )
+    if getattr(config, "is_causal", True) is False and config.model_type in CONVERTIBLE_MODEL_TYPES:
+        raise ValueError("is_causal: the base's configuration says False, expected a causal language model.")
     for name in ("attention_dropout", "attention_probs_dropout_prob"):
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))

@@ -1,9 +1,15 @@
-"""convert() for diffusers: the transformers of a pipeline become MHLA models, in place, as the same objects."""
+"""convert() for diffusers: the transformers of a pipeline become MHLA models, in place, as the same objects.
 
+Unusual: a pipeline notes the classes of its parts when it is made, and loads them by that note later. A transformer does not
+know its pipelines, so those that hold it are found among the objects that Python keeps track of.
+"""
+
+import gc
 import importlib
 import types
 
 import torch
+from diffusers import DiffusionPipeline
 
 from .models.diffusion import check_diffusion_settings, self_attentions
 from .nn.settings import MHLASettings
@@ -34,8 +40,6 @@ def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: d
             f"{list(CONVERTIBLE_TRANSFORMERS)}."
         )
     convert_transformers(list(named.values()), settings, layers, overrides)
-    for name, transformer in named.items():
-        setattr(model, name, transformer)  # the pipeline notes the new class, for model_index.json
     return model
 
 
@@ -58,6 +62,15 @@ def convert_transformers(transformers: list, settings: MHLASettings | None, laye
             match_device_and_dtype(attn.processor.mhla, attn.to_q.weight.device, transformer.dtype)
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
+    tell_pipelines(transformers)
+
+
+def tell_pipelines(transformers: list) -> None:
+    """Every pipeline that holds one of these notes its new class, for model_index.json."""
+    for pipeline in [found for found in gc.get_objects() if issubclass(type(found), DiffusionPipeline)]:
+        for name, part in list(vars(pipeline).items()):
+            if any(part is transformer for transformer in transformers):
+                setattr(pipeline, name, part)
 
 
 def check_at_rest(transformer) -> None:

@@ -3,7 +3,7 @@
 matplotlib is imported where it is used, without a display.
 """
 
-from .files import file_aside
+from .checkpoints.files import file_aside
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
 STYLE = {

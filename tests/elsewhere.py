@@ -17,8 +17,11 @@ sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, "mhla_hf
 """
 
 
-def run_elsewhere(code, folder):
-    """Run `code` after `HEAD` with `folder` as home and working directory; the finished process, with its text."""
+def run_elsewhere(code, folder, **options):
+    """Run `code` after `HEAD` with `folder` as home and working directory; the finished process, with its text.
+
+    options: of subprocess.run.
+    """
     env = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder),
@@ -27,4 +30,5 @@ def run_elsewhere(code, folder):
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.run([sys.executable, "-c", HEAD + code], cwd=folder, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", HEAD + code]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, **options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mhla_hf.files import folder_aside
+from mhla_hf.checkpoints.files import folder_aside
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

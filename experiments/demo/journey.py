@@ -24,16 +24,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from mhla_hf.analysis.figures import plot_mixing
 from mhla_hf.analysis.measures import describe_mixing
-from mhla_hf.files import folder_aside, write_json, write_text
+from mhla_hf.checkpoints.clean_process import visit
+from mhla_hf.checkpoints.files import folder_aside, write_json, write_text
+from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
+from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.card_facts import find_licence
-from mhla_hf.hub.clean_process import visit
 from mhla_hf.patch import convert
 from mhla_hf.scores.evaluation import evaluate
-from mhla_hf.scores.loading import choose_device, load_language_model, without_bars
 from mhla_hf.scores.local_tasks import make_tasks
-from mhla_hf.scores.machine import describe_hardware, describe_versions
-from mhla_hf.scores.results import Results, fingerprint_folder
+from mhla_hf.scores.results import Results
 from mhla_hf.speed import measure_speed
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
@@ -189,7 +190,7 @@ class _Demo:
             self._make_folder(text)
         self.train_text = self.out / "data" / "train.txt"
         self.held_out = (self.out / "data" / "heldout.txt").read_text(encoding="utf-8")
-        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer")
+        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
 
     def _compare(self, known):
         for key, value in self.identity.items():
@@ -253,7 +254,7 @@ class _Demo:
         return False
 
     def _load(self, folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
 
     def _trained_teacher(self, folder, seed):
         torch.manual_seed(seed)

@@ -9,7 +9,7 @@ import math
 import statistics
 from pathlib import Path
 
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from mhla_hf.scores.results import Results
 from mhla_hf.training.run_folder import RECORD
 

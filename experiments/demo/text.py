@@ -6,7 +6,7 @@ The default is the Python language reference, which every Python carries, so the
 import re
 from pathlib import Path
 
-from mhla_hf.training.data import TABLE_ENDINGS, TEXT_ENDINGS
+from mhla_hf.training.data import TABLE_ENDINGS, TEXT_ENDINGS, place_of, read_text_file
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000
@@ -28,24 +28,17 @@ def read_text(text=None):
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics.values()), "pydoc_data.topics"
-    path = Path(text).expanduser()
+    path = place_of(text, "text")
     if path.is_file():
-        whole = _decode(path)
+        whole = read_text_file(path, "text")
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_ENDINGS)
-        whole = "\n\n".join(_decode(file) for file in files)
+        whole = "\n\n".join(read_text_file(file, "text") for file in files)
     else:
         whole = _stream(str(text))
     if len(whole) < LEAST_READ:
         raise ValueError(f"text: {str(text)!r} holds {len(whole):,} characters; expected at least {LEAST_READ:,}")
     return whole[:MOST_READ], path.name if path.exists() else str(text)
-
-
-def _decode(path):
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text: {str(path)!r} is not UTF-8 text (byte {error.start})") from None
 
 
 def _stream(name):

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from mhla_hf.analysis.attention import Attention
 from mhla_hf.analysis.measures import count_rank, default_tolerance, rank_bound
-from mhla_hf.files import write_json
+from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.nn.grid import GridMixing
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.scores.machine import describe_run
 
 from .figures import plot_random_rank
 

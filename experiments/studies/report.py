@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from mhla_hf.analysis.figures import plot_layers, plot_mixing
-from mhla_hf.files import write_json, write_text
-from mhla_hf.scores.machine import describe_run
+from mhla_hf.checkpoints.files import write_json, write_text
+from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.training.run_folder import RECORD
 
 from .figures import plot_accuracy

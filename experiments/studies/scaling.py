@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from mhla_hf import mhla
-from mhla_hf.files import write_json
+from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.scores.machine import describe_run
 
 from .figures import plot_scaling
 

@@ -12,16 +12,15 @@ import re
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
-from mhla_hf.files import write_json
+from mhla_hf.checkpoints.files import read_yaml, write_json
+from mhla_hf.checkpoints.load import without_bars
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
-from mhla_hf.scores.loading import without_bars
 from mhla_hf.training.loop import distill
 from mhla_hf.training.pictures import Preparation, open_pictures
 from mhla_hf.training.recipe import SCIENTIFIC, ImageStage
@@ -97,11 +96,11 @@ def read_study(name, *, epochs=None, seeds=None) -> Study:
     if not path.is_file():
         raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
+    content = read_yaml(path, "study")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         stage = {key: _number(value) for key, value in (content.get("stage") or {}).items()}
         return Study(**{**content, **changes, "name": path.stem, "stage": stage})
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError, StrictDataclassError) as error:
+    except (AttributeError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
 
 

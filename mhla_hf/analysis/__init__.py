@@ -7,9 +7,10 @@ other kind the caller gives the inputs. `attention.py` has the matrices, `measur
 import re
 from pathlib import Path
 
-from ..files import write_json
-from ..scores.loading import check_model_name, choose_device, is_pipeline, kind_of_class
-from ..scores.machine import describe_run
+from ..checkpoints.files import write_json
+from ..checkpoints.load import check_model_name, choose_device, is_pipeline, kind_of_class
+from ..checkpoints.machine import describe_run
+from ..scores.subjects import check_writable
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import image_batch, load_any, prompt_batch, text_batch
 from .measures import attention_maps, describe_mixing, measure_calls, record_model
@@ -65,7 +66,7 @@ def analyze(
         out = Path(out).expanduser()
         if out.exists() and not out.is_dir():
             raise ValueError(f"out: {str(out)!r} is a file, expected a folder to make")
-        out.mkdir(parents=True, exist_ok=True)
+        check_writable(out / RECORD)
     record = {"format_version": FORMAT_VERSION, "models": {}, "inputs": {}}
     maps, mixing = {}, {}
     for label, given in named.items():
@@ -130,6 +131,7 @@ def _prepare(given, inputs, data, samples, length, device, trust_remote_code):
 
 
 def _write(out, record, maps, mixing):
+    out.mkdir(parents=True, exist_ok=True)
     looked_at = "; ".join(dict.fromkeys(record["inputs"].values()))
     plot_layers(out / "layers.png", {label: own["layers"] for label, own in record["models"].items()}, looked_at)
     plot_maps(out / "maps.png", maps)

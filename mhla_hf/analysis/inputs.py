@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ..scores.loading import is_pipeline, kind_of_class, load_classifier, load_config, load_language_model
-from ..scores.samples import load_pipeline
+from ..checkpoints.load import (
+    is_pipeline,
+    kind_of_class,
+    load_classifier,
+    load_config,
+    load_language_model,
+    load_pipeline,
+)
 from ..training.data import hub_id, load_split, open_text
 
 DEFAULT_TEXT = 40_000

@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 
 from .. import Blocks
-from ..files import write_json
-from ..scores.loading import choose_device
-from ..scores.machine import describe_run
+from ..checkpoints.files import write_json
+from ..checkpoints.load import choose_device
+from ..checkpoints.machine import describe_run
 from .cases import Decoding, Operator
 
 FORMAT_VERSION = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..files import write_text
+from ..checkpoints.files import write_text
 from . import card_sections as sections
 from .card_facts import (
     PERSON_FILE,

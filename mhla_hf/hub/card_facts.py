@@ -16,8 +16,9 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..checkpoints.fingerprint import fingerprint_folder
 from ..nn.settings import MHLASettings
-from ..scores.results import Result, Results, fingerprint_folder
+from ..scores.results import Result, Results
 from ..scores.timing import speed_of_records
 from .licences import LICENCES
 
@@ -139,11 +140,11 @@ def unit_of(train: dict) -> str | None:
 def read_json(folder: Path, name: str) -> dict | None:
     """The object in `folder`/`name`; None without such a file."""
     path = Path(folder, name)
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")

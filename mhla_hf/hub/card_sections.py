@@ -295,13 +295,13 @@ def loading(facts: CardFacts) -> str:
     return f'''## How to load
 
 Needs torch and transformers 5; mhla_hf need not be installed, the code is in `modeling_mhla.py` beside the weights.
-The tokenizer asks for the configuration, so it needs `trust_remote_code=True` too.
+The tokenizer needs none of it: `trust_remote_code=False` tells transformers so, which else asks at a terminal.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "{facts.name}"  # the Hub id, or the folder of this model
-tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
 
 inputs = tokenizer("The", return_tensors="pt")

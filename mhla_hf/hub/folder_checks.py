@@ -1,14 +1,13 @@
 """What a model's folder has to be before it is shared: everything is looked at here, and nothing is sent.
 
-Unusual: the only code that may be in a shared folder is the source file that mhla_hf made, proven by its hash; and the
-last check loads the model in a process where mhla_hf cannot be imported, without network, as its users will.
+Only files on a list go out: what mhla_hf, transformers and diffusers write for a model, by exact name, each of its own
+format. Everything else stays where it is and is named. Unusual: the checks look at a copy of exactly what goes out, and the
+last one loads it in a process where mhla_hf cannot be imported, without network, as its users will.
 """
 
 import dataclasses
 import json
 import logging
-import os
-import pickletools
 import re
 import tempfile
 from collections import Counter
@@ -21,50 +20,34 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from ..checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
-from ..files import SHARD_SIZE
-from ..scores.loading import check_shards
-from .bundle import check_bundle
+from ..checkpoints.bundle import check_bundle
+from ..checkpoints.checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
+from ..checkpoints.clean_process import check_visit
+from ..checkpoints.files import SHARD_SIZE
+from ..checkpoints.load import check_shards
 from .card import CARD_FILE, check_card, render_card
 from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
-from .clean_process import check_visit
-from .leaks import check_leaks, check_name, cut_places, cut_record, is_absolute, local_places
+from .leaks import VOCABULARIES, check_leaks, cut_places, cut_record, is_absolute, local_places, strings
 from .licences import LICENCES
 
 logger = logging.getLogger("mhla_hf")
 LARGEST = 5 * 10**9  # bytes of one file: SHARD_SIZE as a number
-LEFT_OUT = ("__pycache__", "runs")  # caches and TensorBoard's event files
-TRAINING_STATE = re.compile(
-    r"checkpoint-\d+"
-)  # as transformers' Trainer calls them, whose own push leaves them out too
-TEXTS = (".json", ".jsonl", ".txt", ".md", ".py", ".yaml", ".yml", ".jinja", ".csv", ".svg")
-_JPEG, _SENTENCEPIECE = rb"\xff\xd8\xff", rb"\n|[^\0\x80-\xff]+\Z"  # the second: its first field, or a list of words
-# suffix -> how such a file begins (16 bytes)
-BINARIES = {
-    ".model": _SENTENCEPIECE,
-    ".spm": _SENTENCEPIECE,
-    ".png": rb"\x89PNG\r\n\x1a\n",
-    ".jpg": _JPEG,
-    ".jpeg": _JPEG,
-    ".gif": rb"GIF8",
-    ".webp": rb"RIFF....WEBP",
-    ".mp4": rb"....ftyp",
-    ".webm": rb"\x1a\x45\xdf\xa3",
-}
-BUILDS = {
-    "GLOBAL",
-    "STACK_GLOBAL",
-    "INST",
-    "REDUCE",
-    "PUT",
-    "BINPUT",
-    "MEMOIZE",
-}  # what any pickle of more than a word does
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".msgpack", ".onnx")
 RECORDS = ("train.json", "results.json", "speed.json", PERSON_FILE)  # what mhla_hf wrote, where a folder may be named
-WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
-SOURCE = re.compile(r"modeling_mhla\w*\.py")
+INDEX = "model_index.json"
+LICENCE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
+TOP = (CARD_FILE, INDEX, *RECORDS, *LICENCE_TEXTS)  # beside a model or pipeline, not in a pipeline's components
+NAMES = re.compile(r"modeling_mhla\w*\.py|(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+CONFIGURATIONS = (
+    "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
+    "chat_template.jinja",
+)  # fmt: skip
+FIGURE = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*\.(?:png|jpg|jpeg|gif|webp|mp4|webm)\b", re.ASCII)  # as a card names it
+# How a file begins: pictures and films; sentencepiece's first field, or tiktoken's first line.
+PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8|RIFF....WEBP|....ftyp|\x1a\x45\xdf\xa3", re.DOTALL)
+TOKENS = re.compile(rb"\n|[A-Za-z0-9+/]+=* \d+\r?\n")
 REFERENCE = re.compile(r"(modeling_mhla\w*)\.\w+")
+ELSEWHERE = re.compile(r"\S+--\S+\.\w+")  # code of another repository, as transformers writes it
 LEADS_OUT = re.compile(r"^(\S*[/\\])?\.\.([/\\]\S*)?$|^(file:\S*|~?/[\w.-]+/\S*|[A-Za-z]:\\\S*)$")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 RESAVE = f"save it again with model.save_pretrained(folder, max_shard_size={SHARD_SIZE!r})"
@@ -76,7 +59,7 @@ class CheckedFolder:
 
     folder: where it is. kind: see `clean_process.KINDS`. files: path in the repository -> path here. rewritten: path in the
     repository -> bytes that are sent in place of the file here: the card, and configurations and records without the places
-    on this computer. stamps: path -> (size, time of change) when it was checked.
+    on this computer. stamps: path -> (size, time of change) when it was checked. left: files and folders that stay here.
     """
 
     folder: Path
@@ -84,6 +67,7 @@ class CheckedFolder:
     files: dict
     rewritten: dict
     stamps: dict
+    left: tuple
 
     @property
     def card(self) -> str:
@@ -118,87 +102,118 @@ def check_folder(folder, *, repo_id: str | None = None, card: str | None = None,
     if not folder.is_dir():
         raise ValueError(f"folder must be a saved model's directory, got {str(folder)!r}")
     files = list_files(folder)
+    left = tuple(_list_left(folder, files))
+    if left:
+        logger.warning("push: no part of the model, so these stay in %s: %s", folder, ", ".join(map(ascii, left)))
     stamps = {path: stamp(file) for path, file in files.items()}
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-push-") as place:
+        copy = Path(place, "model")
+        for path, file in files.items():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path).symlink_to(file.absolute())
+        try:
+            kind, rewritten = _check_copy(copy, sorted(files), card, repo_id, draft, local_places(folder))
+        except RecursionError:
+            raise ValueError(f"{folder} holds a JSON file that is nested too deep") from None
+        except ValueError as error:
+            without = " (looked at without what stays here)" if left else ""
+            raise ValueError(str(error).replace(str(copy), str(folder)) + without) from error
+    return CheckedFolder(folder, kind, files, rewritten, stamps, left)
+
+
+def _check_copy(folder: Path, paths, card, repo_id, draft, here) -> tuple[str, dict[str, bytes]]:
+    """(kind, what is rewritten) of a folder that holds exactly what goes out; what is rewritten is put into it."""
+    files = {path: folder / path for path in paths}
     kind = find_kind(folder)
-    check_sources(files, kind)
     for path, file in files.items():
-        if path.endswith(".json"):
-            _check_references(path, read_json_file(file), files)
+        _check_format(path, file, files)
     dtype = check_weights(files)
-    here = local_places(folder)
     rewritten = _without_origin(files) | _without_places(files, here)
     for path, file in files.items():
-        if not path.endswith(".safetensors"):
+        if file.suffix not in (".safetensors", ".py") and not FIGURE.fullmatch(path):
             check_leaks(path, rewritten[path] if path in rewritten else file.read_bytes(), here)
     card = _check_card_of(folder, files, card, repo_id)
-    if PERSON_FILE in files and set(RECORDS) & set(rewritten):
-        card = _card_of_records(files, rewritten)
-        rewritten[CARD_FILE] = card.encode()
-    rewritten.setdefault(CARD_FILE, card.encode())
+    rewritten = {CARD_FILE: card.encode()} | rewritten
+    _put(folder, rewritten)
+    if PERSON_FILE in files and set(RECORDS) & set(rewritten):  # so that the card can be proven from what was sent
+        rewritten[CARD_FILE] = render_card(read_facts(folder, read_person(folder), weights=False)).encode()
+        _put(folder, rewritten)
     check_leaks(CARD_FILE, rewritten[CARD_FILE], here)
     _check_measured(folder, kind, draft)
     check_visit(folder, kind, dtype if kind == "pipeline" else "auto")
-    return CheckedFolder(folder, kind, files, rewritten, stamps)
+    return kind, rewritten
+
+
+def _put(folder: Path, contents: dict[str, bytes]) -> None:
+    """Write files in place of what is there, which may be a link that must not be followed."""
+    for path, data in contents.items():
+        (folder / path).unlink(missing_ok=True)
+        (folder / path).write_bytes(data)
 
 
 def list_files(folder) -> dict[str, Path]:
     """path in the repository -> file: all that is shared of `folder`.
 
-    Hidden files, caches, TensorBoard's event files, the Trainer's checkpoint-<step> and an old SHA256SUMS are left out.
-
     Raises:
-        ValueError: a name with a secret in it, a link out of the folder, a pickled or unknown kind of file, no weights.
+        ValueError: a name on the list that is no file in the folder, a file that is too large, no weights.
     """
-    folder, found = Path(folder), {}
-    for place, folders, names in os.walk(folder):
-        if states := sorted(name for name in folders if TRAINING_STATE.fullmatch(name)):
-            logger.info("push: %s in %s stays here: states of a training run are not shared", ", ".join(states), place)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in (*LEFT_OUT, *states))
-        for name in [*folders, *names]:
-            entry = Path(place, name)
-            check_name(name)
-            if entry.is_symlink() and not entry.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{entry} is a link out of the folder: put the file itself there")
-            if entry.is_symlink() and entry.is_dir():
-                raise ValueError(f"{entry} is a link to a folder: put the files themselves there")
-        for name in sorted(names):
-            if not name.startswith(".") and name != SUMS_FILE:
-                file = Path(place, name)
-                _check_kind_of_file(file)
-                found[file.relative_to(folder).as_posix()] = file
-    if not any(path.endswith(".safetensors") for path in found):
+    folder = Path(folder)
+    index = read_json(folder, INDEX) or {}
+    parts = [folder / name for name in index if re.fullmatch(r"[A-Za-z]\w*", name)]
+    wanted = [file for file in folder.iterdir() if file.name in TOP]
+    for file in (file for part in (folder, *parts) if part.is_dir() for file in part.iterdir()):
+        if file.name in (*CONFIGURATIONS, *VOCABULARIES) or NAMES.fullmatch(file.name):
+            wanted.append(file)
+    wanted += folder.glob("additional_chat_templates/*.jinja")  # where a tokenizer has several
+    if (folder / CARD_FILE).is_file():
+        named = FIGURE.findall((folder / CARD_FILE).read_text(encoding="utf-8", errors="replace"))
+        wanted += [folder / name for name in set(named) if (folder / name).exists()]
+    for file in wanted:
+        if not file.is_file():
+            raise ValueError(f"{file} is no regular file, and no link to one: put the file itself there")
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{file} is a link out of the folder: put the file itself there")
+        if (size := file.stat().st_size) > LARGEST:
+            raise ValueError(f"{file} has {size / 1e9:.1f} GB, expected files of up to 5 GB: {RESAVE}")
+    if not any(file.name.endswith(".safetensors") for file in wanted):
         raise ValueError(f"{folder} holds no .safetensors file: expected a saved model")
-    return found
+    return {file.relative_to(folder).as_posix(): file for file in sorted(wanted)}
 
 
-def _check_kind_of_file(file: Path) -> None:
-    suffix = file.suffix.lower()
-    if suffix in PICKLED:
-        raise ValueError(f"{file}: weights are shared as safetensors only, nothing that may be pickled; take it out")
-    if suffix != ".safetensors" and suffix not in (*TEXTS, *BINARIES) and file.name not in WITHOUT_SUFFIX:
-        raise ValueError(f"{file} is not a kind of file that a model needs ({suffix or 'no suffix'}): take it out")
-    with file.open("rb") as stream:
-        start = stream.read(16)
-    if suffix in BINARIES and not re.match(BINARIES[suffix], start, flags=re.DOTALL):
-        raise ValueError(f"{file} does not begin as a {suffix} file does: nothing pickled or packed is shared")
-    text = suffix not in (".safetensors", *BINARIES)
-    if text and (start[:2] == b"PK" or b"\0" in start[:4] or start[:1] == b"\x80"):
-        raise ValueError(f"{file} is no text although it is called so: nothing pickled or packed is shared")
-    if suffix != ".safetensors" and _is_pickle(file):
-        raise ValueError(f"{file} is a pickle although it is called otherwise: nothing pickled is shared")
-    size = file.stat().st_size
-    if size > LARGEST:
-        raise ValueError(f"{file} has {size / 1e9:.1f} GB, expected files of up to 5 GB: {RESAVE}")
+def _list_left(folder: Path, files: dict[str, Path], below: str = ""):
+    """What is not shared, a folder of which nothing is by its own name; an old SHA256SUMS is replaced."""
+    for entry in sorted((folder / below).iterdir()):
+        path = f"{below}{entry.name}"
+        if any(shared.startswith(f"{path}/") for shared in files):
+            yield from _list_left(folder, files, f"{path}/")
+        elif path not in (*files, SUMS_FILE):
+            yield path
 
 
-def _is_pickle(file: Path) -> bool:
-    """Whether reading the file as a pickle comes to an end and builds something; the oldest protocol is plain text."""
-    try:
+def _check_format(path: str, file: Path, files: dict[str, Path]) -> None:
+    """A file is what its name says, and the only code is what mhla_hf made; weights are looked at elsewhere."""
+    suffix = file.suffix
+    if suffix == ".json":
+        _check_references(path, read_json_file(file), files)
+    elif suffix == ".py":
+        try:
+            check_bundle(read_text(file))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    elif suffix == ".model" or FIGURE.fullmatch(path):
         with file.open("rb") as stream:
-            found = {opcode.name for opcode, _, _ in pickletools.genops(stream)}
-    except ValueError:  # nearly always at the first byte
-        return False
-    return bool(found & BUILDS)
+            if not (TOKENS if suffix == ".model" else PICTURE).match(stream.read(4096)):
+                raise ValueError(f"{file} does not begin as a {suffix} file does")
+    elif suffix != ".safetensors" and "\0" in read_text(file):
+        raise ValueError(f"{file} is no text: it holds a NUL byte")
+
+
+def read_text(file: Path) -> str:
+    """The content of a text file; ValueError when it is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: {error}") from None
 
 
 def _without_origin(files: dict[str, Path]) -> dict[str, bytes]:
@@ -228,27 +243,17 @@ def _without_places(files: dict[str, Path], here: tuple[str, ...]) -> dict[str, 
     return rewritten
 
 
-def _card_of_records(files: dict[str, Path], rewritten: dict[str, bytes]) -> str:
-    """The card as the records say it that are sent, so that it can be proven from what was sent."""
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-card-") as place:
-        for path in files:
-            if path in RECORDS or path.endswith(NOTED):
-                Path(place, path).parent.mkdir(parents=True, exist_ok=True)
-                Path(place, path).write_bytes(rewritten[path] if path in rewritten else files[path].read_bytes())
-        return render_card(read_facts(place, read_person(place), weights=False))
-
-
 def read_json_file(file: Path):
     """The content of a JSON file; ValueError when it is none."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
 
 
 def find_kind(folder: Path) -> str:
     """One of `clean_process.KINDS`; ValueError when the folder holds none of them."""
-    if (folder / "model_index.json").is_file():
+    if (folder / INDEX).is_file():
         return "pipeline"
     config = read_json(folder, "config.json")
     if config is None:
@@ -262,35 +267,21 @@ def find_kind(folder: Path) -> str:
     raise ValueError(f"{folder / 'config.json'} names no MHLA class in auto_map: save the model with mhla_hf installed")
 
 
-def check_sources(files: dict[str, Path], kind: str) -> None:
-    """Every .py file is one that mhla_hf made and nobody changed, and there is one where the kind needs it."""
-    sources = [path for path in files if path.endswith(".py")]
-    for path in sources:
-        if not SOURCE.fullmatch(Path(path).name):
-            raise ValueError(
-                f"{files[path]} is not made by mhla_hf: the only code in a shared model is modeling_mhla*.py"
-            )
-        try:
-            check_bundle(files[path].read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{files[path]}: {error}") from error
-    wanted = "beside a component's weights" if kind == "pipeline" else "beside config.json"
-    if not any(("/" in path) is (kind == "pipeline") for path in sources):
-        raise ValueError(f"there is no modeling_mhla*.py {wanted}: save the model with mhla_hf installed")
-
-
 def _check_references(path: str, content, files: dict[str, Path]) -> None:
     """Names in a JSON file that point to code, files or libraries lead to something in the folder."""
-    inside = path.rpartition("/")[0]
-    beside = f"{inside}/" if inside else ""
-    if Path(path).name == "model_index.json":
+    name, beside = Path(path).name, path[: path.rfind("/") + 1]
+    if name == INDEX:
         _check_components(path, content, files)
-    for key, value in _strings(content):
-        if re.search(r"(^|\.)auto_map\.", key):
+    if name in (*VOCABULARIES, *RECORDS):
+        return
+    for key, value in strings(content):
+        if "auto_map" in key.split("."):
             found = REFERENCE.fullmatch(value)
-            if not found or not any(Path(file).name == f"{found[1]}.py" for file in files if file.startswith(beside)):
+            if not found or f"{beside}{found[1]}.py" not in files:
                 raise ValueError(f"{path}: {key} is {value!r}, expected a class of a modeling_mhla*.py in this folder")
-        configures = Path(path).name.endswith(NOTED) and not _is_note(key, content)
+        elif ELSEWHERE.fullmatch(value):
+            raise ValueError(f"{path}: {key} is {value!r}, which is code of another repository")
+        configures = name in NOTED and not _is_note(key, content)
         if configures and (LEADS_OUT.search(value) or (key == ORIGIN and is_absolute(value))):
             raise ValueError(f"{path}: {key} is {value!r}, which leads out of the folder")
 
@@ -309,18 +300,6 @@ def _check_components(path: str, content, files: dict[str, Path]) -> None:
         known = library in (None, "diffusers", "transformers") or f"{name}/{library}.py" in files
         if not known:
             raise ValueError(f"{path}: {name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
-
-
-def _strings(content, key: str = ""):
-    """(dotted key, text) of every text in a JSON value."""
-    if isinstance(content, str):
-        yield key, content
-    elif isinstance(content, dict):
-        for name, value in content.items():
-            yield from _strings(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(content, list):
-        for value in content:
-            yield from _strings(value, key)
 
 
 def check_weights(files: dict[str, Path]) -> str:
@@ -367,7 +346,7 @@ def _check_tensors(file: Path, sizes: Counter) -> set[str]:
 def _check_card_of(folder: Path, files: dict[str, Path], card: str | None, repo_id: str | None) -> str:
     """The text of README.md, valid, and where mhla_hf wrote it, true."""
     if CARD_FILE in files:
-        card = files[CARD_FILE].read_text(encoding="utf-8")
+        card = read_text(files[CARD_FILE])
     if card is None:
         raise ValueError(
             f"{folder / CARD_FILE} does not exist: write it with mhla_hf.hub.card.write_card, or give license"

@@ -1,91 +1,126 @@
 """What no file of a shared model may hold: secrets, and places on the computer of the one who shares it.
 
-Unusual: vocabularies are searched for secrets only, because tokens such as "/home" are ordinary words there; and what was
-found is never repeated in full.
+The forms of keys that services hand out are detect-secrets' own; beside them stand what it leaves out, and words that no
+person makes up. Unusual: what was found is never repeated, and nothing is looked up on the network; vocabularies, in which
+any word may stand, are searched for the most telling forms only.
 """
 
+import json
 import os
 import re
 import tempfile
+from functools import cache
 from pathlib import Path
 
+from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from huggingface_hub import get_token
 
 PLACES = ("model", "student", "teacher", "name", "data", "source", "path")  # keys in records whose value may be a path
-VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model")
-_KEYS = "api_?key|secret_?key|access_?key|access_?token|auth_?token|client_?secret"
-_GIVEN = r"""(?i:(?<!\w)(?:\w*_)?(?:%s))["']?\s*[:=]\s*["']?"""  # such as HF_API_KEY=, "apikey": or db_password =
-_SIGNS = r"[\w!#$%&*+=?@^~-]"
-SECRETS = {
-    "a Hugging Face token": r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}",
-    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|(?i:aws_secret_access_key)\W{1,4}[A-Za-z0-9/+]{40}",
-    "a private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----",
-    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{40,}",
-    "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{20}",
-    "an API key": r"\bsk-(?:[a-z]+-)*[A-Za-z0-9_-]{32,}|\bAIza[A-Za-z0-9_-]{35}|(?i:wandb_api_key)\W{1,4}[0-9a-f]{40}",
-    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{20,}",
-    "a token of a package index": r"\bpypi-[A-Za-z0-9_-]{40,}|\bnpm_[A-Za-z0-9]{36}",
-    "a web token": r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
-    "a key or token": _GIVEN % _KEYS + r"(?=[\w+/=-]*[0-9])[\w+/=-]{16,}",
-    "a password": _GIVEN % "passw(?:or)?d" + rf"(?={_SIGNS}*[0-9])(?={_SIGNS}*[A-Za-z]){_SIGNS}{{6,}}",
-    "a password in a URL": r"\b[a-z][a-z0-9+]*://[^\s/:@\"']+:[^\s/@\"']+@[\w.-]+",
-}
-_SECRETS = {what: re.compile(pattern) for what, pattern in SECRETS.items()}
-_TAIL = r"[^\s\"'`,;)\]}>]*"
-_ROOTS = (
-    "home|homes|Users|root|tmp|mnt|media|scratch|private|workspace|work|opt|srv|data|var/folders|var/tmp|Volumes|content|kaggle"
-    "|lustre|nfs|fsx|gpfs|beegfs|ceph|cluster|storage|projects?|share|shared|export|net|network|localscratch|dbfs|efs|nas|raid"
-)
-_BEFORE = r"(?<![\w.~:/\\<-])(?:file://)?"
-_PATH = re.compile(
-    _BEFORE + rf"/(?:{_ROOTS})/[\w.@+-]" + _TAIL
-    + r"|(?<![\w/])~/[\w.@+-]" + _TAIL
-    + r"|(?<!\w)[A-Za-z]:\\{1,2}(?:Users|Temp|Documents|Program Files)" + _TAIL
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
 )  # fmt: skip
+NOISY = ("HexHighEntropyString", "Base64HighEntropyString", "IPPublicDetector")  # commits, names of models, versions
+_VALUE = r"(?=[\w+/=%-]*\d[\w+/=%-]*\d)[\w+/=%-]{16,}"
+# What detect-secrets does not know: Hugging Face's tokens, more private keys, what follows a label or stands on a command
+# line, passwords without a user in a URL, hexadecimal digits behind a prefix.
+_SECRET = re.compile(
+    r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}|\b(?:github_pat_|xox[a-z]-|[rs]k_test_|eyJ)[\w.-]{20,}"
+    r"|-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File|AGE-SECRET-KEY-"
+    rf"|(?i:key|token|auth|cookie|sig)[\"']?\s*[:=]\s*[\"']?{_VALUE}|(?i:\b(?:bearer|basic|login))\s+{_VALUE}"
+    r"|(?i:\blogin\s+\S+\s+password\s+\S)|\s-(?:u\s*[\w.-]+:|p\s+)(?=\S*\d)\S{6}|://:[^\s/@]+@"
+    r"|(?<=[g-zG-Z_.-])(?<!sha256-)[0-9a-f]{32,}"
+)
+_TAIL = r"[^\s\"'`,;)\]}>]*"
+_BEFORE = r"(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?"  # neither a URL, a tag, a template nor a link of the site
 _ABSOLUTE = re.compile(_BEFORE + r"/[\w.@+-]+/[\w.@+-]" + _TAIL)  # whatever its root
+_SYSTEM = "usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys"  # the same on every computer
+_PATH = re.compile(
+    _BEFORE + rf"/(?!(?:{_SYSTEM})/)[\w.@+-]+/[\w.@+-]" + _TAIL
+    + r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]" + _TAIL
+    + r"|(?<!\w)[A-Za-z]:[\\/]{1,2}[\w .@+-]+[\\/]" + _TAIL
+    + r"|(?<![\w\\])\\\\[\w.-]{2,}\\[\w.$-]{2,}" + _TAIL
+)  # fmt: skip
 _QUOTED = re.compile(
     r"""(['"])((?:[^'"\n/]*[=\s,(])?)((?:file://)?(?:~|[A-Za-z]:)?[/\\][\w.@+-][^'"\n]*)\1"""
 )  # spaces may be in it
 
 
+@cache
+def _detectors() -> tuple:
+    """detect-secrets' expressions, none of which asks a service whether a key is valid."""
+    known = get_mapping_from_secret_type_to_class().values()
+    return tuple(plugin() for plugin in known if plugin.__name__ not in NOISY)
+
+
 def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
-    """Refuse the content of a file that holds a secret or a local path.
+    """Refuse the content of a text file that holds a secret or a local path; of JSON, the texts in it are looked at.
 
     Args:
         path: of the file in the repository, for the message. data: its bytes.
         here: folders of this computer that must not appear; `local_places()` gives the usual ones.
 
     Raises:
-        ValueError: names the file, the line and the kind of secret or the path.
+        ValueError: names the file, the line or key, and the kind of secret or the path.
     """
     text = data.decode("utf-8", errors="replace")
-    if secret := _find_secret(text):
-        what, position = secret
-        raise ValueError(f"{path}:{_line(text, position)} holds {what}: take it out")
     if Path(path).name in VOCABULARIES:
+        if _is_own(text) or _SECRET.search(text):
+            raise ValueError(f"{path} holds what looks like a key, token or password: take it out")
         return
-    found = next((match for pattern in _patterns(here) if (match := pattern.search(text))), None)
-    if found is not None:
-        raise ValueError(
-            f"{path}:{_line(text, found.start())} names the local path {found[0]!r}: write a relative path or a Hub id"
-        )
+    if path.endswith(".json"):
+        # names are texts too, and a name may stand twice
+        content = json.loads(text, object_pairs_hook=lambda pairs: [[name, {name: value}] for name, value in pairs])
+        lines = [(key, line, key.rpartition(".")[2]) for key, value in strings(content) for line in value.splitlines()]
+    else:
+        lines = [(number, line, "") for number, line in enumerate(text.split("\n"), 1)]
+    for where, line, label in lines:
+        if what := _find_secret(line, label):
+            raise ValueError(f"{path}:{where} holds {what}: take it out")
+        found = next((match for pattern in _patterns(here) if (match := pattern.search(line))), None)
+        if found is not None:
+            raise ValueError(f"{path}:{where} names the local path {found[0]!r}: write a relative path or a Hub id")
 
 
-def check_name(name: str) -> None:
-    """Refuse the name of a file or folder that is itself a secret; ValueError, which does not repeat it."""
-    if secret := _find_secret(name):
-        raise ValueError(f"the name of a file or folder ({name[:4]}...) holds {secret[0]}: rename it")
-
-
-def _find_secret(text: str) -> tuple[str, int] | None:
-    """(what was found, without most of it; where) for the first secret in a text."""
-    token = get_token()
-    if token and token in text:
-        return "your own Hugging Face token", text.index(token)
-    for what, pattern in _SECRETS.items():
-        if found := pattern.search(text):
-            return f"what looks like {what} ({found[0][:6]}...)", found.start()
+def _find_secret(line: str, label: str = "") -> str | None:
+    """What the first secret in a line is; `label`: the key that it has in a JSON file."""
+    if _is_own(line):
+        return "your own Hugging Face token"
+    told = f'{label} = "{line}"' if label else line
+    for text in (told, *(word.strip("\"'`,;()") for word in line.split())):
+        for plugin in _detectors():
+            if plugin.analyze_line(filename="x.py", line=text, line_number=1):
+                return f"what looks like a secret ({plugin.secret_type})"
+            # As in a settings file, without quotes: there a word with letters and digits, else it is prose.
+            for found in plugin.analyze_line(filename="x.yaml", line=text, line_number=1) or ():
+                if re.match(r"(?=\S*\d)(?=\S*[A-Za-z])\S{6}", found.secret_value):
+                    return f"what looks like a secret ({plugin.secret_type})"
+    if _SECRET.search(told) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
+        return "what looks like a key, token or password"
     return None
+
+
+def _is_own(text: str) -> bool:
+    token = get_token()
+    return bool(token) and token in text
+
+
+def _is_random(word: str) -> bool:
+    """Whether small letters, capitals and digits change too often for a name; digests are hexadecimal and not meant."""
+    runs = re.findall(r"[a-z]+|[A-Z]+|\d+", word)
+    return len(runs) > 0.45 * len(word) and len(re.findall(r"\d", word)) > 1 and not re.fullmatch(r"[0-9a-f]+", word)
+
+
+def strings(content, key: str = ""):
+    """(dotted key, text) of every text in a JSON value."""
+    if isinstance(content, str):
+        yield key, content
+    elif isinstance(content, dict):
+        for name, value in content.items():
+            yield from strings(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for value in content:
+            yield from strings(value, key)
 
 
 def cut_places(text: str, here: tuple[str, ...] = ()) -> str:
@@ -126,7 +161,3 @@ def local_places(folder) -> tuple[str, ...]:
     """Folders whose names say where `folder` was made: it, the working and the home folder, that of temporary files."""
     near = [Path(folder).absolute(), Path(folder).resolve(), Path.cwd(), Path.home(), Path(tempfile.gettempdir())]
     return tuple(sorted({str(path) for path in near if str(path) != path.anchor and len(str(path)) > len(os.sep) + 2}))
-
-
-def _line(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1

@@ -29,8 +29,8 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils.sha import git_hash
 
-from ..checksums import SUMS_FILE, render_sums
-from ..files import SHARD_SIZE
+from ..checkpoints.checksums import SUMS_FILE, render_sums
+from ..checkpoints.files import SHARD_SIZE
 from .card import CARD_FILE
 from .card_facts import read_json
 from .folder_checks import CheckedFolder, check_folder, find_kind
@@ -51,13 +51,15 @@ class Pushed:
     """What a push made.
 
     repo_id; revision: id of the commit (40 hex digits), for `from_pretrained(..., revision=...)`; url: of the commit, or of
-    the pull request; new: False when the repository held exactly this model already and no commit was made.
+    the pull request; new: False when the repository held exactly this model already and no commit was made; left: files and
+    folders, by their paths in the pushed folder, that are no part of a model and stayed where they are.
     """
 
     repo_id: str
     revision: str
     url: str
     new: bool
+    left: tuple[str, ...] = ()
 
 
 def push(
@@ -79,7 +81,8 @@ def push(
     """Share a model on the Hub: check everything, send it, put it in place with one commit.
 
     Args:
-        what: folder of a saved MHLA model or of a pipeline with one; or the model or pipeline itself.
+        what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files go out; or the
+            model or pipeline itself.
         repo_id: "user/name"; made when it is not there.
         private: whether a new repository is private; one that is there must be what is asked for.
         create_pr: open a pull request instead of committing; the repository must be there.
@@ -214,7 +217,9 @@ class _Sending:
         if not new:
             self.there = f"the model was there already, as commit {head}"
             self._tag(head)
-            return Pushed(self.repo_id, head, f"{self.api.endpoint}/{self.repo_id}/commit/{head}", False)
+            return Pushed(
+                self.repo_id, head, f"{self.api.endpoint}/{self.repo_id}/commit/{head}", False, self.checked.left
+            )
         self.doing = "checking the card"
         self._validate_card()
         requests = self._pull_requests() if self.create_pr else {}
@@ -224,7 +229,7 @@ class _Sending:
         revision, url = self._commit(operations, additions, head, requests)
         self.there = f"the model is there, whole, as commit {revision}"
         self._tag(revision)
-        return Pushed(self.repo_id, revision, url, True)
+        return Pushed(self.repo_id, revision, url, True, self.checked.left)
 
     def _open(self) -> str:
         """The commit that the branch is at; the repository and the branch are made when they are missing."""

@@ -10,15 +10,17 @@ import types
 
 import torch
 from torch import nn
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
+from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what other attention functions take and obey
 
 
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -27,10 +29,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
     form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
     """
-    if kwargs.get("cache") is not None:
-        raise ValueError(
-            "cache: continuous batching with paged caches came, expected past_key_values; MHLA has no pages."
-        )
+    refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     output = module.mhla(
@@ -46,9 +45,22 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     return output, None
 
 
+def refuse_softmax_only(kwargs: dict) -> None:
+    """One sentence if the arguments of an attention function hold what only softmax attention can do."""
+    for name in SOFTMAX_ONLY:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
+
+
+def padding_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+    """The mask of a model without softmax layers: the padding `[B, S]` as it came, never T x T numbers."""
+    return attention_mask
+
+
 AttentionInterface.register(ATTENTION_NAME, mhla_attention)
-# Padding as `[B, S]`, or nothing: a model without softmax layers never makes a T x T mask.
-AttentionMaskInterface.register(ATTENTION_NAME, flash_attention_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
 class MHLAMixer:
@@ -123,87 +135,113 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
 
 
+BODY_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+
+
 def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
 
     Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
     positions from the first real token where the caller gave none, so that a padded row equals the row alone.
     """
-    inputs = kwargs.get("input_ids", args[0] if args else None)
+    kwargs = {**dict(zip(BODY_ARGUMENTS, args, strict=False)), **kwargs}
+    inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+    if kwargs.get("cache") is not None:
+        raise ValueError(NO_PAGES)
     if inputs is None:
-        return None
+        return (), kwargs
     batch, length = inputs.shape[:2]
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    past = kwargs.get("past_key_values")
+    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     seen = int(past.get_seq_length()) if past is not None else 0
+    borders = packed_borders(kwargs, batch, seen)
+    if borders is not None:
+        return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
     if mask is None:
-        borders = packed_borders(kwargs.get("position_ids"), batch, seen)
-        return None if borders is None else (args, {**kwargs, "cu_seq_lens_q": borders})
-    added = {}
-    real = real_tokens(mask, batch, length, seen, getattr(body.config, "sliding_window", None))
+        return (), kwargs
+    real = real_tokens(mask, batch, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        added["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None and len(args) < 3:
+        kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None:
         known = mask[:, : seen + length]
         if torch.compiler.is_compiling() or not bool(known.all()):
-            added["position_ids"] = (known.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
-    return (args, {**kwargs, **added}) if added else None
+            kwargs["position_ids"] = (known.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    return (), kwargs
 
 
-def real_tokens(mask, batch: int, length: int, seen: int, window: int | None = None) -> torch.Tensor | None:
+def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
     """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
     if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
+        mask = mask["full_attention"]  # MHLA layers were no sliding ones
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
-        if window is None:
+        if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
         return allowed[..., seen : seen + length].any(1).expand(batch, length)
-    if mask.ndim == 4 and length == 1:
-        return None  # a sliding layer's mask is as wide as its window; the token being decoded is never padding
     raise ValueError(
         f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
         f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
     )
 
 
+@torch.compiler.disable(
+    reason="attention_mask came with four axes, which are checked by value, expected [batch, length]."
+)
 def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
     """One sentence if a mask `[B, T, S]` says more than "causal, without these padded tokens", which MHLA would not see."""
     length, columns = allowed.shape[1:]
-    if length == 1 or torch.compiler.is_compiling():
-        return
     rows = seen + torch.arange(length, device=allowed.device)[:, None]
     real = allowed.any(1)
     wanted = (torch.arange(columns, device=allowed.device) <= rows) & real[:, None]
     if bool(((wanted != allowed) & real[:, seen:, None]).any()):
         raise ValueError(
             "attention_mask: got four axes that hide more than padding and the future, which MHLA layers cannot do; "
-            "expected [batch, length], or packed sequences by position_ids in a batch of 1."
+            "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1."
         )
 
 
-def packed_borders(position_ids, batch: int, seen: int) -> torch.Tensor | None:
-    """Borders of the sequences packed into one row, int32 `[N + 1]`, where position ids start anew; None if they do not."""
-    if (
-        position_ids is None
-        or seen
-        or position_ids.ndim != 2
-        or position_ids.shape[1] < 2
-        or torch.compiler.is_compiling()
-    ):
+def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
+    """Borders of the sequences packed into one row, int `[N + 1]`, if there are several."""
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return kwargs["cu_seq_lens_q"]
+    if kwargs.get("seq_idx") is not None:
+        return find_borders(kwargs["seq_idx"], 0, batch)
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or kwargs.get("attention_mask") is not None or seen:
         return None
-    new = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return find_borders(position_ids, 1, batch) if position_ids.ndim == 2 and position_ids.shape[1] > 1 else None
+
+
+@torch.compiler.disable(
+    reason="position_ids or seq_idx came, in which packed sequences are found by value, expected cu_seq_lens_q beside them "
+    "in one graph."
+)
+def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
+    """Borders int32 `[N + 1]` where ids `[1, T]` do not go on by `step`; None if they always do."""
+    new = ids.diff() != step
     if not bool(new.any()):
         return None
     if batch != 1:
         raise ValueError(
-            f"position_ids: they start anew inside a row of a batch of {batch}, expected packed sequences in a batch of 1."
+            f"position_ids or seq_idx: sequences begin inside a row of a batch of {batch}, expected a batch of 1."
         )
     inner = new[0].nonzero()[:, 0] + 1
-    edges = torch.tensor([0, position_ids.shape[1]], device=position_ids.device)
-    return torch.cat([edges[:1], inner, edges[1:]]).to(torch.int32)
+    return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)
+
+
+def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
+    """What a body gets of packed sequences: their borders, positions that start anew in each, and no cache."""
+    for name in ("attention_mask", "past_key_values", "use_cache"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(
+                f"{name}: it came with packed sequences, expected none: their row has neither padding nor a cache."
+            )
+    token, edges = torch.arange(length, device=borders.device), borders.long()
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None:
+        position_ids = (token - edges[torch.searchsorted(edges, token, right=True) - 1])[None]
+    return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}

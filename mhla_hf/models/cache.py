@@ -93,8 +93,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             )
         if self.state is not None and -tokens_to_remove > self.state.block_size:
             raise ValueError(
-                f"num_assistant_tokens: {-tokens_to_remove} drafted tokens have to be taken back, expected at most "
-                f"{self.state.block_size}, the block size: so many an MHLA cache forgets exactly."
+                f"tokens_to_remove: got {tokens_to_remove}, expected at least {-self.state.block_size}: an MHLA cache "
+                "forgets no more than a block exactly (assisted generation drafts num_assistant_tokens at a time)."
             )
         if tokens_to_remove and self.state is not None:
             self.state.crop(-tokens_to_remove)

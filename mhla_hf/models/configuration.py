@@ -24,6 +24,7 @@ CONVERTIBLE_VISION_TYPES = {
     "siglip_vision_model": ("SiglipVisionModel",),
 }
 OVERLAY_PREFIX = "mhla_"
+NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 
 MHLA_PRESETS = {
     "340M": {},
@@ -113,13 +114,24 @@ def paper_language_settings() -> dict:
 
 
 class MHLAOverlayConfig:
-    """What a converted model's configuration adds to its base's: `mhla`, checked when made and when loaded."""
+    """What a converted model's configuration adds to its base's: `mhla`, checked when made and when loaded.
+
+    In `config.json` also `transformers_weights`, which names no file: softmax classes refuse the folder by it, which they
+    would load but for `mhla.*`; this class drops it.
+    """
 
     def __post_init__(self, **kwargs):
         settings = kwargs.pop("mhla", None)
+        if settings is not None:
+            kwargs.pop("transformers_weights", None)
         super().__post_init__(**kwargs)
         if settings is not None:
             self.mhla = resolved_settings(settings, self.num_hidden_layers)
+
+    def to_dict(self) -> dict:
+        """As the base, and what stops softmax classes."""
+        values = super().to_dict()
+        return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
 
 
 def resolved_settings(settings: dict | MHLASettings, num_layers: int) -> dict:

@@ -249,7 +249,8 @@ class MHLATransformerMixin:
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
+    @functools.wraps(ModelMixin.save_pretrained, assigned=())  # a pipeline hands on what the signature names
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
         """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
         if os.path.isfile(save_directory):
             raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
@@ -262,7 +263,7 @@ class MHLATransformerMixin:
             )
         if is_main_process:
             write_source(self.source_entry, save_directory, source_name(self.source_entry))
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def check_processors(self) -> None:
         """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
@@ -352,7 +353,7 @@ def processors_kept(base: type):
         own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
         if isinstance(processor, dict):
             taken = next((name for name, found in own.items() if processor.get(name, found) is not found), None)
-            if taken is not None:
+            if taken is not None and len(processor) == len(self.attn_processors):  # else the base says what is wrong
                 raise ValueError(
                     f"processor: got {type(processor[taken]).__name__} for {taken}, expected the MHLAAttnProcessor that is "
                     "there, which holds the layer's weights."

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, hand_on_padding
+from .attention import ATTENTION_NAME, hand_on_padding, refuse_softmax_only
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .pretrained import MHLAPreTrainedMixin
@@ -59,6 +59,7 @@ class MHLALanguageMixer(nn.Module):
         **kwargs,
     ) -> torch.Tensor:
         """One layer's attention; `mhla_padding` and `cu_seq_lens_q` in `kwargs` as `hand_on_padding` gives them."""
+        refuse_softmax_only(kwargs)
         shape = (*hidden_states.shape[:-1], -1)
         q = self.q_proj(hidden_states).view(*shape, self.head_dim)
         k = self.k_proj(hidden_states).view(*shape, self.head_dim)
@@ -147,7 +148,10 @@ class MHLAModel(MHLAPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As any decoder of transformers; `attention_mask` `[B, S]` marks padding on either side."""
+        """As any decoder of transformers; `attention_mask` `[B, S]` marks padding on either side.
+
+        Packed sequences (B is 1) come as `position_ids`, `seq_idx` or `cu_seq_lens_q`; the last compiles to one graph.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: got both or neither of input_ids and inputs_embeds, expected exactly one.")
         if inputs_embeds is None:

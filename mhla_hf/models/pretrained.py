@@ -3,9 +3,14 @@ and a look at the loaded weights before anyone trusts them.
 """
 
 from safetensors import SafetensorError
+from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
 
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
+
+NO_PAGES = (
+    "cache: continuous batching with paged caches came, expected generate() or past_key_values; MHLA has no pages."
+)
 
 
 class MHLAPreTrainedMixin:
@@ -40,6 +45,21 @@ class MHLAPreTrainedMixin:
             if hasattr(module, "check_values"):  # a mixing
                 module.weight.requires_grad_(module.learn)
         return loaded
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config, device_map=None):
+        """As transformers; tensor parallelism is refused before a process group or a weight is touched."""
+        if isinstance(distributed_config, dict):
+            distributed_config = DistributedConfig.from_dict(distributed_config)
+        if distributed_config is not None and distributed_config.tp_size > 1:
+            raise ValueError(
+                f"tp_plan: got tensor-parallel size {distributed_config.tp_size}, expected 1: mhla.* cannot be split yet."
+            )
+        return super().prepare_distribute_model(distributed_config, device_map=device_map)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: its caches are paged."""
+        raise ValueError(NO_PAGES)
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""

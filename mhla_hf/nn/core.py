@@ -46,6 +46,11 @@ def like_values(v: torch.Tensor, *features: torch.Tensor | None) -> list[torch.T
     return [x if x is None else x.to(v.dtype) for x in features]
 
 
+def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
+    """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
+    return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+
+
 class OutputGate(nn.Linear):
     """W x + b for every output channel, of which silu is one at the start (section 4.1).
 
@@ -102,9 +107,8 @@ class MHLACore(nn.Module):
 
     def map_features(self, q, k, key_mask, rotate):
         """Feature maps, then the rotation of the features if it comes after them: q, k, and those of the denominator."""
-        q, k = self.q_map(q), self.k_map(k)
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, :, None, None], 0.0)
+        q, k = without_padding(key_mask, q, k)
+        q, k = self.q_map(q), *without_padding(key_mask, self.k_map(k))
         if rotate is None:
             return q, k, None, None
         q_den, k_den = (q, k) if self.settings.normalize else (None, None)
@@ -168,6 +172,7 @@ class MHLA(MHLACore):
         Returns:
             `[B, T, H, V]` in v's dtype.
         """
+        (v,) = without_padding(key_mask, v)
         q, k, q_den, k_den = like_values(v, *self.map_features(q, k, key_mask, rotate))
         settings = self.settings
         options = {
@@ -175,6 +180,7 @@ class MHLA(MHLACore):
             "q_den": q_den,
             "k_den": k_den,
             "starts": starts,
+            "unrounded": settings.output_norm,
             "impl": settings.impl,
         }
         blocks = Blocks.sequence(q.shape[1], self.settings.block_size)

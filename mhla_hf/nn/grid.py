@@ -14,7 +14,7 @@ from ..ops.blocks import Blocks
 from ..ops.operator import mhla, needs_gradients
 from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
-from .core import MHLACore, like_values
+from .core import MHLACore, like_values, without_padding
 from .mixing import check_mixing_values, locality_start
 from .settings import MHLASettings
 
@@ -195,6 +195,7 @@ class GridMHLA(MHLACore):
             )
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
+        q, v = without_padding(key_mask, q, v)
         dtype, values = v.dtype, v
         if v.dtype == torch.float16 and not self.settings.normalize:
             values = v.float()  # sums over all tokens pass fp16's largest number
@@ -208,9 +209,11 @@ class GridMHLA(MHLACore):
         if shard is None:
             o = partial(mhla, q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
             if settings.normalize or values.dtype.itemsize > 2 or needs_gradients(q, k, values, mixing):
-                o = o()  # no kernel takes a norm along
+                o = o(unrounded=settings.output_norm)  # no kernel takes a norm along
         else:
-            o = sharded_mhla(q, k, values, mixing, start=shard[0], add_up=shard[1], **options)
+            o = sharded_mhla(
+                q, k, values, mixing, start=shard[0], add_up=shard[1], unrounded=settings.output_norm, **options
+            )
         o = self.finish_output(o, hidden_states, dtype)
         if self.settings.cpe:
             local = self.cpe(v[:, self.prefix :], grid)

@@ -5,6 +5,7 @@ A setting that cannot be right is refused where it is made, whether by a person 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from math import prod
 
 from ..ops.operator import IMPLEMENTATIONS
 
@@ -12,6 +13,7 @@ FORMAT_VERSION = 1
 FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")
 MIXING_STARTS = ("locality", "uniform")
 MIXING_FORMS = ("softmax", "direct", "free")
+MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
 
 
 @dataclass
@@ -68,6 +70,9 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
         if self.layout is not None:
             self.layout = _checked_layout(self.layout)
+        for name, count in (("num_blocks", self.num_blocks), ("layout", prod(self.layout or ()))):
+            if count > MOST_BLOCKS:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected at most {MOST_BLOCKS} blocks in all.")
         if (
             not isinstance(self.cpe, int)
             or isinstance(self.cpe, bool)

@@ -45,6 +45,7 @@ def mhla(
     starts: torch.Tensor | None = None,
     feature_map: str | None = None,
     output_norm: tuple | None = None,
+    unrounded: bool = False,
     return_state: bool = False,
     impl: str = "auto",
 ):
@@ -69,9 +70,10 @@ def mhla(
         with blocks of its own. Then mixing needs rows for the longest sequence only.
     feature_map: None where q and k are feature-mapped; "relu" (relu(x) + 1e-6) or "plain_relu" maps them here, which the
         kernels, without causality, do where they read q and k. Not with q_den.
-    output_norm: (weight [V], eps) of an RMSNorm over each head of o; the kernels of the linear form take it along where
-        nothing is causal or normalised, no gradient is asked for, q, k and v are all bf16 or all fp16, and heads up to 128
-        wide.
+    output_norm: (weight [V], eps) of an RMSNorm over each head of o, before o is rounded to v's dtype; the kernels of the
+        linear form take it along where nothing is causal or normalised, no gradient is asked for, q, k and v are all bf16
+        or all fp16, and heads up to 128 wide.
+    unrounded: o in the dtype of the sums instead of v's, for what follows (fp16 overflows where nothing is normalised).
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
         which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else
@@ -99,12 +101,15 @@ def mhla(
         "cu_seqlens": cu_seqlens,
         "starts": starts,
     }
+    options["unrounded"] = unrounded or output_norm is not None
     weight = None if output_norm is None else output_norm[0]
     kind = {"normalize": normalize, "causal": causal, "blocks": blocks, "feature_map": feature_map}
     kind["masked"], kind["backward"] = key_mask is not None, needs_gradients(q, k, v, mixing, q_den, k_den, weight)
-    kind["normed"] = output_norm is not None and not (normalize or causal or kind["backward"])
+    kind["normed"] = output_norm is not None and not (normalize or causal or unrounded or kind["backward"])
+    kind["unrounded"] = options["unrounded"] and not kind["normed"]
     choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
     o = attend_by(choice, q, k, v, mixing, feature_map, output_norm, kind["normed"], options)
+    o = o if unrounded else o.to(v.dtype)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -123,6 +128,7 @@ def mhla_step(
     q_den: torch.Tensor | None = None,
     k_den: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    unrounded: bool = False,
     impl: str = "auto",
 ) -> tuple:
     """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (paper appendix
@@ -142,7 +148,7 @@ def mhla_step(
     check_state(state, q, k, v, normalize, k_den)
     single = q.shape[1] == 1 and starts is None  # what there are kernels for
     impl = "torch" if impl == "auto" and not single else impl
-    choice = choose_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, decode=True)
+    choice = choose_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, unrounded=unrounded, decode=True)
     pinned = choice == "triton" and single
     if not pinned:
         state.unpin()
@@ -160,14 +166,14 @@ def mhla_step(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
         if pinned:
-            return triton_step(q, k, v, mixing, state, scale, q_den, k_den), state
+            return triton_step(q, k, v, mixing, state, scale, q_den, k_den, unrounded), state
         if choice != "reference":
-            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts), state
+            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded), state
         outputs = []
         for t in range(q.shape[1]):
             now = [None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den)]
             late = None if starts is None else (starts > t).long()
-            outputs.append(torch_step(*now[:3], mixing, state, scale, *now[3:], late))
+            outputs.append(torch_step(*now[:3], mixing, state, scale, *now[3:], late, unrounded))
         return torch.cat(outputs, 1), state
 
 
@@ -230,7 +236,7 @@ def attend_by(choice, q, k, v, mixing, feature_map, output_norm, normed, options
     if choice == "triton" and normed:
         return triton_mhla(q, k, v, mixing, norm=output_norm, **options)
     o = FORMS[choice](q, k, v, mixing, **options)
-    return o if output_norm is None else head_norm(o, *output_norm).to(v.dtype)
+    return o if output_norm is None else head_norm(o, *output_norm)
 
 
 def needs_gradients(*tensors):

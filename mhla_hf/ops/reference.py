@@ -39,11 +39,13 @@ def mhla_reference(
     key_mask=None,
     cu_seqlens=None,
     starts=None,
+    unrounded=False,
 ):
     """o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[block of t, block of s] * scale * <q[t], k[s]>   (paper eq. 5).
 
     With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den may take the place of q and k; 0/0 is 0.
-    Shapes and options as in `mhla`. Computes in fp32, in fp64 if q, k or v is fp64; returns [B, T, H, V] in v's dtype.
+    Shapes and options as in `mhla`. Computes in fp32, in fp64 if q, k or v is fp64; returns [B, T, H, V] in v's dtype,
+    or with `unrounded` in that one.
     """
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -52,19 +54,21 @@ def mhla_reference(
         query_block, key_block, visible = token_relations(
             q, k, blocks, key_blocks or blocks, causal, key_mask, cu_seqlens, starts
         )
+        sees, seen = (visible.any(axis)[:, :, None, None] for axis in (2, 1))  # a gradient of 0 times NaN would be NaN
+        q, q_den = (None if x is None else torch.where(sees, x, 0) for x in (q, q_den))
+        k, v, k_den = (None if x is None else torch.where(seen, x, 0) for x in (k, v, k_den))
         m = mixing.to(dtype).expand(heads, *mixing.shape[-2:])
         m = m[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 
         weight = torch.where(visible[:, None], m * scale * inner_products(q, k, dtype), 0)
-        values = torch.where(visible.any(1)[:, :, None, None], v.to(dtype), 0)
-        o = torch.einsum("bhts,bshv->bthv", weight, values.repeat_interleave(heads // v.shape[2], 2))
+        o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(heads // v.shape[2], 2))
         if normalize == "official":
-            o = divide_or_zero(o, official_denominator(q, k, mixing.to(dtype), blocks, scale, q_den, k_den, key_mask))
+            o = divide_or_zero(o, official_denominator(q, k, mixing.to(dtype), blocks, scale, q_den, k_den))
         elif normalize:
             if q_den is not None:
                 weight = torch.where(visible[:, None], m * scale * inner_products(q_den, k_den, dtype), 0)
             o = divide_or_zero(o, weight.sum(-1).transpose(1, 2))
-        return o.to(v.dtype)
+        return o if unrounded else o.to(v.dtype)
 
 
 def token_relations(q, k, blocks, key_blocks, causal, key_mask, cu_seqlens, starts):
@@ -94,13 +98,12 @@ def inner_products(q, k, dtype):
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
 
-def official_denominator(q, k, mixing, blocks, scale, q_den, k_den, key_mask):
+def official_denominator(q, k, mixing, blocks, scale, q_den, k_den):
     """What the authors' vision code divides by: sum_b mixing[i, b] <q at the same slot of block b, z_b>, [B, T, H].
 
     It is not the paper's (which has q[t] itself in place of that other query); checkpoints of that code need it.
     """
     q, k = (q, k) if q_den is None else (q_den, k_den)
-    k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
     tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, n], slot by slot
     z = k.to(mixing.dtype)[:, tokens].sum(2).repeat_interleave(q.shape[2] // k.shape[2], 2)  # [B, M, H, K]
     own = torch.einsum("bmnhk,bmhk->hbmn", q.to(mixing.dtype)[:, tokens], z)

@@ -24,6 +24,7 @@ def sharded_mhla(
     normalize: bool = True,
     q_den: torch.Tensor | None = None,
     k_den: torch.Tensor | None = None,
+    unrounded: bool = False,
 ) -> torch.Tensor:
     """What `mhla` gives for tokens `start` to `start + T` of the row-major order, o `[B, T, H, V]` in v's dtype.
 
@@ -33,6 +34,7 @@ def sharded_mhla(
         blocks: the cut of all tokens.
         add_up: a differentiable function that adds a tensor of this shard to those of all others; called once.
         normalize: True or False.
+        unrounded: o in the dtype of the sums, as in `mhla`.
 
     Raises:
         ValueError: one sentence; the shard is not a part of `blocks`, or normalize is "official".
@@ -61,7 +63,8 @@ def sharded_mhla(
         if normalize:
             z = mix_blocks_of_heads(m, both[..., width:, None])
             o = divide_or_zero(o, (by_block(q if q_den is None else q_den) @ z).squeeze(4))
-        return o.flatten(2, 3).index_select(2, inverse).transpose(1, 2).to(v.dtype)
+        o = o.flatten(2, 3).index_select(2, inverse).transpose(1, 2)
+        return o if unrounded else o.to(v.dtype)
 
 
 def mix_blocks_of_heads(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,15 @@ import torch
 from .reference import divide_or_zero
 
 
-def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts):
+def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded=False):
     """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there."""
     steps = q.shape[1]
     counts = torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
     if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
-        return step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
-    return step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
+        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
+    else:
+        o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
+    return o if unrounded else o.to(v.dtype)
 
 
 def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
@@ -55,7 +57,7 @@ def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
         push_summaries(state, rows, block[rows], [tokens[rows.to(q.device)].to(exact) for tokens in opened])
     state.length = state.length + steps
     state.oldest = torch.maximum(state.oldest, (block - 1) * size)
-    return o[:, :, 0].transpose(1, 2).to(v.dtype)
+    return o[:, :, 0].transpose(1, 2)
 
 
 def write_together(state, entries, block, offset, steps):
@@ -103,7 +105,7 @@ def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
         own_weight(mixing, layout.blocks, exact),
         scale,
     )
-    return layout.take_back(o.flatten(2, 3).transpose(1, 2)).to(v.dtype)
+    return layout.take_back(o.flatten(2, 3).transpose(1, 2))
 
 
 def attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale):

@@ -33,8 +33,9 @@ def torch_mhla(
     key_mask=None,
     cu_seqlens=None,
     starts=None,
+    unrounded=False,
 ):
-    """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked."""
+    """o [B, T, H, V] in v's dtype (that of the sums if unrounded); arguments as in `mhla`, already checked."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:
         k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
@@ -50,7 +51,7 @@ def torch_mhla(
         )
     if causal:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
-    form = blocks, blocks if key_blocks is None else key_blocks, causal, normalize, scale
+    form = blocks, blocks if key_blocks is None else key_blocks, causal, normalize, scale, unrounded
     o = BlockedAttention.apply(q, k, v, mixing, q_den, k_den, form)
     return o if back is None else MoveTokens.apply(o, back, source)
 
@@ -61,7 +62,7 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mixing, q_den, k_den, form):
         work = HeadWork(q, k, v, form)
-        o = v.new_empty(*q.shape[:3], v.shape[3])
+        o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.exact if work.unrounded else v.dtype)
         den = q.new_empty(*q.shape[:3], 1, dtype=work.exact) if work.normalize else None
         with torch.autocast(q.device.type, enabled=False):
             for heads in work.groups:
@@ -137,7 +138,7 @@ class HeadWork:
     """What forward and backward have in common: the form, the cut into blocks, the heads, and which formulas apply."""
 
     def __init__(self, q, k, v, form):
-        blocks, key_blocks, self.causal, self.normalize, self.scale = form
+        blocks, key_blocks, self.causal, self.normalize, self.scale, self.unrounded = form
         self.exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         self.rows = BlockCut(blocks, q.device)
         self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)

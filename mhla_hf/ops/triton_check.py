@@ -41,13 +41,14 @@ class KernelKind(NamedTuple):
     masked: bool
     mapped: bool
     normed: bool
+    unrounded: bool
     backward: bool
     decode: bool
 
 
 def kernel_kind(
     q, k, v, q_den=None, *, normalize, causal=False, blocks=None, feature_map=None, masked=False, normed=False,
-    backward=False, decode=False,
+    unrounded=False, backward=False, decode=False,
 ):  # fmt: skip
     """The fields of the kind of a call of `mhla`, or with `decode` of `mhla_step`."""
     long = causal and not decode and not blocks.block_size <= TILE_TOKENS  # a symbol that is negated becomes a bool
@@ -55,7 +56,7 @@ def kernel_kind(
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (len([None] * width) for width in (q.shape[3], v.shape[3], den_width))  # a symbol becomes a number
     mapped = feature_map is not None and not causal
-    flags = causal, long, grouped, masked, mapped, normed, backward, decode
+    flags = causal, long, grouped, masked, mapped, normed, unrounded, backward, decode
     return q.device, q.dtype, v.dtype, *widths, normalize, *flags
 
 
@@ -108,6 +109,7 @@ def call_errors(kind: KernelKind) -> dict[str, float]:
     for blocks in shapes:
         inputs, grad = made_up(kind, blocks)
         options = {"blocks": blocks, "causal": kind.causal, "normalize": kind.normalize}
+        options["unrounded"] = kind.unrounded
         if kind.masked:
             options["key_mask"] = torch.arange(blocks.length, device=kind.device)[None] % 5 != 4
         norm = (torch.linspace(0.5, 1.5, kind.value_width, device=kind.device), 1.0) if kind.normed else None
@@ -145,7 +147,7 @@ def outcome(function, inputs, grad, kind: KernelKind, options: dict, feature_map
     if feature_map is not None:
         q, k = relu_features(q, feature_map), relu_features(k, feature_map)
     o = function(q, k, v, mixing, **dict(zip(("q_den", "k_den"), dens, strict=False)), **options)
-    return [o.detach(), *(torch.autograd.grad(o, inputs, grad) if kind.backward else ())]
+    return [o.detach(), *(torch.autograd.grad(o, inputs, grad.to(o.dtype)) if kind.backward else ())]
 
 
 @torch.no_grad()
@@ -163,7 +165,7 @@ def decode_errors(kind: KernelKind) -> dict[str, float]:
         for t in range(blocks.length):
             now = [x[:, t : t + 1] for x in rows]
             arguments = (*now[:3], weights, state, kind.width**-0.5, *(now[3:] or (None, None)))
-            found.append(step(*arguments) if dtype is None else step(*arguments, None))
+            found.append(step(*arguments, kind.unrounded) if dtype is None else step(*arguments, None))
         outputs.append(torch.cat(found, 1))
     return {"o": difference(*outputs)}
 

@@ -184,7 +184,7 @@ def pin_state(state, mixing, tokens):
     state.position = torch.stack((state.length, state.length)).to(state.summaries.device)
 
 
-def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
+def triton_step(q, k, v, mixing, state, scale, q_den, k_den, unrounded=False):
     """Output [B, 1, H, V] of one new token per row; `state` changes in place, and is pinned if it was not."""
     batch, _, heads, width = q.shape
     groups, other = k.shape[2], v.shape[3]
@@ -193,7 +193,7 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den):
     if state.position is None or int(state.length.max()) >= room:
         pin_state(state, mixing, max(room, 2 * int(state.length.max()) + 1))
     weights = as_matrix(in_rows(mixing.float()))
-    out = torch.empty(batch, 1, heads, other, dtype=v.dtype, device=q.device)
+    out = torch.empty(batch, 1, heads, other, dtype=torch.float32 if unrounded else v.dtype, device=q.device)
     window_den = state.window_k if state.window_k_den is None else state.window_k_den
     windows = [as_argument(x) for x in (state.window_k, state.window_v, window_den)]
     den_width = window_den.shape[3]

@@ -162,11 +162,12 @@ class Call(Work):
         x = torch.matmul(mixing, x).permute(0, 2, 3, 1).flatten(1, 2).contiguous()
         return x if order is None else torch.empty_like(x).index_copy(1, order.long(), x)
 
-    def run(self, q, k, v, q_den, k_den):
+    def run(self, q, k, v, q_den, k_den, unrounded):
         """o [B, T, H, V] and 1 / denominator, fp32 [B, T, H] (empty if not normalised)."""
-        o = self.room(v, *q.shape[:3], v.shape[3])
+        o = self.room(v, *q.shape[:3], v.shape[3], dtype=torch.float32 if unrounded else None)
+        dot = "tf32" if unrounded and dot_kind(q, k, v) == "fp16" else None  # a block's sums may overflow fp16, too
         if self.normalize == "no":
-            self.forward(q, k, v, o)
+            self.forward(q, k, v, o, dot=dot)
             return o, torch.empty(0, dtype=torch.float32, device=q.device)
         if self.normalize == "shared":
             inv = self.room(q, *q.shape[:3], dtype=torch.float32)
@@ -178,25 +179,26 @@ class Call(Work):
             den = self.across_slots(den, self.mixing) if self.normalize == "official" else den
             dead = den.abs() < torch.finfo(torch.float32).tiny
             inv = torch.where(dead, 0, 1 / torch.where(dead, 1, den))
-        self.forward(q, k, v, o, inv, self.normalize == "shared")
+        self.forward(q, k, v, o, inv, self.normalize == "shared", dot)
         return o, inv
 
     def run_normed(self, q, k, v, weight, norm_eps):
         """o [B, T, H, V], not normalised and not causal, after an RMSNorm over V."""
-        o, dot = self.room(v, *q.shape[:3], v.shape[3]), dot_kind(q, k, v)
+        dot = dot_kind(q, k, v)
         if self.short(k, v) or not holds_rows(q.shape[3], v.shape[3], dot):
-            self.forward(q, k, v, o)
-            return head_norm(o, weight, norm_eps).to(o.dtype)
+            return head_norm(self.run(q, k, v, None, None, True)[0], weight, norm_eps).to(v.dtype)
+        o = self.room(v, *q.shape[:3], v.shape[3])
         p, _, _, _ = self.mixed(k, v, q.shape[2], dot, False, self.mask)
         attend_normed(q, p, o, self.cut, dot, weight, norm_eps, scale=self.scale, eps=self.eps)
         return o
 
     def run_back(self, grad, q, k, v, q_den, k_den, o, inv):
         """Gradients of q, k, v, mixing, q_den and k_den (the last two None where they were not given)."""
-        grads = [self.room(x) for x in (q, k, v)]
+        grads, half = [self.room(x) for x in (q, k, v)], dot_kind(q, k, v) == "bf16"
         if self.normalize == "no":
+            grad = grad.to(torch.bfloat16) if half else grad  # as `prepare` does
             return *grads, self.backward(q, k, v, grad, grads), None, None
-        grad, r = prepare(grad, o, inv, torch.bfloat16 if dot_kind(q, k, v) == "bf16" else torch.float32)
+        grad, r = prepare(grad, o, inv, torch.bfloat16 if half else torch.float32)
         if self.normalize == "shared":
             return *grads, self.backward(q, k, v, grad, grads, r), None, None
         dm = self.backward(q, k, v, grad, grads)

@@ -15,7 +15,7 @@ from .triton_impl import Call
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 TRITON_OPTIONS = (
     "Tensor? key_mask, Tensor? starts, Tensor? edges, SymInt[] cut, SymInt[] key_cut, bool causal, str normalize, "
-    "float scale, float? eps"
+    "float scale, float? eps, bool unrounded=False"
 )
 TRITON_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? q_den, Tensor? k_den, {TRITON_OPTIONS})"
 TRITON_NORMED_SCHEMA = (
@@ -41,10 +41,12 @@ def triton_mhla(
     key_mask=None,
     cu_seqlens=None,
     starts=None,
+    unrounded=False,
     eps=None,
     norm=None,
 ):
-    """o [B, T, H, V] in v's dtype; arguments as in `mhla`, already checked, and `triton_refusal` had nothing to say.
+    """o [B, T, H, V] in v's dtype (fp32 if unrounded); arguments as in `mhla`, already checked, and `triton_refusal`
+    had nothing to say.
 
     eps: a number if the kernels are to take relu(q) + eps and relu(k) + eps; not causal, and no q_den. norm: the weight and
     eps of an RMSNorm that the kernels are to take along; not causal, not normalised, and without gradients.
@@ -67,7 +69,7 @@ def triton_mhla(
     if norm is not None:
         return TRITON_NORMED(q, k, v, mixing, norm[0], key_mask, cut, key_cut, scale, eps, norm[1])
     return TRITON_FORWARD(
-        q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, kind, scale, eps
+        q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, kind, scale, eps, unrounded
     )[0]  # fmt: skip
 
 
@@ -87,19 +89,21 @@ def triton_refusal(q, k, v, k_den=None):
     return None
 
 
-def triton_forward(q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps):
+def triton_forward(
+    q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps, unrounded=False
+):
     """o [B, T, H, V] and 1 / denominator [B, T, H]."""
     call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps)
     with torch.autocast(q.device.type, enabled=False):
-        return call.run(*(in_rows(x) for x in (q, k, v, q_den, k_den)))
+        return call.run(*(in_rows(x) for x in (q, k, v, q_den, k_den)), unrounded)
 
 
 def triton_forward_fake(
-    q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
+    q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps, unrounded=False
 ):
     """The shapes of `triton_forward`."""
     inv = q.new_empty(q.shape[:3] if normalize != "no" else (0,), dtype=torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3]), inv
+    return v.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32 if unrounded else v.dtype), inv
 
 
 def triton_normed(q, k, v, mixing, weight, key_mask, cut, key_cut, scale, eps, norm_eps):
@@ -115,8 +119,9 @@ def triton_normed_fake(q, k, v, mixing, weight, key_mask, cut, key_cut, scale, e
 
 
 def triton_backward(
-    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
-):
+    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps,
+    unrounded=False,
+):  # fmt: skip
     """Gradients of q, k, v, mixing, q_den and k_den, the last two empty where there are none."""
     call = Call(q, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps)
     tensors = [in_rows(x) for x in (grad, q, k, v, q_den, k_den)]
@@ -129,8 +134,9 @@ def triton_backward(
 
 
 def triton_backward_fake(
-    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps
-):
+    grad, o, inv, q, k, v, mixing, q_den, k_den, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, eps,
+    unrounded=False,
+):  # fmt: skip
     """The shapes of `triton_backward`."""
     extra = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q_den, k_den))
     return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), *extra
@@ -147,7 +153,7 @@ def triton_gradients(ctx, grad, _):
     o, inv, *inputs = ctx.saved_tensors
     *grads, dq_den, dk_den = TRITON_BACKWARD(grad, o, inv, *inputs, *ctx.options)
     pair = (None, None) if inputs[4] is None else (dq_den, dk_den)
-    return *grads, *pair, *(None,) * 9
+    return *grads, *pair, *(None,) * 10
 
 
 def registered_operator(name, schema, function, fake):

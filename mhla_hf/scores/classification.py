@@ -16,12 +16,20 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from ..checksums import hash_file
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.load import (
+    DTYPES,
+    LOADING_ERRORS,
+    check_model_name,
+    check_whole,
+    checked_files,
+    choose_device,
+    first_line,
+)
 from .features import PICTURES
 from .identity import hash_files, hash_thing
 from .image import VERSION, PipelineJudge, read_protocol
 from .image_metrics import share_error
-from .loading import DTYPES, LOADING_ERRORS, check_model_name, check_whole, checked_files, choose_device, first_line
 from .processes import Processes
 from .results import Results
 from .samples import hash_of
@@ -117,9 +125,7 @@ class _Judge(PipelineJudge):
             share = right / len(labels)
             scores = {"acc": (share, share_error(share, len(labels)), True, len(labels))}
             self.keep(task, scores, task_hash, started)
-        return Results(
-            r for r in self.kept.of(self.subject.fingerprint) if r.task == task and r.limit == self.asked.limit
-        )
+        return Results(r for r in self.kept if r.task == task and r.limit == self.asked.limit)
 
     def _processor_hash(self):
         """Of the image processor; None for the model's own, which the fingerprint of the model covers."""

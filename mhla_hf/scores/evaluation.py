@@ -10,7 +10,7 @@ import importlib
 import logging
 import math
 
-from .loading import DTYPES, choose_device
+from ..checkpoints.load import DTYPES, choose_device
 from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
 from .results import paper_rows, render_rows, render_table
 
@@ -67,6 +67,7 @@ class Asked:
     revision: str | None
     trust_remote_code: bool
     force: bool
+    trust_scores: bool
     progress: bool
     command: str | None
 
@@ -104,6 +105,7 @@ def evaluate(
     revision=None,
     trust_remote_code=False,
     force=False,
+    trust_scores=False,
     progress=True,
     command=None,
 ):
@@ -127,7 +129,8 @@ def evaluate(
         dtype: "auto" (the checkpoint's), "float32", "bfloat16", "float16". device: as torch names it; None: CUDA if any.
         max_length: tokens a language model sees at once; None: the configuration's.
         revision, trust_remote_code: as in transformers. MHLA language models need no remote code here, saved pipelines do.
-        force: run again what is known. progress: bars on stderr.
+        force: run again what is known. trust_scores: read what the results file holds though another machine measured it, or
+            somebody wrote it there; by default only what this machine measured is read. progress: bars on stderr.
         command: the shell line to keep with the scores; None: the `mhla-hf evaluate` line that gives them again.
 
     Returns:
@@ -153,6 +156,7 @@ def evaluate(
         revision=revision,
         trust_remote_code=trust_remote_code,
         force=force,
+        trust_scores=trust_scores,
         progress=progress,
         command=command,
     )

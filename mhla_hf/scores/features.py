@@ -16,9 +16,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from ..checksums import hash_file
-from ..files import file_aside
-from .loading import first_line
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.files import file_aside
+from ..checkpoints.load import first_line
 
 CHUNK = 1000
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from ..files import write_text
+from ..checkpoints.files import write_text
 from .image_metrics import share_error
 from .samples import Sample, claim_folder, hash_of, plan_hash, read_json_lines, seed_of_sample
 

@@ -27,7 +27,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
-from .loading import first_line
+from ..checkpoints.load import first_line
 from .results import Result, finite
 
 HARNESS_SEEDS = (0, 1234, 1234, 1234)

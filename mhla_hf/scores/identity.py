@@ -15,8 +15,8 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from ..checksums import hash_file
-from .results import fingerprint_model
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.fingerprint import fingerprint_model
 from .samples import hash_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))

@@ -17,25 +17,16 @@ import numpy
 import torch
 from PIL import Image
 
-from ..checksums import hash_file
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, load_pipeline, without_questions
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .features import PICTURES, extract_features, find_extractor, read_image
 from .geneval import judge_geneval
 from .identity import hash_files, hash_thing
 from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
-from .loading import LOADING_ERRORS, choose_device, first_line
-from .machine import describe_hardware, describe_versions, now, source_commit
 from .processes import joined_processes
 from .results import Result, Results
-from .samples import (
-    Sample,
-    draw_labels,
-    hash_of,
-    load_pipeline,
-    make_samples,
-    plan_hash,
-    read_prompts,
-    seed_of_sample,
-)
+from .samples import Sample, draw_labels, hash_of, make_samples, plan_hash, read_prompts, seed_of_sample
 from .subjects import find_subjects, shown_path
 
 logger = logging.getLogger("mhla_hf")
@@ -178,7 +169,7 @@ class PipelineJudge:
         self.seed = asked.seed or 0
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or processes.device(asked.device))
-        self.kept = Results() if subject.target is None else Results.read(subject.target)
+        self.kept = processes.same(subject.known(asked) if processes.first else None)
         self._pipeline = None
 
     @property
@@ -255,11 +246,9 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
         for metric, (value, error, better, samples) in scores.items()
     ]
-    kept = kept.of(subject.fingerprint).merge(records, beside)
-    if subject.target is not None and writes:
-        subject.target.parent.mkdir(parents=True, exist_ok=True)
-        kept.write(subject.target)
-    return kept
+    if writes:
+        subject.store(records, beside)
+    return kept.merge(records, beside)
 
 
 def command_of(model, asked):
@@ -306,9 +295,7 @@ class _Judge(PipelineJudge):
             judge_geneval(self)
         names = {(protocol.name, label) for label in labels.values()}
         shown = [
-            r
-            for r in self.kept.of(self.subject.fingerprint)
-            if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
+            r for r in self.kept if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
         ]
         return Results(r for r in shown if r.limit == self.asked.limit and ("GenEval" in wanted or r.task != "geneval"))
 
@@ -386,8 +373,9 @@ class _Judge(PipelineJudge):
         from transformers import CLIPModel, CLIPProcessor
 
         try:
-            model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
-            processor = CLIPProcessor.from_pretrained(self.protocol.clip)
+            with without_questions():
+                model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
+                processor = CLIPProcessor.from_pretrained(self.protocol.clip)
         except LOADING_ERRORS as error:
             raise ValueError(f"clip: {self.protocol.clip!r} cannot be loaded: {first_line(error)}") from error
         found, size = [], self.asked.batch_size

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from .loading import first_line
+from ..checkpoints.load import first_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from .loading import load_config, load_language_model, load_tokenizer
-from .machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.load import load_config, load_language_model, load_tokenizer
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from .needles import LEAST, PREFIX, make_needles, whole_numbers
 from .results import Results
 from .subjects import find_subjects, shown_path
@@ -37,14 +37,14 @@ def judge_language_models(models, asked):
         with harness.quiet_harness(bars_too=not asked.progress):
             requested = harness.load_tasks(asked.recipe.tasks, paths, asked.num_fewshot, metadata)
         for subject in subjects:
-            kept = Results() if subject.target is None else Results.read(subject.target)
+            kept = subject.known(asked)
             window = functools.cache(functools.partial(_window, harness, subject, asked))
             missing = [item for item in requested if asked.force or _missing(item, kept, subject, asked, window)]
             if not missing:
                 logger.info("%s: every score is known already", subject.name)
             else:
                 kept = _judge(harness, subject, missing, kept, asked)
-            compared[subject.name] = _wanted(kept.of(subject.fingerprint), requested, asked.limit)
+            compared[subject.name] = _wanted(kept, requested, asked.limit)
     return compared
 
 
@@ -153,11 +153,9 @@ def _judge(harness, subject, missing, kept, asked):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
             command = asked.command or command_of(item.name, facts["model"], asked)
             shared = {**facts, "command": command, "date": now()}
-            kept = kept.of(subject.fingerprint)
-            kept.merge(harness.score(judge, item, limit=asked.limit, seeds=seeds, facts=shared))
-            if subject.target is not None:
-                subject.target.parent.mkdir(parents=True, exist_ok=True)
-                kept.write(subject.target)
+            new = harness.score(judge, item, limit=asked.limit, seeds=seeds, facts=shared)
+            kept.merge(new)
+            subject.store(new)
     finally:
         model.train(was_training)
     return kept

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from ..files import folder_aside
+from ..checkpoints.files import folder_aside
 
 OPTIONS = 4
 ANSWER_TOKENS = 32

@@ -28,6 +28,14 @@ class Processes:
         """Every `count`-th of `items`, so that the shares of all processes are all of them."""
         return items[self.rank :: self.count]
 
+    def same(self, thing):
+        """The first process's `thing`, in all of them."""
+        if self.state is None:
+            return thing
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([thing])[0]
+
     def wait(self):
         """Until all processes are here."""
         if self.state is not None:

@@ -7,7 +7,7 @@ A recipe is a YAML file; those of this package are in `recipes/` beside this fil
 import dataclasses
 from pathlib import Path
 
-import yaml
+from ..checkpoints.files import read_yaml
 
 FOLDER = Path(__file__).parent / "recipes"
 KINDS = ("language", "classification", "image", "video", "speed")
@@ -56,10 +56,7 @@ def read_score_recipe(name):
     path = FOLDER / f"{name}.yaml" if str(name) in recipe_names() else Path(name)
     if not path.is_file():
         raise ValueError(f"recipe {str(name)!r} is no file; expected one, or a name: {', '.join(recipe_names())}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {str(name)!r} is not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, "recipe")
     if not isinstance(content, dict):
         raise ValueError(f"recipe {str(name)!r} holds a {type(content).__name__}; expected keys {', '.join(KEYS)}")
     _check(str(name), content)

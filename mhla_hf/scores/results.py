@@ -7,32 +7,15 @@ dataclass without defaults for its identity, so a score without one of these can
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
 from pathlib import Path
 
-import torch
-
-from ..checksums import NOTED, without_origin
-from ..files import write_json
+from ..checkpoints.files import write_json
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
-WEIGHTS = (".safetensors", ".bin")
-PIPELINE = "model_index.json"
-DECISIVE = (
-    PIPELINE,
-    "config.json",
-    "scheduler_config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +95,7 @@ class Results:
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a results file: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get("results"), list):
             raise ValueError(f'{path} is not a results file: expected an object with the list "results"')
@@ -266,57 +249,3 @@ def _column(records, column):
             scale = 100 if column.get("percent") else 1
             return scale * record.value, None if record.stderr is None else scale * record.stderr
     return None
-
-
-def fingerprint_folder(folder):
-    """ "files:" + sha256 over what decides a local model's numbers: weights, configuration, tokenizer, its own source.
-
-    Cards, results, plots and training records are not part of it; of a pipeline (model_index.json), the folders of its
-    components are. FileNotFoundError when the folder has no weights.
-    """
-    folder = Path(folder)
-    parts = folder.rglob("*") if (folder / PIPELINE).is_file() else folder.iterdir()
-    files = sorted(file for file in parts if file.is_file() and _decides(file.name))
-    if not any(file.name.endswith(WEIGHTS) for file in files):
-        raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
-    digest = hashlib.sha256()
-    for file in files:
-        if file.name in NOTED:
-            data = without_origin(file.read_bytes())
-            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
-            continue
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 22):
-                digest.update(chunk)
-    return f"files:{digest.hexdigest()[:32]}"
-
-
-def _decides(name):
-    return name in DECISIVE or name.endswith((*WEIGHTS, ".safetensors.index.json", ".py", ".model"))
-
-
-def fingerprint_model(model):
-    """ "tensors:" + sha256 over names, dtypes, shapes and bytes of a loaded model's state dict."""
-    digest = hashlib.sha256()
-    _digest_tensors(digest, model)
-    return f"tensors:{digest.hexdigest()[:32]}"
-
-
-def fingerprint_pipeline(pipeline):
-    """ "tensors:" + sha256 over the weights of a loaded pipeline's components and the settings of those without any."""
-    digest = hashlib.sha256()
-    for name, part in sorted(pipeline.components.items()):
-        digest.update(f"{name}\0{type(part).__name__}\0".encode())
-        if isinstance(part, torch.nn.Module):
-            _digest_tensors(digest, part)
-        elif hasattr(part, "to_json_string"):
-            digest.update(part.to_json_string().encode())
-    return f"tensors:{digest.hexdigest()[:32]}"
-
-
-def _digest_tensors(digest, model):
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        if tensor.numel():
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

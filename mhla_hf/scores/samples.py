@@ -7,19 +7,17 @@ that a run that was stopped gives the same files as one that was not, on any num
 
 import dataclasses
 import hashlib
-import importlib.util
 import inspect
 import json
 from pathlib import Path
 
 import torch
-import transformers
-from huggingface_hub import hf_hub_download
 from tqdm import tqdm
 
-from ..files import file_aside, write_json
-from .loading import DTYPES, LOADING_ERRORS, check_model_name, check_whole, checked_files, choose_device, first_line
-from .results import PIPELINE
+from ..checkpoints.files import file_aside, write_json
+from ..checkpoints.load import (
+    first_line,
+)
 
 IDENTITY = "samples.json"
 
@@ -66,57 +64,6 @@ def read_json_lines(path):
         return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON lines: {first_line(error)}") from None
-
-
-def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
-    """A diffusers pipeline on `device`, from a folder or Hub id.
-
-    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled.
-    """
-    from diffusers import DiffusionPipeline
-
-    place = check_model_name(source, pipeline=True)
-    options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
-    try:
-        with checked_files(place, revision, PIPELINE) as files:
-            missing = _missing_in_transformers(place, files)
-            pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
-        if not (missing := missing or _missing_weights(pipeline)):
-            pipeline = pipeline.to(choose_device(device))
-    except LOADING_ERRORS as error:
-        if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise ValueError(
-                f"model {str(source)!r} holds the source of its MHLA model; give trust_remote_code to run it"
-            ) from error
-        raise ValueError(f"model {str(source)!r} cannot be loaded: {first_line(error)}") from error
-    check_whole(source, {"missing_keys": missing})
-    return pipeline
-
-
-def _missing_in_transformers(place, files):
-    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
-
-    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
-    """
-    index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
-    parts = json.loads(Path(index).read_text(encoding="utf-8"))
-    nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
-    missing = []
-    for part, told in parts.items():
-        kind = (
-            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
-        )
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
-            _, info = kind.from_pretrained(str(place), **how)
-            missing += [f"{part}.{name}" for name in info["missing_keys"]]
-    return missing
-
-
-def _missing_weights(pipeline):
-    """Names of the weights of its own models that diffusers found in no file: it leaves them without data."""
-    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
-    return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]
 
 
 def check_conditions(pipeline, plan):

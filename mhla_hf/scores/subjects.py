@@ -5,13 +5,18 @@ weights, and into the file its scores go to; both are known before the first mod
 """
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
 
 import torch
 
-from .loading import check_model_name, stored_dtype
-from .results import PIPELINE, Results, fingerprint_folder, fingerprint_model, fingerprint_pipeline, results_path
+from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
+from ..checkpoints.load import check_model_name, stored_dtype
+from .measured import measured_here, note_measured
+from .results import Results, results_path
+
+logger = logging.getLogger("mhla_hf")
 
 
 @dataclasses.dataclass
@@ -38,6 +43,28 @@ class Subject:
     def where(self, asked):
         """The options by which `from_pretrained` finds it, as an `Asked` says."""
         return {"revision": self.commit, "trust_remote_code": asked.trust_remote_code}
+
+    def known(self, asked):
+        """`Results` of these weights that need no second run: what this machine measured, or all if scores are trusted."""
+        found = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
+        mine = measured_here(found)
+        foreign = len(found) - len(mine)
+        if len(mine) and not asked.force:
+            logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
+        if foreign and asked.trust_scores:
+            logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
+            return found
+        if foreign:
+            text = "%s: %d scores in %s were not measured here and do not count; trust_scores would read them"
+            logger.info(text, self.name, foreign, self.target)
+        return mine
+
+    def store(self, records, beside=False):
+        """Put records that were just measured into the model's file, where it has one. beside: as in `Results.merge`."""
+        if self.target is not None:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            Results.read(self.target).of(self.fingerprint).merge(records, beside).write(self.target)
+            note_measured(records)
 
     @property
     def shown(self):
@@ -104,7 +131,7 @@ def _subject(name, model, target, dtype, revision, pipeline):
         what = "diffusers pipeline" if pipeline else "model of transformers"
         raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
     if target is not None:
-        _check_writable(target)
+        check_writable(target)
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target)
 
@@ -125,7 +152,8 @@ def _hub_fingerprint(name, revision):
         raise ValueError(f"model {name!r} is no folder here, and the Hub does not give it: {reason}") from error
 
 
-def _check_writable(target):
+def check_writable(target):
+    """ValueError when the file `target` cannot be written; nothing is made."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent

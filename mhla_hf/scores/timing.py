@@ -9,9 +9,9 @@ import time
 
 import torch
 
+from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
 from .image import keep_scores, known_score
-from .loading import load_language_model
 from .results import Results
 from .samples import hash_of
 from .subjects import find_subjects
@@ -33,7 +33,7 @@ def judge_speed(models, asked):
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
     together = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_of([together, lengths, settings["decode_tokens"], settings["rounds"], asked.device])
-    kept = {s.name: Results() if s.target is None else Results.read(s.target) for s in subjects}
+    kept = {subject.name: subject.known(asked) for subject in subjects}
     metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
     if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
         started = time.perf_counter()
@@ -56,10 +56,7 @@ def judge_speed(models, asked):
             kept[subject.name] = keep_scores(
                 kept[subject.name], subject, asked, TASK, scores, task_hash, started, device
             )
-    return {
-        subject.name: Results(r for r in kept[subject.name].of(subject.fingerprint) if r.task_hash == task_hash)
-        for subject in subjects
-    }
+    return {subject.name: Results(r for r in kept[subject.name] if r.task_hash == task_hash) for subject in subjects}
 
 
 def _load(subject, asked):

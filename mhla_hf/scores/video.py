@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checksums import hash_file
-from ..files import folder_aside, write_json
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.files import folder_aside, write_json
 from .image import PipelineJudge, read_protocol
 from .processes import joined_processes
 from .results import Results, finite
@@ -183,8 +183,7 @@ class _Judge(PipelineJudge):
         if self.processes.first:
             self._keep_totals()
         names = {*wanted, "quality", "semantic", "total"}
-        mine = self.kept.of(self.subject.fingerprint)
-        return Results(r for r in mine if r.task == TASK and r.metric in names and r.limit == self.asked.limit)
+        return Results(r for r in self.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit)
 
     def _make(self, dimensions):
         """Videos of all prompts of the dimensions that are missing."""
@@ -230,7 +229,7 @@ class _Judge(PipelineJudge):
         """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
         found = {
             record.metric: record
-            for record in self.kept.of(self.subject.fingerprint)
+            for record in self.kept
             if (record.task, record.task_hash) == (TASK, self.hash) and (record.limit, record.seed) == (None, self.seed)
         }
         averages = {name: found[name].value for name in DIMENSIONS if name in found}

@@ -45,7 +45,7 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
             raise ValueError(f"data: got a tensor {tuple(data.shape)} of {data.dtype}; expected whole numbers [N]")
         return TokenRing(data, vocab_size, "tokens at hand")
     if isinstance(data, (str, Path)):
-        path = Path(data).expanduser()
+        path = place_of(data)
         if path.is_dir():
             return _open_folder(path, tokenizer, text_field, vocab_size)
         if path.is_file():
@@ -254,16 +254,33 @@ def _open_files(files, name, tokenizer, text_field, vocab_size):
         return stream
     texts = []
     for file in files:
-        try:
-            texts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: {str(file)!r} is not UTF-8 text (byte {error.start})") from None
-        except OSError as error:
-            raise ValueError(f"data: {str(file)!r} cannot be read ({error.strerror})") from None
+        texts.append(read_text_file(file))
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise ValueError(f"data: {name!r} holds no text")
     return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
+
+
+def place_of(data, what="data"):
+    """`data` as a path. ValueError for no text at all, which would be the working folder, and for a link to nothing."""
+    path = Path(data).expanduser()
+    if not str(data).strip() or (path.is_symlink() and not path.exists()):
+        found = "a link to nothing" if str(data).strip() else "no name"
+        raise ValueError(f"{what}: {str(data)!r} is {found}; expected a file, a folder or a dataset")
+    return path
+
+
+def read_text_file(file, what="data"):
+    """The text of a file; ValueError in one sentence when it is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: {str(file)!r} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ValueError(f"{what}: {str(file)!r} cannot be read ({error.strerror})") from None
+    if "\0" in text:
+        raise ValueError(f"{what}: {str(file)!r} is no text: character {text.index(chr(0))} is NUL")
+    return text
 
 
 def _open_hub(name, tokenizer, text_field, vocab_size):

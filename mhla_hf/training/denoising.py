@@ -11,10 +11,9 @@ import math
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from .trainable import mhla_attentions
+from .trainable import mhla_attentions, with_dtype_of
 
 TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 # base class -> what conditions it, in the order in which tensors of a batch hold it
@@ -186,15 +185,11 @@ class DiffusionStep(nn.Module):
         grid, state = self.student.token_grid(noisy), self.student.mhla_state
         losses = []
 
-        def of_student(value):
-            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(self.student.dtype) if floats else value
-
         def compare(name):
             attention = self.student.get_submodule(name)
 
             def run(*args, **kwargs):
-                args, kwargs = tree_map(of_student, (args, kwargs))
+                args, kwargs = with_dtype_of(self.student, (args, kwargs))
                 return state.run(grid, attention, *args, **kwargs)
 
             def hook(_module, args, kwargs, wanted):

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..files import SHARD_SIZE
+from ..checkpoints.files import SHARD_SIZE
 from .denoising import CONDITIONS, DiffusionStep, NoiseProcess, family_of
 from .latents import Classes, LatentReader, Texts, TrajectoryReader, open_latents, read_prompts
 from .tasks import Task, bytes_of

@@ -14,7 +14,7 @@ from torch import nn
 from ..scores.classification import label_order
 from .pictures import PictureReader, Preparation, open_pictures, share_right
 from .tasks import Task
-from .trainable import mhla_attentions
+from .trainable import mhla_attentions, with_dtype_of
 
 
 class ImageTask(Task):
@@ -169,7 +169,7 @@ class ImageStep(nn.Module):
             return loss, {"loss": loss.detach()}
         if self.stage.loss == "features":
             with torch.no_grad():
-                wanted = tower_of(self.teacher)(pixel_values=pixels).last_hidden_state
+                wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
             got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
             loss = relative_error(got, wanted) * row_share
             return loss, {"loss": loss.detach()}
@@ -180,7 +180,7 @@ class ImageStep(nn.Module):
         if self.stage.loss == "labels":
             return ce, {"loss": ce.detach(), **logs}
         with torch.no_grad():
-            answers = self.teacher(pixel_values=pixels).logits.float()
+            answers = self.teacher(pixel_values=pixels.to(self.teacher.dtype)).logits.float()
         heat = self.stage.temperature
         kl = F.kl_div(
             (logits / heat).log_softmax(-1), (answers / heat).log_softmax(-1), reduction="sum", log_target=True
@@ -206,6 +206,7 @@ class ImageStep(nn.Module):
             )  # models from scratch hand it on themselves
 
             def hook(_module, args, kwargs, wanted):
+                args, kwargs = with_dtype_of(self.student, (args, kwargs))
                 with torch.enable_grad():
                     got = attention(*args, **(kwargs | {"mhla_grid": grid} if own else kwargs))
                     losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted))))
@@ -216,7 +217,7 @@ class ImageStep(nn.Module):
         handles = [module.register_forward_hook(compare(name), with_kwargs=True) for name, module in modules.items()]
         try:
             with torch.no_grad():
-                tower_of(self.teacher)(pixel_values=pixels)
+                tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype))
         finally:
             for handle in handles:
                 handle.remove()

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from .data import head_hash, hub_id, load_split
+from .data import head_hash, hub_id, load_split, place_of
 from .denoising import trajectory
 
 LATENTS = "latents"
@@ -312,7 +312,7 @@ def open_latents(data):
         hashes = {key: hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
         return Latents(TensorTable({key: value.detach() for key, value in data.items()}), "latents at hand", hashes)
     if isinstance(data, (str, Path)):
-        path = Path(data).expanduser()
+        path = place_of(data)
         if path.is_dir():
             files = sorted(path.rglob("*.safetensors"))
             if not files:

@@ -19,31 +19,41 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from ..files import write_json
-from ..scores.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.files import write_json
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from .identity import as_begun, identify_student, identify_teacher, let_go
 from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder
-from .tasks import bytes_of, find_task
-from .trainable import choose_trainable, direct_mixings, parameter_groups
+from .tasks import find_task
+from .trainable import (
+    HALVES,
+    choose_trainable,
+    direct_mixings,
+    dtypes_of,
+    dtypes_to_save,
+    dtypes_to_train,
+    parameter_groups,
+    set_dtypes,
+)
 
 logger = logging.getLogger("mhla_hf")
 
 KEPT_STATES = 2
 AVERAGE = "average.pt"
-SAMPLED = 1024
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
-VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
 DEFAULTS = {
     "mixed_precision": None,
+    "save_dtype": None,
     "gradient_checkpointing": False,
     "save_every": 100,
     "log_every": 10,
     "tracker": "",
 }
+SAVE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 
 __all__ = ["Stage", "distill"]
 
@@ -58,6 +68,7 @@ def distill(
     recipe=None,
     seed=0,
     mixed_precision=None,
+    save_dtype=None,
     gradient_checkpointing=None,
     save_every=None,
     log_every=None,
@@ -72,17 +83,20 @@ def distill(
 
     Args:
         student: a causal language model or an image model of transformers, or a transformer of diffusers or a pipeline of
-            one, which is then saved whole; trained in place; trainable weights in float32.
-        teacher: the softmax original, with the same layer names and vocabulary; never changed. Needed by the losses that
-            compare with one. Of a diffusion student or its teacher one is a pipeline, for its scheduler.
+            one, which is then saved whole; trained in place, in float32, and given back and saved in the dtype it came in.
+        teacher: the softmax original, with the same layer names and vocabulary; never changed, asked in the dtype it has.
+            Needed by the losses that compare with one. Of a diffusion student and its teacher one is a pipeline, for its
+            scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
         data: what to train on, for text see `mhla_hf.training.data.open_text`, for labelled images
             `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
             recipe's. Without latents a diffusion teacher samples trajectories, for prompts (a list, or a .txt file with
             one a line) or, given None, for its classes.
         stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
-        seed: whole number of at least 0; decides the order of the data and every random choice of the run.
+        seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
+        save_dtype: "float32", "bfloat16" or "float16" (or torch's) for the trained weights; None: the dtype they came in.
+            A mixing stays float32.
         gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
         save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
         log_every: optimizer steps between two entries of the history (10).
@@ -101,6 +115,7 @@ def distill(
     """
     given = {
         "mixed_precision": mixed_precision,
+        "save_dtype": save_dtype,
         "gradient_checkpointing": gradient_checkpointing,
         "save_every": save_every,
         "log_every": log_every,
@@ -136,39 +151,53 @@ class _Run:
         self.source, self.stages, self.options, self.seed = source, stages, options, seed
         self.progress, self.command = progress and accelerator.is_main_process, command
         self.main, task.progress = accelerator.is_main_process, self.progress
-        self.fingerprint = self._identify()
-        self.folder = RunFolder(out, self.fingerprint, main=self.main)
+        self.folder = RunFolder(out, self._identify(), main=self.main)
+        self.known = self.folder.fingerprint["student"]
+        self.folder.fingerprint["student"] = as_begun(self.student, self.folder.out, self.known)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": [], "stage_seconds": [0.0] * len(stages)}
         self.interrupt = _Interrupt()
 
     def execute(self):
         """Everything, in order: refuse or recognise the folder, train, save, give back."""
+        dtypes = dtypes_of(self.student)
+        saved = dtypes_to_save(self.student, SAVE_DTYPES.get(self.options["save_dtype"]))
         if self.folder.finished():
             self.accelerator.wait_for_everyone()
             self.folder.clear()
+            set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
+            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
         latest = self.folder.latest()
+        if latest is None:
+            self.folder.fingerprint["student"] = self.known
         self.task.try_data(self.source, self.stages, self.seed)
         if self.main and latest is None:
             self.folder.check_room(self._bytes_needed())
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.begin()
+            for state in self.folder.damaged:
+                logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
         self.accelerator.wait_for_everyone()
         kept = [(parameter, parameter.requires_grad) for parameter in self.student.parameters()]
         was_training = self.student.training
         try:
             with self.interrupt:
-                self._train(self.folder.latest())
+                set_dtypes(self.student, dtypes_to_train(self.student))
+                self._train(latest)
+                set_dtypes(self.student, saved)
                 self._finish()
+                dtypes = saved
         finally:
+            set_dtypes(self.student, dtypes)
             for parameter, flag in kept:
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
+            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
         return self.task.given
 
     def _train(self, latest):
@@ -321,7 +350,7 @@ class _Run:
     def _refuse_not_finite(self, stage, loss, norm):
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        last = self.folder.latest() if self.main else None
+        last = self.folder.newest() if self.main else None
         rest = f"the last good state is {last}" if last else "no state had been saved"
         raise ValueError(
             f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} "
@@ -344,6 +373,7 @@ class _Run:
                 if self.average:
                     torch.save(self.average.state_dict(), os.path.join(aside, AVERAGE))
                 write_json(os.path.join(aside, "progress.json"), {**at, "generator": _generator_hash()})
+                self.folder.seal(Path(aside))
                 os.replace(aside, target)
                 self.folder.prune(KEPT_STATES)
         self.accelerator.wait_for_everyone()
@@ -400,29 +430,27 @@ class _Run:
             "commit": source_commit(),
             "command": self.command,
             "date": now(),
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.folder.fingerprint,
             "history": at["history"],
         }
 
     def _identify(self):
         """What makes this run this run: whatever would change the trained weights, in the order of refusal."""
         used = any(stage.needs_teacher for stage in self.stages)
-        parameters = [
-            (name, list(value.shape), str(value.dtype), value.requires_grad)
-            for name, value in self.student.named_parameters()
-        ]
         return {
             "seed": self.seed,
             "mixed_precision": self.options["mixed_precision"],
+            "save_dtype": self.options["save_dtype"],
             "processes": self.accelerator.num_processes,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": _digest(_plain_config(self.student), parameters),
-            "teacher": _digest(_plain_config(self.teacher), _samples(self.teacher)) if used else None,
+            "student": identify_student(self.student),
+            "teacher": identify_teacher(self.teacher) if used else None,
         }
 
     def _bytes_needed(self):
-        return 3 * bytes_of(self.student) * (KEPT_STATES + 1) + self.task.bytes_saved()
+        weights = sum(value.numel() for value in self.student.state_dict().values())
+        return 3 * 4 * weights * (KEPT_STATES + 1) + self.task.bytes_saved()
 
     def _start_tracker(self):
         if not self.options["tracker"]:
@@ -476,12 +504,16 @@ def _resolve(task, stages, recipe, data, seed, given):
     stages = make_stages(stages, STAGE_TYPES[task.name])
     if data is None and not task.without_data:
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed: got {seed!r}; expected a whole number of at least 0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
     options = DEFAULTS | run | {key: value for key, value in given.items() if value is not None}
     for key in ("save_every", "log_every"):
         if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
             raise ValueError(f"{key}: got {options[key]!r}; expected a whole number of at least 1")
+    if options["save_dtype"] is not None:
+        options["save_dtype"] = str(options["save_dtype"]).removeprefix("torch.")
+        if options["save_dtype"] not in SAVE_DTYPES:
+            raise ValueError(f"save_dtype: got {options['save_dtype']!r}; expected one of {', '.join(SAVE_DTYPES)}")
     return stages, data, options
 
 
@@ -516,27 +548,6 @@ def _make_accelerator(accelerate, options, out):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
     options["mixed_precision"] = accelerator.mixed_precision
     return accelerator
-
-
-def _plain_config(model):
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
-    config = {key: value for key, value in config.items() if key not in VOLATILE}
-    return json.dumps(config, sort_keys=True, default=str)
-
-
-def _samples(model):
-    """Some values of every weight, as bytes: enough to know a model by, quick for a large one."""
-    for name, value in model.named_parameters():
-        flat = value.detach().flatten()
-        yield name
-        yield flat[:: max(1, len(flat) // SAMPLED)].float().cpu().numpy().tobytes()
-
-
-def _digest(text, parts):
-    digest = hashlib.sha256(text.encode())
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else repr(part).encode())
-    return digest.hexdigest()[:32]
 
 
 def _public_name(name):

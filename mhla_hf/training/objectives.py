@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .recipe import Stage
-from .trainable import mhla_attentions
+from .trainable import mhla_attentions, with_dtype_of
 
 NO_LABEL = -100
 CHUNK = {"cpu": 1 << 18}
@@ -87,7 +87,8 @@ class DistillStep(nn.Module):
                 handle.remove()
         loss = 0.0
         for name in self.attentions:
-            args, kwargs, wanted = seen[name]
+            *given, wanted = seen[name]
+            args, kwargs = with_dtype_of(self.student, given)
             got = self.student.get_submodule(name)(*args, **{**kwargs, "attention_mask": None})
             got, wanted = (got[0] if isinstance(got, tuple) else got).float(), wanted.float()
             size = wanted.square().sum((1, 2)).clamp_min(torch.finfo(torch.float32).tiny)

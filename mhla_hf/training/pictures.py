@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from .data import hub_id, load_split
+from .data import hub_id, load_split, place_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
@@ -191,8 +191,8 @@ def open_pictures(data, split="train") -> Pictures:
     if isinstance(data, Pictures):
         return data
     if isinstance(data, (str, Path)):
-        if Path(data).expanduser().is_dir():
-            return _open_folder(Path(data).expanduser(), split)
+        if (path := place_of(data)).is_dir():
+            return _open_folder(path, split)
         return _open_table(load_split(str(data), *hub_id(str(data)), split=split), str(data))
     if hasattr(data, "features") and hasattr(data, "__len__"):
         return _open_table(data, "a dataset")

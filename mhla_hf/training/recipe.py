@@ -11,12 +11,14 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
+from ..checkpoints.files import read_yaml
 
+MOST = {"batch_size": 1_000_000}
 SCHEDULES = ("cosine", "linear", "constant")
 SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 RUN_KEYS = {
     "mixed_precision": str,
+    "save_dtype": str,
     "gradient_checkpointing": bool,
     "save_every": int,
     "log_every": int,
@@ -77,8 +79,9 @@ class CommonStage:
                 self._refuse(key, _either(allowed))
         for key, least in self.WHOLE.items():
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                self._refuse(key, f"a whole number of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST.get(key, value):
+                most = f" and at most {MOST[key]:,}" if key in MOST else ""
+                self._refuse(key, f"a whole number of at least {least}{most}")
         for key in self.POSITIVE:
             value = getattr(self, key)
             if not (value is None and key == "lr_mhla") and not (_number(value) and value > 0):
@@ -254,11 +257,7 @@ def read_recipe(path) -> Recipe:
         raise ValueError(
             f"recipe: {str(path)!r} is not a file; expected a YAML file such as those in conversion/recipes"
         )
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
-    return make_recipe(content, str(path))
+    return make_recipe(read_yaml(path, "recipe"), str(path))
 
 
 def make_recipe(content, where="recipe") -> Recipe:

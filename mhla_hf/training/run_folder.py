@@ -1,8 +1,9 @@
 """The folder of a training run: what lies where, who may write, and how a stop at any moment leaves it whole.
 
-While a run goes on, all of its state lies beside the output, in `<out>.state/`: `run.json` (what the run is), `step-N/`
-(the last whole states), `runs/` (trackers) and a lock. `<out>` appears, by one rename, when everything in it is there.
-Unusual: what a run is (its fingerprint) is saved first, and a run that is anything else is refused by name.
+While a run goes on, all of its state lies beside the output, in `<out>.state/`: `step-N/` (the last states), `runs/`
+(trackers) and a lock. `<out>` appears, by one rename, when everything in it is there. Unusual: every state says what run it
+is of (`run.json`, the fingerprint), and a run that is anything else is refused by name; and what its files are (SHA256SUMS),
+so that a damaged one is known, and passed over for the one before it.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..files import write_json
+from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
+from ..checkpoints.files import write_json, write_text
 
 try:
     import fcntl
@@ -22,8 +24,9 @@ except ImportError:
     fcntl = None
 
 RECORD = "train.json"
+IDENTITY = "run.json"
 NAMES = {
-    "student": "student (its configuration, or the names, shapes or dtypes of its weights)",
+    "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "teacher": "teacher (its configuration or weights)",
     "data": "data or tokenizer",
 }
@@ -41,6 +44,7 @@ class RunFolder:
         self.fingerprint = json.loads(json.dumps(fingerprint))
         self.main = main
         self.lock = None
+        self.damaged = []
 
     def finished(self):
         """True when `out` holds this very run, done. ValueError when it holds anything else."""
@@ -57,10 +61,25 @@ class RunFolder:
         return False
 
     def latest(self):
-        """The newest whole state of this run, or None. ValueError when the state is that of another run."""
-        if not (self.state / "run.json").is_file():
-            return None
-        self._compare(_read_json(self.state / "run.json"))
+        """The newest whole state, or None when there is no state; newer ones are in `damaged`.
+
+        ValueError: the state is that of another run, or all are damaged.
+        """
+        self.damaged = []
+        for state in sorted(self._states(), reverse=True):
+            if _is_whole(state):
+                self._compare(_read_json(state / IDENTITY))
+                return state
+            self.damaged.append(state)
+        if self.damaged:
+            raise ValueError(
+                f"out: every state in {str(self.state)!r} is damaged (files are missing or changed); expected a whole one, "
+                "or no such folder, to begin again"
+            )
+        return None
+
+    def newest(self):
+        """The last state that was written, or None."""
         return max(self._states(), default=None)
 
     def check_room(self, needed):
@@ -78,14 +97,13 @@ class RunFolder:
             )
 
     def begin(self):
-        """Make the state folder, lock it, clear what a killed run left half done, and note what the run is."""
+        """Make the state folder, lock it, and clear what a killed run left half done and what `latest` found damaged."""
         with self._errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock()
-            for rest in (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*")):
+            left = (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*"))
+            for rest in (*left, *self.damaged):
                 shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
-            if not (self.state / "run.json").exists():
-                write_json(self.state / "run.json", self.fingerprint)
 
     def aside(self, target):
         """Where `target` is written before it is renamed: a new, empty folder."""
@@ -97,6 +115,11 @@ class RunFolder:
     def state_path(self, step):
         """The folder of the state after `step` optimizer steps of the whole run."""
         return self.state / f"step-{step:09d}"
+
+    def seal(self, aside):
+        """Note in a state what run it is of, and what its files are."""
+        write_json(aside / IDENTITY, self.fingerprint)
+        write_text(aside / SUMS_FILE, render_sums(_sums(aside)))
 
     def prune(self, keep):
         """Remove all but the newest `keep` states."""
@@ -137,7 +160,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            last = max(self._states(), default=None)
+            last = self.newest()
             rest = f"the state in {str(last)!r} is whole" if last else "nothing was kept"
             raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({_reason(error)}); {rest}") from error
 
@@ -168,6 +191,18 @@ class RunFolder:
             raise ValueError(
                 f"out: {str(self.out)!r} was begun with {change}; give what it was begun with, or another folder"
             )
+
+
+def _sums(state):
+    files = (file for file in state.rglob("[!.]*") if file.is_file() and file.name != SUMS_FILE)  # not a .DS_Store
+    return {file.relative_to(state).as_posix(): hash_file(file) for file in files}
+
+
+def _is_whole(state):
+    try:
+        return read_sums((state / SUMS_FILE).read_text(encoding="utf-8"), state) == _sums(state)
+    except (OSError, ValueError):
+        return False
 
 
 def _read_json(path):

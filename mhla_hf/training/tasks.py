@@ -9,9 +9,9 @@ import abc
 import contextlib
 import inspect
 
-from ..files import SHARD_SIZE
+from ..checkpoints.files import SHARD_SIZE
 from ..patch import is_of_diffusers
-from .trainable import check_model, check_not_shared, check_original, check_stage
+from .trainable import check_model, check_not_shared, check_original, check_plain, check_stage
 
 
 class Task(abc.ABC):
@@ -35,6 +35,7 @@ class Task(abc.ABC):
         check_model("student", self.student, self.wanted)
         if self.teacher is not None:
             check_model("teacher", self.teacher, self.wanted)
+        check_plain(self.student)
         for stage in stages:
             check_stage(self.student, self.teacher, stage)
             if stage.loss == "transfer":

@@ -2,11 +2,16 @@
 
 MHLA layers are found by name (an attention module with a child called `mhla`), so that models whose code came from the
 Hub are trained as well. Unusual: a parameter that was frozen before the run stays frozen, whatever a stage names; a
-uniform, frozen mixing is how plain linear attention is trained as a yardstick.
+uniform, frozen mixing is how plain linear attention is trained as a yardstick. And weights are float32 while they are
+trained, whatever they were before and will be after.
 """
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32, torch.float64)
 
 
 def mhla_attentions(model):
@@ -27,23 +32,67 @@ def check_model(argument, model, wanted):
 
 
 def check_stage(student, teacher, stage):
-    """One sentence if `stage` would train nothing, weights too coarse to train, or lacks the teacher it needs."""
+    """One sentence if `stage` would train nothing, or lacks the teacher it needs."""
     names = mhla_attentions(student)
     label = f"stage {stage.name!r}"
     if not names and (stage.loss == "transfer" or stage.trainable != "all"):
         raise ValueError(f"student: has no MHLA layer, which {label} trains; expected a model from mhla_hf.convert")
     flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    moving = [(name, value) for name, value in student.named_parameters() if _moves(name, names, stage, flags[value])]
-    if not moving:
+    if not any(_moves(name, names, stage, flags[value]) for name, value in student.named_parameters()):
         raise ValueError(f"student: all that {label} would train ({stage.trainable!r}) is frozen")
-    for name, value in moving:
-        if value.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"student: {name!r} is {value.dtype}, where small updates vanish; load it with dtype=torch.float32 "
-                "(and use mixed_precision='bf16' for speed)"
-            )
     if stage.needs_teacher and teacher is None:
         raise ValueError(f"teacher: None was given, and {label} (loss {stage.loss!r}) needs one")
+
+
+def check_plain(student):
+    """One sentence if the student is quantized: such weights can neither be trained nor always be saved."""
+    for name, value in student.named_parameters():
+        if value.dtype not in FLOATS or type(value.data) is not torch.Tensor:
+            raise ValueError(
+                f"student: {name!r} is a {type(value.data).__name__} of {value.dtype}; expected float weights, so load it "
+                "without quantization"
+            )
+
+
+def dtypes_of(model):
+    """The dtype of every parameter and buffer, by name."""
+    return {name: value.dtype for name, value in _tensors(model)}
+
+
+def dtypes_to_train(model):
+    """float32 for weights in half precision, where small updates vanish; the others as they are."""
+    return {name: torch.float32 if dtype in HALVES else dtype for name, dtype in dtypes_of(model).items()}
+
+
+def dtypes_to_save(model, wanted):
+    """`wanted` for the weights, None: as they are now; float32 where the model's class never has them in less."""
+    kind = type(model)  # the object itself may have been made by another class, before it was converted
+    kept = getattr(kind, "_keep_in_fp32_modules_strict", getattr(kind, "_keep_in_fp32_modules", None)) or ()
+    dtypes = dtypes_of(model)
+    for name, _ in model.named_parameters():
+        dtype = wanted or dtypes[name]
+        dtypes[name] = torch.float32 if dtype in HALVES and set(kept) & set(name.split(".")) else dtype
+    return dtypes
+
+
+def set_dtypes(model, dtypes):
+    """Give parameters and buffers the named dtypes, in place; gradients are dropped."""
+    for name, value in _tensors(model):
+        value.data, value.grad = value.data.to(dtypes.get(name, value.dtype)), None
+
+
+def _tensors(model):
+    return *model.named_parameters(), *model.named_buffers()
+
+
+def with_dtype_of(model, values):
+    """Nested `values` with their float tensors in the model's dtype: what one model was given, for another."""
+    dtype = model.dtype
+
+    def change(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(change, values)
 
 
 def check_original(student, teacher):

@@ -78,8 +78,9 @@ def wan_state(layers=(0, 1, 2), blocks=30, gate=False, lepe=False, image=False):
     return state
 
 
-def official_wan_attention(state, x, grid, layout):
-    """The released layer on one grid, token by token, fp64: no scale, no denominator, eps 1e-6."""
+def official_wan_attention(state, x, grid, layout, norm_output=False):
+    """The released layer on one grid, token by token, fp64: no scale, eps 1e-6; with `norm_output` divided by what the
+    features before the rotation give, those of the query at the same place in every block."""
     weight = {
         key.split("self_attn.")[1]: value.double()
         for key, value in state.items()
@@ -114,6 +115,11 @@ def official_wan_attention(state, x, grid, layout):
     ]
     mixing = weight["block_attn.conv.weight"].flatten(1)[block][:, block]
     o = torch.einsum("bthk,bshk,ts,bshv->bthv", *turned, mixing, heads[2])
+    if norm_output:
+        tokens = torch.tensor(block).argsort(stable=True).view(math.prod(layout), -1)
+        q, k = (t[:, tokens] for t in heads[:2])
+        z = torch.einsum("ij,bjnhk,bjhk->binh", weight["block_attn.conv.weight"].flatten(1), q, k.sum(2)) + 1e-6
+        o = o / z.flatten(1, 2)[:, tokens.flatten().argsort(), :, None]
     o = rms(o, weight["g_norm.weight"]).flatten(2)
     if "g.weight" in weight:
         o = o * F.silu(project("g", x))
@@ -139,6 +145,20 @@ def test_wan_is_the_released_layer(layers, gate, lepe):
         model(**inputs("wan", (3, 8, 20)))
     expected = official_wan_attention(state, seen["x"], (3, 4, 10), (3, 2, 5))
     assert (seen["o"] - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_wan_with_norm_output_is_divided_before_its_norm():
+    """The default of their code, which their yamls turn off. Only the eps of the norm lets it show, in small values."""
+    state = {key: value.abs() if ".block_attn." in key else value for key, value in wan_state().items()}
+    state |= {key: 0.1 * value for key, value in state.items() if ".self_attn.v." in key}
+    model = load_official_wan(state, layout=(3, 2, 5), norm_output=True)
+    seen = {}
+    model.blocks[1].attn1.register_forward_hook(lambda module, args, output: seen.update(x=args[0], o=output))
+    with torch.no_grad():
+        model(**inputs("wan", (3, 8, 20)))
+    expected, without = (official_wan_attention(state, seen["x"], (3, 4, 10), (3, 2, 5), on) for on in (True, False))
+    assert (seen["o"] - expected).norm() <= 1e-5 * expected.norm()
+    assert (seen["o"] - without).norm() > 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("image", [False, True], ids=["t2v", "i2v"])
@@ -337,7 +357,8 @@ def test_the_script_puts_a_checkpoint_into_a_pipeline(script, tmp_path, capsys):
     )
     PIPELINES["wan"]().save_pretrained(tmp_path / "base")
     arguments = [str(tmp_path / "wan.pth"), "--layout", "3", "2", "5", "--base", str(tmp_path / "base")]
-    pipe = script.main([*arguments, "--out", str(tmp_path / "out")])
+    pipe = script.main([*arguments, "--norm-output", "--out", str(tmp_path / "out")])
+    assert pipe.transformer.config.mhla["normalize"] == "official"
     assert "MHLAWanTransformer3DModel" in capsys.readouterr().out
     again = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert (generate(pipe) - generate(again)).abs().max() <= 1e-5
@@ -351,6 +372,8 @@ def test_the_script_refuses_what_does_not_fit(script, tmp_path):
     checkpoint, out = str(tmp_path / "dit.safetensors"), str(tmp_path / "out")
     with pytest.raises(ValueError, match=r"layout: got .*, expected none for the authors' DiT"):
         script.main([checkpoint, "--layout", "1", "2", "2", "--out", out])
+    with pytest.raises(ValueError, match="norm_output: got True, expected none for the authors' DiT"):
+        script.main([checkpoint, "--norm-output", "--out", out])
     with pytest.raises(ValueError, match="num_heads: got none for width 24"):
         script.main([checkpoint, "--out", out])
     assert not Path(out).exists()

@@ -13,7 +13,7 @@ from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, 
 from mhla_hf import Blocks
 from mhla_hf.bench import run_bench
 from mhla_hf.bench.cases import FORWARD, TRAINING, Operator
-from mhla_hf.scores.machine import describe_run
+from mhla_hf.checkpoints.machine import describe_run
 
 FEW = {"sequence": gpu.VARIANTS["sequence"]}
 

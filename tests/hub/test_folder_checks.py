@@ -6,7 +6,7 @@ Run: pytest tests/hub/test_folder_checks.py
 import dataclasses
 import json
 import os
-import pickle
+import re
 import shutil
 
 import pytest
@@ -17,15 +17,16 @@ from small_repos import CARD, save_carded, save_model, score
 from small_scores import make_result, small_llama
 
 import mhla_hf
-from mhla_hf.checksums import check_sums, read_sums
+from mhla_hf.checkpoints.checksums import check_sums, read_sums
+from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.folder_checks import check_folder, check_front_matter
-from mhla_hf.hub.leaks import check_leaks
 from mhla_hf.hub.plain_card import plain_card
-from mhla_hf.scores.results import Results, fingerprint_folder
+from mhla_hf.scores.results import Results
 
 TOKEN = "hf_" + "aB3" * 12
+RUNS_CODE = {2: b"\x80\x02cposix\nsystem\nq\x00X\x02\x00\x00\x00idq\x01\x85Rq\x02.", 0: b"cposix\nsystem\n(S'id'\ntR."}
 
 
 @pytest.fixture(scope="module")
@@ -99,45 +100,48 @@ def shard(named):
 
 
 def link_out(folder):
-    (folder / "notes.txt").symlink_to("/etc/hostname")
+    drop("tokenizer.json")(folder)
+    (folder / "tokenizer.json").symlink_to("/etc/hostname")
 
 
-def link_folder(folder):
-    (folder / "more").symlink_to(folder.parent)
+def link_nowhere(folder):
+    drop("generation_config.json")(folder)
+    (folder / "generation_config.json").symlink_to("nothing")
 
 
-def disguised(folder):
-    (folder / "notes.txt").write_bytes(pickle.dumps({"a": 1}))
+def pipe_of(name):
+    def carry_out(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return carry_out
 
 
 def as_bytes(file, data):
     return lambda folder: (folder / file).write_bytes(data)
 
 
-RUNS_CODE = {2: b"\x80\x02cposix\nsystem\nq\x00X\x02\x00\x00\x00idq\x01\x85Rq\x02.", 0: b"cposix\nsystem\n(S'id'\ntR."}
-
-
 def zipped(folder):
     torch.save({"a": torch.zeros(2)}, folder / "vocab.txt")
 
 
+PLACES = (
+    "/home/anna/x", "/Volumes/anna/x", "/content/drive/x", "/lustre/a/b", "/juice2/scr2/anna", "/u/anna/m.pt",
+    "/opt/models/x", "/data2/anna/x", "C:\\Users\\anna\\x", "D:\\work\\mine\\x", "E:/models/x/y",
+    "\\\\nas\\models\\x", "~/secret.txt", "~anna/secret.txt", "file:///srv/anna",
+)  # fmt: skip
 BROKEN = {
     # code
     "source changed": (append("modeling_mhla.py", "\nimport os\n"), r"modeling_mhla\.py: the bundle was changed after"),
     "source by another": (put("modeling_mhla.py", "import os\n"), r"modeling_mhla\.py: text must be a bundle made by"),
-    "other code": (put("helper.py", "x = 1\n"), r"helper\.py is not made by mhla_hf"),
     "no source": (drop("modeling_mhla.py"), r"no modeling_mhla\*\.py beside config\.json|AutoConfig"),
     # weights
-    "pickled": (put("pytorch_model.bin", "x"), r"pytorch_model\.bin: weights are shared as safetensors only"),
-    "pickled optimiser": (put("optimizer.pt", "x"), r"optimizer\.pt: weights are shared as safetensors only"),
-    "pickle in disguise": (disguised, r"notes\.txt is no text although it is called so"),
-    "archive in disguise": (zipped, r"vocab\.txt is no text although it is called so"),
-    "a pickle called picture": (as_bytes("a.png", RUNS_CODE[2]), r"a\.png does not begin as a \.png file does"),
-    "a pickle called video": (as_bytes("a.mp4", RUNS_CODE[2]), r"a\.mp4 does not begin as a \.mp4 file does"),
-    "a pickle called tokenizer": (as_bytes("tokenizer.model", RUNS_CODE[2]), r"tokenizer\.model does not begin as a"),
-    "an old pickle called tokenizer": (as_bytes("tokenizer.model", RUNS_CODE[0]), r"tokenizer\.model is a pickle although"),
-    "an old pickle called text": (as_bytes("a.txt", RUNS_CODE[0]), r"a\.txt is a pickle although it is called otherwise"),
-    "old pickled data": (as_bytes("a.md", pickle.dumps({"a": 1}, protocol=0)), r"a\.md is a pickle although"),
+    "archive in disguise": (zipped, r"vocab\.txt is no text"),
+    "a pickle called picture": (
+        lambda f: (append("README.md", "\n![a](a.png)\n")(f), (f / "a.png").write_bytes(RUNS_CODE[2])),
+        r"a\.png does not begin as a \.png file does"),
+    **{f"a pickle called tokenizer, protocol {number}": (as_bytes("tokenizer.model", data),
+       r"tokenizer\.model does not begin as a \.model") for number, data in RUNS_CODE.items()},
     "no weights": (drop("model.safetensors"), r"holds no \.safetensors file"),
     "not a number": (spoil("model.norm.weight", float("nan")), r"'model\.norm\.weight' holds NaN or infinity"),
     "infinite": (spoil("model.embed_tokens.weight", float("inf")), r"'model\.embed_tokens\.weight' holds NaN or"),
@@ -151,6 +155,7 @@ BROKEN = {
     # configuration
     "no config": (drop("config.json"), r"holds neither config\.json nor model_index\.json"),
     "config no JSON": (put("config.json", "{"), r"config\.json is not JSON"),
+    "a nest of lists": (put("generation_config.json", "[" * 5000 + "]" * 5000), r"is not JSON|nested too deep"),
     "other JSON no JSON": (put("generation_config.json", "{]"), r"generation_config\.json is not JSON"),
     "a softmax model": (put("config.json", '{"model_type": "llama"}'), "names no MHLA class in auto_map"),
     "code of another repository": (
@@ -162,28 +167,42 @@ BROKEN = {
     "code that is not there": (
         lambda f: edit(f, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.Tokenizer", None]}),
         "tokenizer_config.json: auto_map.AutoTokenizer is 'tokenization_x.Tokenizer'"),
+    "code of another repository, as a list": (
+        lambda f: edit(f, "tokenizer_config.json", auto_map=["someone/evil--tok.Evil", None]),
+        "tokenizer_config.json: auto_map is 'someone/evil--tok.Evil', expected a class of a modeling_mhla"),
+    "code of another repository, deep down": (
+        lambda f: edit(f, "config.json", text_config={"auto_map": {"AutoModel": "someone/evil--tok.Evil"}}),
+        "config.json: text_config.auto_map.AutoModel is 'someone/evil--tok.Evil', expected a class"),
+    "another repository's pipeline": (
+        lambda f: edit(f, "config.json", custom_pipelines={"task": {"impl": "someone/evil--pipe.Pipe", "pt": []}}),
+        "config.json: custom_pipelines.task.impl is 'someone/evil--pipe.Pipe', which is code of another repository"),
     "a value that leads up": (lambda f: edit(f, "config.json", vocab_file="../../etc/passwd"), "leads out of the folder"),
     "a model's origin": (
         lambda f: edit(f, "config.json", _name_or_path="/fsx/anna/a b"), "_name_or_path is '/fsx/anna/a b', which leads"),
     "an absolute value": (lambda f: edit(f, "config.json", data="/etc/passwd"), "data is '/etc/passwd', which leads out"),
     # text
-    "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md.*holds what looks like a Hugging Face token|shows"),
-    "a token in a record": (lambda f: edit(f, "generation_config.json", hint=TOKEN), r"Face token \(hf_aB3\.\.\.\): take"),
-    "a token in a name": (put(f"{TOKEN}.txt", "x"), r"the name of a file or folder \(hf_a\.\.\.\) holds what looks like"),
-    "a private key": (put("notes.txt", "-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"notes\.txt:1 .*a private key"),
-    "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json:1 holds what looks like"),
-    "a home folder": (put("notes.txt", "a\nsee /home/anna/data.txt\n"), r"notes\.txt:2 names the local path '/home/anna"),
-    **{f"a folder in {root}": (put("notes.txt", f"x={root}/anna/x"), f"notes\\.txt:1 names the local path '{root}/anna/x'")
-       for root in ("/Volumes", "/content/drive", "/kaggle/input", "/lustre", "/nfs", "/fsx", "/gpfs", "/cluster/u")},
-    "a Windows folder": (put("notes.txt", r"C:\Users\anna\x"), r"names the local path 'C:\\\\Users"),
-    "a home folder, short": (put("notes.txt", "cp ~/secret.txt ."), "names the local path '~/secret.txt'"),
+    "a token": (append("README.md", f"token {TOKEN}\n"), r"README\.md:\d+ holds what looks like a key, token"),
+    "a token in a record": (
+        lambda f: edit(f, "generation_config.json", hint=TOKEN), r"json:hint holds what looks like a key, token or p"),
+    "a token that a second one hides": (
+        put("generation_config.json", f'{{"hint": {{"a": ["{TOKEN}"], "a": 1}}}}'), r"json:hint\.a holds what looks like"),
+    "a private key": (put("LICENSE", "a\n-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"LICENSE:2 holds .*Private Key"),
+    "a token in a vocabulary": (lambda f: edit(f, "tokenizer.json", hint=TOKEN), r"tokenizer\.json holds what looks"),
+    "a token among merges": (put("merges.txt", f"a b\n{TOKEN} c\n"), r"merges\.txt holds what looks like"),
+    "a folder as a name": (
+        lambda f: edit(f, "generation_config.json", hint={"/home/anna/x": 1}), "json:hint names the local path '/home/anna"),
+    "a password in a record": (
+        lambda f: edit(f, "generation_config.json", hint={"password": "horse"}), r"json:hint\.password holds .*Keyword"),
+    **{f"the folder {place}": (put("NOTICE", f"a\nx={place}"), f"NOTICE:2 names the local path {re.escape(repr(place))}")
+       for place in PLACES},
     "metadata of weights": (
         lambda f: save_file(load_file(f / "model.safetensors"), f / "model.safetensors", metadata={"by": "/home/anna/x"}),
         r"model\.safetensors:1 names the local path"),
     # files
-    "an unknown kind": (put("model.gguf", "x"), r"model\.gguf is not a kind of file that a model needs \(\.gguf\)"),
-    "a link out": (link_out, r"notes\.txt is a link out of the folder"),
-    "a linked folder": (link_folder, "is a link"),
+    "a link out": (link_out, r"tokenizer\.json is a link out of the folder"),
+    "a link to nothing": (link_nowhere, r"generation_config\.json is no regular file, and no link to one"),
+    "a card that waits for a writer": (pipe_of("README.md"), r"README\.md is no regular file"),
+    "a configuration that waits for a writer": (pipe_of("config.json"), r"config\.json is no regular file"),
     # card
     "no card": (drop("README.md", "card.json"), r"README\.md does not exist"),
     "no licence": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected an identifier of the Hub"),
@@ -204,33 +223,64 @@ def test_one_sentence_says_what_is_wrong(folder, case):
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
 
 
-def test_a_good_folder_passes_and_what_is_not_shared_is_left_out(folder, caplog):
-    caplog.set_level("INFO", "mhla_hf")
-    for place in (".git", ".cache", "__pycache__", "runs", "checkpoint-10"):
-        (folder / place).mkdir()
-        (folder / place / "thing.bin").write_bytes(b"\x80")
-    (folder / ".env").write_text(TOKEN)
-    (folder / "SHA256SUMS").write_text("old")
-    (folder / "LICENSE").write_text("text")
-    binaries = {"plot.png": b"\x89PNG\r\n\x1a\n\0\0", "photo.jpg": b"\xff\xd8\xff\xe0", "moving.gif": b"GIF89a"}
-    binaries |= {
-        "small.webp": b"RIFF\0\1\2\3WEBPVP8",
-        "film.mp4": b"\0\0\0\x20ftypisom",
-        "film.webm": b"\x1a\x45\xdf\xa3\1",
-    }
-    binaries |= {"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2", "tiktoken.model": b"IQ== 0\nIg== 1\n"}
-    for name, data in binaries.items():
+SHARED = {
+    "plot.png": b"\x89PNG\r\n\x1a\n\0\0", "figures/photo.jpg": b"\xff\xd8\xff\xe0", "moving.gif": b"GIF89a",
+    "small.webp": b"RIFF\0\1\2\3WEBPVP8", "film-1.3.mp4": b"\0\0\0\x20ftypisom", "LICENSE": b"text",
+    "tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2", "tiktoken.model": b"IQ== 0\nIg== 1\n",
+    "preprocessor_config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ messages }}",
+}  # fmt: skip
+# What may be secret, run code or do harm; none of it is on the list.
+LEFT = {
+    ".env": TOKEN.encode(), "checkpoint-10/optimizer.pt": RUNS_CODE[2], "runs/events": b"x", "other.png": SHARED["plot.png"],
+    "pytorch_model.bin": RUNS_CODE[2], "x.SAFETENSORS": RUNS_CODE[2], "evil.PY": b"import os", "helper.py": b"x = 1",
+    "notes.txt": RUNS_CODE[0] + b"\xff", "model.gguf": b"x", "adapter_model.safetensors": b"x",
+    "model.fp16.safetensors": b"x", "a\nb.txt": b"x", "a\u2028b.json": b"x", f"{TOKEN}.txt": b"x",
+    "figures/more.png": b"x", "Config.json": b"{}",
+}  # fmt: skip
+
+
+def inside(folder):
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tmp_path, monkeypatch, caplog):
+    """What is loaded elsewhere is exactly what goes out."""
+    seen = []
+    monkeypatch.setattr(folder_checks, "check_visit", lambda place, *given: seen.extend(inside(place)))
+    for name, data in SHARED.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
     score(folder)
-    write_card(folder, name="tester/mhla", license="apache-2.0")
-    (folder / "link.md").symlink_to(folder / "README.md")
+    words = (
+        "![a](./plot.png) ![b](figures/photo.jpg) <img src='moving.gif'> small.webp film-1.3.mp4 http://a.b/other.jpg"
+    )
+    write_card(folder, name="tester/mhla", license="apache-2.0", about=words)
+    own = set(inside(folder))
+    for name, data in LEFT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    (folder / "SHA256SUMS").write_text("old")
+    os.mkfifo(folder / "waits")
+    (folder / "broken.json").symlink_to("nothing")
+    (folder / "secrets").symlink_to("/etc")
     checked = check_folder(folder, repo_id="tester/mhla")
     assert checked.kind == "language" and checked.card == (folder / "README.md").read_text()
-    assert set(checked.files) == {
-        "README.md", "card.json", "config.json", "generation_config.json", "model.safetensors", "modeling_mhla.py",
-        "results.json", "tokenizer.json", "tokenizer_config.json", "LICENSE", "link.md", *binaries,
-    }  # fmt: skip
-    assert f"push: checkpoint-10 in {folder} stays here: states of a training run are not shared" in caplog.text
+    assert set(checked.files) == own and set(SHARED) < own
+    assert set(seen) == own
+    left = {name if name.startswith("figures/") else name.split("/")[0] for name in LEFT}
+    assert set(checked.left) == left | {"waits", "broken.json", "secrets"}
+    (line,) = [record.message for record in caplog.records if "stay" in record.message]
+    assert all(ascii(name) in line for name in checked.left) and "\n" not in line and "\u2028" not in line
+
+
+def test_a_file_that_the_model_needs_and_that_is_not_on_the_list(shelf, tmp_path):
+    """The real clean process: it is loaded without the file, as whoever would have fetched it."""
+    folder = shutil.copytree(shelf / "model", tmp_path / "mhla")
+    drop("card.json", "results.json")(folder)
+    (folder / "tokenizer.json").rename(folder / "my_tokens.json")
+    edit(folder, "tokenizer_config.json", tokenizer_file="my_tokens.json")
+    with pytest.raises(ValueError, match=r"mhla: the model does not load in a process without mhla_hf"):
+        check_folder(folder, draft=True)
 
 
 # command -> the same without places: quoted words with spaces, any root, no root
@@ -394,49 +444,12 @@ def test_front_matter(front):
             check_front_matter(text, "README.md")
 
 
-HARMLESS = (
-    "see https://example.org/home/anna/data and http://a.b/tmp/x",
-    "/usr/bin/python, a/tmp/b, out/home/x, 1/2, and/or, ~5 %, /",
-    "the token hf_transfer and the module sk-learn, task-based-learning-with-a-very-long-name-indeed-yes",
-    "password: required; the api_key is yours, api_key = os.environ, secret_key=some_variable_of_yours, password=None",
-    '{"password": 30921, "apikey": 118, "api_key": null, "access_token": 1234567890, "passwd": 1030921,"x": 1}',
-    "a regular expression such as C:\\d+ and a time 12:30",
-)
-
-
-def test_harmless_text_passes(monkeypatch):
-    for text in HARMLESS:
-        check_leaks("README.md", text.encode(), ("/root", "/srv/somewhere"))
-    check_leaks("tokenizer.json", b'{"/home/x": 3, "~/a": 4}')
-    monkeypatch.setenv("HF_TOKEN", "my-very-own-token")
-    with pytest.raises(ValueError, match=r"notes\.txt:2 holds your own Hugging Face token") as caught:
-        check_leaks("notes.txt", b"a\nmy-very-own-token")
-    assert "my-very" not in str(caught.value)
-    with pytest.raises(ValueError, match="names the local path '/elsewhere/me/too'"):
-        check_leaks("notes.txt", b"in /elsewhere/me/too", ("/elsewhere/me",))
-
-
-SECRETS = (
-    "AKIAIOSFODNN7EXAMPLE", "aws_secret_access_key = " + "a1/+" * 10, "ghp_" + "a1B2" * 9, "github_pat_" + "a1_B" * 11,
-    "glpat-" + "a1B2c" * 4, "sk-" + "a1B2" * 12, "sk-ant-api-" + "a1B2" * 12, "AIza" + "a1B2c" * 7, "xoxb-" + "1234a" * 5,
-    "WANDB_API_KEY=" + "0a" * 20, "api_org_" + "AbCd" * 9, "pypi-AgEIcHlwaS5vcmc" + "A1b2" * 20, "npm_" + "a1B2" * 9,
-    "eyJhbGciOiJIUzI1" + ".eyJzdWIiOiIxMjM0" + ".dozjgNryP4J3jVmN", "API_KEY=abcdef0123456789abcdef", "password: hunter2",
-    "my_secret_key: '0123456789abcdef'", "db_password=pa55word",
-    "https://anna:geheim@example.org/x", "-----BEGIN RSA PRIVATE KEY-----",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("secret", SECRETS)
-def test_secrets_are_found_and_not_repeated(secret):
-    with pytest.raises(ValueError, match=r"notes\.txt:3 holds what looks like") as caught:
-        check_leaks("notes.txt", f'{{\n"a": 1,\n"b": "{secret}"}}'.encode())
-    assert secret not in str(caught.value)
-
-
 def test_checksums_are_read_as_they_were_written(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a b.txt").write_text("words\n")
-    os.system(f"cd {tmp_path} && sha256sum 'sub/a b.txt' > SHA256SUMS")
+    (tmp_path / "sub" / "a\u2028b\x85\x0c.txt").write_text("words\n")
+    os.system(f"cd {tmp_path} && sha256sum sub/* > SHA256SUMS")
+    assert len(read_sums((tmp_path / "SHA256SUMS").read_text(), "SHA256SUMS")) == 2
     check_sums(tmp_path)
     (tmp_path / "SHA256SUMS").write_text((tmp_path / "SHA256SUMS").read_text() + f"{'0' * 64}  not-here.txt\n")
     check_sums(tmp_path)

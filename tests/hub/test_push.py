@@ -18,7 +18,7 @@ from small_repos import CARD, save_carded, save_model
 from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
-from mhla_hf.checksums import check_sums
+from mhla_hf.checkpoints.checksums import check_sums
 from mhla_hf.cli import main
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub import push as room
@@ -83,6 +83,16 @@ def test_everything_arrives_in_one_commit(hub, shelf, capsys, tmp_path):
     proven = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True)
     assert proven.returncode == 0, proven.stderr
     assert set((tmp_path / "SHA256SUMS").read_text().split()[1::2]) == set(held(repo))
+
+
+def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shelf, elsewhere, tmp_path, caplog):
+    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "runs").mkdir()
+    made, again = push(folder, NAME, progress=False), push(folder, NAME, progress=False)
+    assert made.left == again.left == ("notes.txt", "runs") and (made.new, again.new) == (True, False)
+    assert set(held(hub.repos[NAME])) == {file.name for file in (shelf / "new").iterdir()}
+    assert caplog.text.count("'notes.txt', 'runs'") == 2
 
 
 def test_a_second_push_changes_only_what_changed(hub, checked):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from mhla_hf.hub.bundle import fold
+from mhla_hf.checkpoints.bundle import fold
 
 FILES = {
     "__init__": '__version__ = "0.0.1"\n',

@@ -22,10 +22,10 @@ from small_towers import small_classifier
 from tiny_pipelines import PIPELINES, generate
 
 import mhla_hf
-from mhla_hf.checksums import SUMS_FILE
+from mhla_hf.checkpoints.checksums import SUMS_FILE
+from mhla_hf.checkpoints.load import load_language_model
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub.push import push
-from mhla_hf.scores.loading import load_language_model
 
 TESTS = Path(__file__).parents[1]
 ABSENT = """

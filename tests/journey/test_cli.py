@@ -36,6 +36,13 @@ stages:
 run: {save_every: 2}
 """
 
+CONFIGS = {
+    "no_heads": {"num_attention_heads": 0},
+    "two_heads": {"num_attention_heads": "two"},
+    "eos_x": {"eos_token_id": "x"},
+    "endless": {"num_hidden_layers": 10**7},
+}
+
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
@@ -62,6 +69,16 @@ def shelf(tmp_path_factory):
     name = next(name for name in kept if "mixing" in name)
     kept[name].fill_(float("nan"))
     save_file(kept, folder / "negative" / "model.safetensors", metadata={"format": "pt"})
+    for name, values in CONFIGS.items():
+        save_llama(folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps({**config, **values}))
+    (folder / "deep.yaml").write_text("[" * 20_000)
+    save_llama(folder / "deep")
+    (folder / "deep" / "results.json").write_text("[" * 100_000)
+    (folder / "huge.yaml").write_text((RECIPE % 2).replace("batch_size: 2", "batch_size: 1000000000000"))
+    (folder / "nul.txt").write_text(TRAINING + "\0" * 100)
+    (folder / "link").symlink_to("nowhere")
     (folder / "empty").mkdir()
     (folder / "full").mkdir()
     (folder / "full" / "letter.txt").write_text("mine")
@@ -99,7 +116,7 @@ def place(shelf, monkeypatch):
 
 def inventory(folder):
     return {
-        str(path.relative_to(folder)): path.stat().st_size
+        str(path.relative_to(folder)): path.lstat().st_size
         for path in folder.rglob("*")
         if "__pycache__" not in path.parts
     }
@@ -147,6 +164,33 @@ BAD = {
     "setting without value": ("convert llama new --set block_size", "set is 'block_size'"),
     "setting bad": ("convert llama new --set block_size=0", "block_size: got 0"),
     "dtype": ("convert llama new --dtype int4", "dtype is 'int4'"),
+    "no heads": ("convert no_heads new", "'no_heads' cannot be loaded"),
+    "two heads": ("convert two_heads new", "field 'num_attention_heads'"),
+    "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
+    "distil eos x": ("distill eos_x --recipe recipe.yaml --text train.txt --out new", "field 'eos_token_id'"),
+    "evaluate eos x": ("evaluate eos_x --recipe recall", "field 'eos_token_id'"),
+    "analyze eos x": ("analyze eos_x --out new", "field 'eos_token_id'"),
+    "ten million layers": ("convert endless new", "asks for 10000000 layers; expected at most 1000"),
+    "a billion blocks": (
+        "convert llama new --set num_blocks=1000000000",
+        "num_blocks: got 1000000000, expected at most",
+    ),
+    "a billion cells": ("convert llama new --set layout=100000,10000", "layout: got [100000, 10000], expected at most"),
+    "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
+    "seed too large": ("convert llama new --seed 4294967296", "--seed: got 4294967296"),
+    "model a broken link": ("convert link new", "'link' is a link to nothing"),
+    "recipe too deep": ("distill llama --recipe deep.yaml --text train.txt --out new", "'deep.yaml' is not YAML"),
+    "score recipe too deep": ("evaluate llama --recipe deep.yaml", "'deep.yaml' is not YAML"),
+    "study too deep": ("ablate deep.yaml --out new", "'deep.yaml' is not YAML"),
+    "results too deep": ("evaluate deep --recipe speed", "results.json is not a results file"),
+    "batch without end": ("distill llama --recipe huge.yaml --text train.txt --out new", "batch_size is 1000000000000"),
+    "text of no name": ("distill llama --recipe recipe.yaml --text= --out new", "data: '' is no name"),
+    "text a broken link": ("distill llama --recipe recipe.yaml --text link --out new", "'link' is a link to nothing"),
+    "text with NUL": ("distill llama --recipe recipe.yaml --text nul.txt --out new", "'nul.txt' is no text"),
+    "demo text of no name": ("demo --text= --out new", "text: '' is no name"),
+    "demo text with NUL": ("demo --text nul.txt --out new", "'nul.txt' is no text"),
+    "analyze nothing": ("analyze nothing --out new", "'nothing' cannot be loaded"),
+    "analyze too much": ("analyze llama --length 100000 --out new", "length: got 100000"),
     "output not empty": ("convert llama full", "'full' is not empty"),
     "output a file": ("convert llama file", "'file' is a file"),
     "output below a file": ("convert llama file/new", "'file/new' cannot be made"),
@@ -254,33 +298,47 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
     assert len(Results.read(distilled)) == 7
 
 
-def test_convert_replaces_only_when_told(shelf, tmp_path, monkeypatch, capsys):
+def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
-    out = tmp_path / "out"
-    out.mkdir()
+    out = save_mhla(tmp_path / "out")
     (out / "old.txt").write_text("old")
     assert main(["convert", "llama", str(out)]) == 2
-    assert [path.name for path in out.iterdir()] == ["old.txt"]
+    assert (out / "old.txt").exists()
     assert main(["convert", "llama", str(out), "--overwrite", "--dtype", "bfloat16"]) == 0
     assert not (out / "old.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    capsys.readouterr()
+    photos, home = tmp_path / "photos", save_mhla(tmp_path / "home")
+    photos.mkdir()
+    (photos / "1.png").write_text("a face")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(out)
+    kept = inventory(tmp_path)
+    for given, says in {
+        str(photos): "holds no MHLA model",
+        str(shelf / "llama"): "holds no MHLA model",
+        ".": "is where one works or lives",
+        "..": "is where one works or lives",
+        "~": "is where one works or lives",
+        str(home / ".." / "home"): "is where one works or lives",
+    }.items():
+        assert main(["convert", str(shelf / "llama"), given, "--overwrite"]) == 2
+        assert says in capsys.readouterr().err
+        assert inventory(tmp_path) == kept
 
 
 def test_a_full_disk_while_converting_leaves_the_old_folder(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old.txt").write_text("old")
+    out = save_mhla(tmp_path / "out")
+    kept = inventory(tmp_path)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device", str(out))
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
     assert main(["convert", "llama", str(out), "--overwrite"]) == 2
-    assert capsys.readouterr().err == f"mhla-hf convert: {out}: No space left on device\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and [path.name for path in out.iterdir()] == [
-        "old.txt"
-    ]
+    assert capsys.readouterr().err.splitlines()[-1] == f"mhla-hf convert: {out}: No space left on device"
+    assert inventory(tmp_path) == kept
 
 
 def interrupt_when(process, ready, patience=90):

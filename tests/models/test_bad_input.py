@@ -77,6 +77,13 @@ CONVERT = [
     (softmax_model, {"normalize": "official"}, "normalize"),
     (softmax_model, {"settings": {"block_size": 8}}, "settings: got dict"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
+    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "sliding_window: layer 1 sees the last 16"),
+    (
+        lambda: softmax_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
+        {"layers": [0, 2]},
+        "sliding_window: layer 2 sees",
+    ),
+    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
 ]
 
 
@@ -173,6 +180,11 @@ CALLS = [
     ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
     ({"attention_mask": torch.ones(2, 9, 9)}, "attention_mask"),
     ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
+    ({"softcap": 50.0}, "softcap"),
+    ({"s_aux": torch.zeros(4)}, "s_aux"),
+    ({"sliding_window": 4}, "sliding_window"),
+    ({"position_bias": torch.zeros(1, 4, 9, 9)}, "position_bias"),
+    ({"is_causal": False}, "is_causal"),
 ]
 
 
@@ -199,7 +211,7 @@ def test_crop_past_a_block():
     model(tokens(1, 30), past_key_values=cache)
     with pytest.raises(ValueError) as error:
         cache.crop(-9)
-    one_sentence(error, "9", "8")
+    one_sentence(error, "tokens_to_remove: got -9, expected at least -8")
     with pytest.raises(ValueError) as error:
         cache.crop(4)
     one_sentence(error, "tokens_to_remove")
@@ -224,8 +236,26 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     one_sentence(error, "layer 1 is offloaded")
 
 
-def test_continuous_batching_is_refused():
-    model = converted_model()
+@pytest.mark.parametrize("layers", ["all", "2/3"])
+def test_continuous_batching_is_refused(layers):
+    model = converted_model(layers=layers)
+    calls = (
+        lambda: model(tokens(1, 4), attention_mask=torch.eye(4)[None, None], cache=object(), use_cache=False),
+        lambda: model.generate_batch([[1, 2, 3], [4, 5]]),
+    )
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        one_sentence(error, "paged caches", "past_key_values")
+
+
+@pytest.mark.parametrize("make", [converted_model, scratch_model])
+@pytest.mark.parametrize("arguments", [{"distributed_config": {"tp_plan": "auto"}}, {"tp_plan": "auto"}])
+@pytest.mark.filterwarnings("ignore:Passing `tp_plan`:FutureWarning")
+def test_tensor_parallelism_is_refused(make, arguments, tmp_path, monkeypatch):
+    """In each of two processes, as torchrun starts them; none waits for the other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    make().save_pretrained(tmp_path)
     with pytest.raises(ValueError) as error:
-        model(tokens(1, 4), cache=object(), use_cache=False)
-    one_sentence(error, "cache", "past_key_values")
+        AutoModelForCausalLM.from_pretrained(tmp_path, **arguments)
+    one_sentence(error, "tp_plan", "size 2")

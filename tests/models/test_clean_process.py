@@ -1,6 +1,8 @@
 """A saved model in the hands of someone who never installed mhla_hf: another process, offline, without triton."""
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 from elsewhere import run_elsewhere
 from small_models import MODELS, tokens
+from small_scores import small_tokenizer
+from transformers import ByT5Tokenizer
 
 VISITOR = """
 import torch
@@ -66,6 +70,34 @@ def test_refused_without_trust(tmp_path):
     code = VISITOR.split("ids =")[0] + 'AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=False)'
     run = run_elsewhere(code, tmp_path)
     assert run.returncode == 1 and "trust_remote_code=True" in run.stderr
+
+
+READER = """
+from transformers import AutoTokenizer
+json.dump({f: AutoTokenizer.from_pretrained(f, **%r)("a b c")["input_ids"] for f in %r}, open("read.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_tokenizer_is_read_without_code_and_without_a_question(tmp_path, terminal):
+    """Saved before or after its model. At a terminal transformers asks for the configuration's sake unless told False."""
+    told, models = {}, {"scratch": MODELS["scratch"](), "converted": MODELS["llama-all"]()}
+    tokenizers = {"fast": small_tokenizer(), "slow": ByT5Tokenizer()}
+    for (first, model), (second, tokenizer) in itertools.product(models.items(), tokenizers.items()):
+        for order in ((model, tokenizer), (tokenizer, model)):
+            folder = f"{first}-{second}-{len(told)}"
+            for part in order:
+                part.save_pretrained(tmp_path / folder)
+            told[folder] = tokenizer("a b c")["input_ids"]
+    keyboard, stdin = os.openpty()
+    options = {"trust_remote_code": False} if terminal else {}
+    run = run_elsewhere(
+        READER % (options, list(told)), tmp_path, stdin=stdin if terminal else subprocess.DEVNULL, timeout=60
+    )
+    os.close(keyboard), os.close(stdin)
+    assert run.returncode == 0 and not (terminal and "[y/N]" in run.stdout), run.stdout + run.stderr
+    assert json.loads((tmp_path / "read.json").read_text()) == told
+    assert not (tmp_path / "hf/modules/transformers_modules").exists()
 
 
 def test_import_is_light():

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, MODELS, SIZES, converted_model, scratch_model, softmax_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -156,6 +157,19 @@ def test_configuration_round_trip(model, tmp_path):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
+def test_softmax_classes_refuse_the_folder(family, tmp_path):
+    """They would load all but `mhla.*` with a warning; tokenizers, which read the configuration too, are not stopped."""
+    converted_model(family, layers=[1]).save_pretrained(tmp_path)
+    name = FAMILIES[family][1].__name__
+    for stock in (name, name.replace("CausalLM", "SequenceClassification"), name.replace("ForCausalLM", "Model")):
+        with pytest.raises(ValueError, match="these are no weights of a softmax model"):
+            getattr(transformers, stock).from_pretrained(tmp_path)
+    assert transformers.PreTrainedConfig.from_pretrained(tmp_path).mhla["layers"] == [1]
+    for loaded in (AutoConfig.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).config):
+        assert not hasattr(loaded, "transformers_weights")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_conversion_keeps_every_base_weight_and_the_other_model(family):
     base = softmax_model(family)
     other = type(base)(base.config).eval()  # shares the configuration object
@@ -184,11 +198,6 @@ def test_mixtral_checkpoints_in_hub_naming_load(tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_sliding_window_is_said(caplog):
-    mhla_hf.convert(softmax_model("mistral", sliding_window=16), layers=[1])
-    assert "last 16 tokens" in caplog.text
-
-
 def test_body_alone_understands_padding():
     model = converted_model(layers="2/3")
     row = tokens(1, 9)
@@ -200,11 +209,21 @@ def test_body_alone_understands_padding():
     torch.testing.assert_close(embedded[:, 5:], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_model_equals_eager():
-    model, ids = converted_model(layers=[1]), tokens(2, 20)
-    torch.testing.assert_close(
-        torch.compile(model, backend="eager")(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5
-    )
+@torch.no_grad()
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_compiled_and_exported_model_equals_eager(layers):
+    """In one graph, also with a mask, for which models without softmax layers branch on no value."""
+    model, ids = converted_model(layers=layers), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    exported = torch.export.export(model, (ids,), {"attention_mask": mask, "use_cache": False}).module()
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    for run in (compiled, exported):
+        got = run(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_mixing_beyond_its_rows():

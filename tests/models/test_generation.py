@@ -240,9 +240,10 @@ def test_a_cache_in_training_is_refused(model, caplog):
 
 @torch.no_grad()
 def test_sliding_layers_with_a_static_cache():
-    model = mhla_hf.convert(softmax_model("mistral", sliding_window=6), layers=[1], block_size=8, num_blocks=4)
-    ids = tokens(1, 20)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    base = softmax_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=2)
+    model = mhla_hf.convert(base, layers=[1], block_size=8, num_blocks=4)
+    ids, mask = padded([tokens(1, 13)[0], tokens(1, 20)[0]], "left")
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, cache_implementation="static", **options))
 
 

@@ -314,6 +314,38 @@ def test_both_transformers_of_wan_22(tmp_path):
     assert {type(one).__name__ for one in (again.transformer, again.transformer_2)} == {"MHLAWanTransformer3DModel"}
 
 
+def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
+    """The pipelines are not given to convert, and each notes the class of its transformers for model_index.json."""
+    pipe = PIPELINES["wan"]()
+    shared, last = WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
+    both = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
+    for transformer in (pipe.transformer, both.transformer_2):
+        shaken(mhla_hf.convert(transformer, layers="all"))
+    expected = {"both": both, "pipe": pipe, "shared": shared}
+    for name, one in expected.items():
+        expected[name] = generate(one)
+        one.save_pretrained(tmp_path / "saved" / name)
+    pictures, _, forbidden = visit_pipelines(tmp_path, "saved", "again")
+    assert forbidden == []
+    assert all(torch.equal(pictures[name], picture) for name, picture in expected.items())
+    index = json.loads((tmp_path / "again" / "both" / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
+    assert index["transformer_2"][1] == "MHLAWanTransformer3DModel"
+
+
+def test_a_pipeline_saves_its_transformer_as_it_was_told(tmp_path):
+    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
+    pipe.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    names = {path.name for path in (tmp_path / "transformer").glob("*model*") if path.suffix != ".py"}
+    assert "diffusion_pytorch_model.safetensors.index.fp16.json" in names and len(names) > 2
+    assert all(".fp16" in name for name in names)
+    again = DiffusionPipeline.from_pretrained(tmp_path, variant="fp16", trust_remote_code=True)
+    state = again.transformer.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipe.transformer.state_dict().items())
+    pipe.save_pretrained(tmp_path / "torch", safe_serialization=False)
+    assert [path.name for path in (tmp_path / "torch" / "transformer").glob("*.bin")] == ["diffusion_pytorch_model.bin"]
+
+
 @pytest.mark.parametrize("family", ["wan-i2v", "wan-vace", "skyreels"])
 def test_relatives_of_wan_save_and_load(family, tmp_path):
     model = converted(family, gate=True)
@@ -371,6 +403,10 @@ def test_another_pipeline_is_given_the_transformer(family, relative):
     assert other.transformer is pipe.transformer and other.vae is pipe.vae
     with pytest.raises((TypeError, ValueError), match="transformer"):
         relative.from_pipe(pipe)
+
+
+def test_a_pipeline_without_need_of_a_transformer_is_made_without():
+    assert WanPipeline.from_pipe(mhla_hf.convert(PIPELINES["wan"]())).transformer is None
 
 
 def test_a_stock_class_would_drop_the_mhla_weights_with_a_warning(tmp_path, caplog):

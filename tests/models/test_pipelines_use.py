@@ -226,6 +226,8 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
         name = next(name for name, found in model.attn_processors.items() if isinstance(found, MHLAAttnProcessor))
         with pytest.raises(ValueError, match=f"processor: got AttnProcessor2_0 for {name}, expected"):
             model.set_attn_processor({**model.attn_processors, name: softmax})
+        with pytest.raises(ValueError, match="number of processors 1 does not match"):
+            model.set_attn_processor({name: softmax})
         model.set_attn_processor(dict(model.attn_processors))
         assert torch.equal(run(model, family), before) and "keep" not in caplog.text
         model.set_attn_processor(softmax)

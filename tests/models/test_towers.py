@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from small_towers import TOWERS, converted_tower, images, output_of, softmax_tower
 from transformers import AutoModel, AutoModelForImageClassification
 
@@ -109,6 +110,8 @@ def test_saved_loaded_copied_pickled(name, tmp_path):
     model = converted_tower(name, per_head=True)
     expected = output_of(model, images())
     model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="these are no weights of a softmax model"):
+        getattr(transformers, name).from_pretrained(tmp_path)
     auto = AutoModelForImageClassification if "ForImageClassification" in name else AutoModel
     if name not in ("DeiTForImageClassificationWithTeacher", "CLIPVisionModelWithProjection"):
         loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)

@@ -1,8 +1,11 @@
 """The core against the formula of the paper, written out token by token and independently of `ops`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import converted_model, tokens
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
@@ -73,6 +76,52 @@ def test_relu_is_never_all_zero():
     assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "relu"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_may_hold_anything(side, feature_map, impl):
+    """Outputs of real tokens and every gradient are those of padding that holds zeros."""
+    core = MHLA(
+        MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, impl=impl),
+        num_heads=2, num_kv_heads=1, key_dim=6, value_dim=5, hidden_size=7,
+    )  # fmt: skip
+    inputs = [torch.randn(2, 10, heads, width) for heads, width in ((2, 6), (1, 6), (1, 5))]
+    real = torch.ones(2, 10, dtype=torch.bool)
+    real[1, :3] = False
+    real = real if side == "left" else real.flip(1)
+    starts, direction = real.int().argmax(1), torch.randn(2, 10, 2, 5) * real[:, :, None, None]
+    results = []
+    for value in (0.0, float("nan"), float("inf")):
+        given = [torch.where(real[:, :, None, None], x, value).requires_grad_() for x in inputs]
+        o = core(*given, starts=starts, key_mask=real)
+        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
+        assert not any(x[~real].any() for x in gradients[:3])
+        results.append((o[real], *gradients))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_embedding_may_be_nan(side):
+    """Real tokens have the logits of their row alone, also of the token after, from the cache."""
+    model = converted_model()
+    model.get_input_embeddings().weight.data[0] = float("nan")  # tied: the padding token's own logit is NaN
+    row, new = tokens(1, 11), tokens(2, 1, seed=1)
+    padding = torch.zeros(1, 5, dtype=torch.long)
+    rows = torch.cat([tokens(1, 16, seed=2), torch.cat([padding, row] if side == "left" else [row, padding], 1)])
+    mask = (rows != 0).long()
+    with torch.no_grad():
+        together = model(rows, attention_mask=mask, use_cache=True)
+        alone = model(row, use_cache=True)
+        got = together.logits[1][mask[1].bool()]
+        torch.testing.assert_close(got[:, 1:], alone.logits[0, :, 1:], rtol=1e-4, atol=1e-5)
+        if side == "left":
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            got = model(new, attention_mask=mask, past_key_values=together.past_key_values).logits[1]
+            alone = model(new[1:], past_key_values=alone.past_key_values).logits[0]
+            torch.testing.assert_close(got[:, 1:], alone[:, 1:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_output_norm_rounds_once(dtype):
     """Whatever the dtypes, it computes in fp32; in that of a whole model in half precision it answers in that."""
@@ -86,6 +135,25 @@ def test_output_norm_rounds_once(dtype):
     assert half.dtype == dtype and torch.equal(half, mixed.to(dtype))
     (gradient,) = torch.autograd.grad(half.float().square().sum(), o)
     assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
+    """In one pass, and in one that fills a cache with steps after it."""
+    settings = MHLASettings(
+        block_size=4, num_blocks=3, feature_map="identity", normalize=False, output_norm=True, impl=impl
+    )
+    core = MHLA(settings, num_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, hidden_size=1).half()
+    q = torch.ones(1, 10, 1, 1, dtype=torch.float16)
+    v = (3e4 * q).requires_grad_()
+    core.mixing.requires_grad_(False)
+    out = core(q, q, v)
+    out.sum().backward()
+    assert torch.equal(out, q) and v.grad.isfinite().all()
+    cache = SimpleNamespace(state=None, mixing_for=lambda mixing, new, size: 4 * mixing(3))
+    with torch.no_grad():
+        outputs = [core(q[:, part], q[:, part], v[:, part], cache=cache) for part in map(slice, (0, 5, 6), (5, 6, 10))]
+    assert torch.equal(torch.cat(outputs, 1), q)
 
 
 @pytest.mark.parametrize("form", ["softmax", "direct"])

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from mhla_hf.ops import triton_configs, triton_decode
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
+from mhla_hf.ops.triton_attend import holds_rows
 from mhla_hf.ops.triton_common import COUNTS, REPEATS, launches_through, spell
 from mhla_hf.ops.triton_operator import triton_backward, triton_forward, triton_normed
 
@@ -223,6 +224,8 @@ def shipped(dtype, widths, chip, padded=True):
     found = {}
     for form in forms():
         if (form.padding and not padded) or (form.wide and dtype != torch.float16):
+            continue
+        if form.normed and not holds_rows(*widths, KINDS[dtype]):
             continue
         for function, arguments, settings in recorded(form, dtype, widths, chip):
             if isinstance(chip, str) and "PRECISION" in settings:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mhla_hf.hub.bundle import write_bundle
+from mhla_hf.checkpoints.bundle import write_bundle
 from mhla_hf.ops import (
     operator,
     triton_attend,
@@ -388,7 +388,7 @@ def test_opcheck(causal, kind, eps):
     mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
     dens = [x.detach().clone().requires_grad_() for x in (q, k)] if kind == "separate" else [None, None]
     cut = spell(Blocks.sequence(12, 4))
-    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5, eps)
+    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5, eps, kind == "no")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
     with torch.no_grad():

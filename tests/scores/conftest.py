@@ -1,7 +1,6 @@
-"""What reads all of lm-eval's task files is done once; the Hub of the tests is that of tests/hub."""
+"""What reads all of lm-eval's task files is done once."""
 
 import pytest
-from hub.conftest import hub  # noqa: F401
 from lm_eval.tasks import TaskManager
 
 

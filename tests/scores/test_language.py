@@ -21,6 +21,7 @@ from small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_llama, s
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
+from mhla_hf.cli import main
 from mhla_hf.scores import harness
 from mhla_hf.scores.harness import ratio_stderr
 from mhla_hf.scores.local_tasks import make_tasks
@@ -198,6 +199,36 @@ def test_a_score_is_known_for_its_window(fresh, runs):
     for length in (64, None, None):
         mhla_hf.evaluate(loaded, task, tokenizer=small_tokenizer(), max_length=length, **options)
     assert runs == task * 4
+
+
+def lie(file):
+    """Every score of a results file becomes 0.12."""
+    content = json.loads(file.read_text())
+    for record in content["results"]:
+        record["value"] = 0.12
+    file.write_text(json.dumps(content))
+
+
+def test_scores_that_this_machine_did_not_measure_are_read_only_when_asked(
+    fresh, runs, monkeypatch, tmp_path, capsys, caplog
+):
+    recall, file = "here_recall", fresh / "llama" / "results.json"
+    true = values(judge(fresh, "llama", [recall])["llama"])
+    lie(file)
+    assert values(judge(fresh, "llama", [recall])["llama"]) == true and runs == [recall] * 2
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "of another machine"))
+    assert {record.task for record in judge(fresh, "llama", ["here_cloze"])["llama"]} == {"here_cloze"}
+    assert {record.task for record in Results.read(file)} == {"here_cloze", recall}  # nobody's scores are thrown away
+    assert values(judge(fresh, "llama", [recall])["llama"]) == true and runs == [recall] * 2 + ["here_cloze", recall]
+    lie(file)
+    line = ["evaluate", str(fresh / "llama"), "--tasks", recall, "--include-path", str(fresh / "tasks")]
+    assert main([*line, "--trust-scores", "--quiet"]) == 0
+    assert "0.1200" in capsys.readouterr().out and f"scores read from {file} were not measured here" in caplog.text
+    assert runs == [recall] * 2 + ["here_cloze", recall]
+    assert main(line) == 0
+    assert f"scores in {file} were not measured here and do not count" in caplog.text
+    assert main(line) == 0
+    assert f"what {file} holds is read from it, not run again" in caplog.text
 
 
 def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_path):

@@ -13,17 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_scores import make_result, save_llama, small_llama
 
-from mhla_hf.scores.machine import describe_hardware, describe_versions, now, source_commit
-from mhla_hf.scores.results import (
-    Result,
-    Results,
-    fingerprint_folder,
-    fingerprint_model,
-    finite,
-    format_score,
-    render_table,
-    score_rows,
-)
+from mhla_hf.checkpoints.fingerprint import fingerprint_folder, fingerprint_model
+from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.results import Result, Results, finite, format_score, render_table, score_rows
 
 SAMPLES = make_result().samples
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimum.quanto import freeze, qint8, quantize
 from torch import nn
 
 from mhla_hf.training import run_folder
@@ -26,6 +27,19 @@ def frozen(model):
 def on_meta(lab):
     with torch.device("meta"):
         return lab.teacher()
+
+
+def quantized(lab):
+    student = lab.student()
+    quantize(student.model.layers, weights=qint8)
+    freeze(student)
+    return student
+
+
+def integers(lab):
+    student = lab.student()
+    student.model.norm.weight = nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)
+    return student
 
 
 def renamed(lab):
@@ -60,6 +74,7 @@ CASES = {
         "gives token 89; the model knows tokens 0 to 63",
     ),
     "seed": (lambda lab: {"seed": -1}, ValueError, "seed: got -1; expected a whole number"),
+    "large seed": (lambda lab: {"seed": 2**32}, ValueError, "seed: got 4294967296; expected a whole number from 0 to"),
     "seed text": (lambda lab: {"seed": "0"}, ValueError, "seed: got '0'; expected a whole number"),
     "save_every": (lambda lab: {"save_every": 0}, ValueError, "save_every: got 0; expected a whole number"),
     "log_every": (lambda lab: {"log_every": 1.5}, ValueError, "log_every: got 1.5; expected a whole number"),
@@ -73,11 +88,20 @@ CASES = {
         ValueError,
         "student: its weights are on the meta device",
     ),
-    "half": (lambda lab: {"student": lab.student().half()}, ValueError, "is torch.float16, where small updates vanish"),
-    "bfloat16": (
-        lambda lab: {"student": lab.student().bfloat16()},
+    "quantized": (
+        lambda lab: {"student": quantized(lab)},
         ValueError,
-        "is torch.bfloat16, where small updates vanish; load it with dtype=torch.float32",
+        "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float weights",
+    ),
+    "integers": (
+        lambda lab: {"student": integers(lab)},
+        ValueError,
+        "student: 'model.norm.weight' is a Tensor of torch.int8; expected float weights, so load it without quantization",
+    ),
+    "save_dtype": (
+        lambda lab: {"save_dtype": torch.int8},
+        ValueError,
+        "save_dtype: got 'int8'; expected one of float16",
     ),
     "frozen": (lambda lab: {"student": frozen(lab.student())}, ValueError, "'all'. is frozen"),
     "unconverted": (

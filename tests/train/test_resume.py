@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf.training import data, loop, objectives
+from mhla_hf.training import data, loop, objectives, run_folder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -189,7 +190,7 @@ def test_killed_between_the_rename_and_the_end(lab, tmp_path):
     out = tmp_path / "out"
     lab.distill(out, None, lab.student(), stages=lab.lm(4))
     (tmp_path / "out.state").mkdir()
-    (tmp_path / "out.state" / "run.json").write_text("{}")
+    (tmp_path / "out.state" / "lock").touch()
     lab.distill(out, None, lab.student(), stages=lab.lm(4))
     assert not (tmp_path / "out.state").exists()
 
@@ -214,6 +215,8 @@ def test_result_is_a_model_anyone_can_load(lab, tmp_path):
         ({"student": {"block_size": 8}}, "begun with another student"),
         ({"student": {"learn_mixing": False}}, "begun with another student"),
         ({"mixed_precision": "bf16"}, "begun with mixed_precision 'no', not 'bf16'"),
+        ({"save_dtype": "float32"}, "begun with save_dtype None, not 'float32'"),
+        ({"weights": 1}, "begun with another student"),
     ],
 )
 def test_another_run_is_refused(lab, tmp_path, monkeypatch, stopped, change, words):
@@ -227,19 +230,42 @@ def test_another_run_is_refused(lab, tmp_path, monkeypatch, stopped, change, wor
     stages = lab.lm(change.get("steps", 4), lr=change.get("lr", 3e-3))
     if "more" in change:
         stages.append(loop.Stage("more", "lm", 1, 1e-3, seq_len=48))
-    options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
+    options = {key: change[key] for key in ("seed", "mixed_precision", "save_dtype") if key in change}
     if "text" in change:
         options["data"] = lab.tokens(seed=1)
+    student = lab.student(lab.teacher(change.get("weights", 0)), **change.get("student", {}))
     with pytest.raises(ValueError, match=words):
-        lab.distill(out, None, lab.student(**change.get("student", {})), stages=stages, **options)
+        lab.distill(out, None, student, stages=stages, **options)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_another_teacher_is_refused(lab, tmp_path):
-    student = lab.student()
-    lab.distill(tmp_path / "out", lab.teacher(), student, stages=lab.stages(2))
+    """One with a single other number in it, too."""
+    student, teacher = lab.student(), lab.teacher()
+    lab.distill(tmp_path / "out", teacher, student, stages=lab.stages(2))
+    lab.distill(tmp_path / "out", teacher, student, stages=lab.stages(2))  # the same objects: finished, and found so
+    teacher.model.embed_tokens.weight.data[63, 31] += 1e-3
     with pytest.raises(ValueError, match="begun with another teacher"):
-        lab.distill(tmp_path / "out", lab.teacher(seed=3), student, stages=lab.stages(2))
+        lab.distill(tmp_path / "out", teacher, student, stages=lab.stages(2))
+
+
+def test_a_changed_student_is_another(lab, tmp_path):
+    """The object that a run has trained is known again only as the run left it."""
+    student = lab.student()
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))  # the same object: finished, and found so
+    student.model.norm.weight.data[0] += 1e-3
+    with pytest.raises(ValueError, match="begun with another student"):
+        lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+
+
+def test_a_run_that_begins_anew_is_of_what_the_object_is_now(lab, tmp_path):
+    student = lab.student()
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    shutil.rmtree(tmp_path / "out")
+    lab.distill(tmp_path / "out", None, student, stages=lab.lm(4))
+    with pytest.raises(ValueError, match="begun with another student"):
+        lab.distill(tmp_path / "out", None, lab.student(), stages=lab.lm(4))
 
 
 def test_two_at_once_are_refused(lab, tmp_path):
@@ -254,15 +280,80 @@ def test_two_at_once_are_refused(lab, tmp_path):
         process.join()
 
 
-def test_unreadable_random_state_is_not_passed_over(lab, tmp_path):
-    process = start(lab, tmp_path / "out", student=dropped(lab), save_every=1)
-    wait_for(lambda: newest(tmp_path / "out") > 32, process)
-    process.kill()
-    process.join()
-    for file in tmp_path.glob("out.state/step-*/random_states_0.pkl"):
-        file.write_bytes(b"broken")
+def stopped_at_eight(lab, out, monkeypatch, student=None):
+    """A run of ten steps that was stopped with two states, those after step 6 and step 8."""
+    real = loop._Run._log
+    with monkeypatch.context() as later:
+        later.setattr(loop._Run, "_log", lambda run, *rest: real(run, *rest) or run.at["total"] == 8)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 8"):
+            lab.distill(out, None, student or lab.student(), stages=lab.lm(10), save_every=2, log_every=2)
+    assert sorted(path.name for path in out.with_name("out.state").glob("step-*")) == [
+        "step-000000006",
+        "step-000000008",
+    ]
+
+
+def test_unreadable_random_state_is_not_passed_over(lab, tmp_path, monkeypatch):
+    """As one from another version: whole, and not to be read."""
+    stopped_at_eight(lab, tmp_path / "out", monkeypatch, dropped(lab))
+    for state in tmp_path.glob("out.state/step-*"):
+        (state / "random_states_0.pkl").write_bytes(b"broken")
+        run_folder.RunFolder(tmp_path / "out", json.loads((state / "run.json").read_text())).seal(state)
     with pytest.raises(ValueError, match="random state"):
-        lab.distill(tmp_path / "out", student=dropped(lab))
+        lab.distill(tmp_path / "out", None, dropped(lab), stages=lab.lm(10), save_every=2, log_every=2)
+
+
+def one_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (one_bit, "pytorch_model.bin"),
+        (one_bit, "progress.json"),
+        (half, "optimizer.bin"),
+        (os.remove, "run.json"),
+        (os.remove, "SHA256SUMS"),
+    ],
+)
+def test_a_damaged_state_gives_way_to_the_one_before(lab, tmp_path, monkeypatch, caplog, name, damage):
+    lab.distill(tmp_path / "whole" / "out", None, lab.student(), stages=lab.lm(10), save_every=2, log_every=2)
+    out = tmp_path / "out"
+    stopped_at_eight(lab, out, monkeypatch)
+    damage(tmp_path / "out.state" / "step-000000008" / name)
+    (tmp_path / "out.state" / "step-000000006" / ".DS_Store").touch()
+    lab.distill(out, None, lab.student(), stages=lab.lm(10), save_every=2, log_every=2)
+    assert "step-000000008 was damaged" in caplog.text
+    assert lab.weights(out) == lab.weights(tmp_path / "whole" / "out")
+    assert history(out) == history(tmp_path / "whole" / "out")
+
+
+def test_without_a_whole_state_nothing_is_gone_on_with(lab, tmp_path, monkeypatch):
+    stopped_at_eight(lab, tmp_path / "out", monkeypatch)
+    for file in tmp_path.glob("out.state/step-*/optimizer.bin"):
+        half(file)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"out: every state in '.*out.state' is damaged") as caught:
+        lab.distill(tmp_path / "out", None, lab.student(), stages=lab.lm(10), save_every=2, log_every=2)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_state_is_adopted_under_another_name(lab, tmp_path, monkeypatch):
+    """Whatever is lost beside the states, they say themselves what run they are of."""
+    stopped_at_eight(lab, tmp_path / "out", monkeypatch)
+    for file in tmp_path.glob("out.state/*"):
+        if file.is_file():
+            file.unlink()
+    with pytest.raises(ValueError, match="begun with seed 0, not 1"):
+        lab.distill(tmp_path / "out", None, lab.student(), stages=lab.lm(10), save_every=2, log_every=2, seed=1)
 
 
 def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,13 +26,13 @@ def stages(lines):
 
 @pytest.fixture(scope="module")
 def base(lab, tmp_path_factory):
-    """A softmax model with a tokenizer, and a text, on disk."""
+    """A softmax model in bfloat16 with a tokenizer, and a text, on disk."""
     folder = tmp_path_factory.mktemp("base")
     words = [f"w{i}" for i in range(60)]
     model = Tokenizer(models.WordLevel({"<end>": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="<end>"))
     model.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>").save_pretrained(folder / "model")
-    lab.teacher().save_pretrained(folder / "model")
+    lab.teacher().bfloat16().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(" ".join(words[i * i % 60] for i in range(2000)))
     return folder
 
@@ -49,7 +50,7 @@ def test_convert_distil_save(base, tmp_path):
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(model).__name__ == "MHLALlamaForCausalLM"
+    assert (type(model).__name__, model.dtype) == ("MHLALlamaForCausalLM", torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     again = run(*arguments)
     assert "finished already: nothing to do" in again.stderr

@@ -1,6 +1,6 @@
 """Folding a package into one source file, on small packages written here.
 
-Run: pytest tests/hub/test_bundle.py
+Run: pytest tests/checkpoints/test_bundle.py
 """
 
 import re
@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from mhla_hf.hub.bundle import check_bundle, fold
+from mhla_hf.checkpoints.bundle import check_bundle, fold
 
 NAMESPACE = '"""Who this copy is."""\n\nNAMESPACE = "package"\n'
 
@@ -128,7 +128,7 @@ def test_folded_code_gives_the_packages_numbers(tmp_path, monkeypatch):
 def test_deterministic_in_another_process(tmp_path):
     text = folded(tmp_path, CHAIN)
     code = (
-        "import sys, pathlib; from mhla_hf.hub.bundle import fold; "
+        "import sys, pathlib; from mhla_hf.checkpoints.bundle import fold; "
         f"sys.stdout.write(fold(pathlib.Path({str(tmp_path / 'toy')!r}), 'models.toy', ('transformers',)))"
     )
     for seed in ("1", "77"):

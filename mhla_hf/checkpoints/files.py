@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import yaml
+
 SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
 
 
@@ -45,6 +47,14 @@ def folder_aside(target, replace: bool = False):
         if old.exists() and not target.exists():
             os.replace(old, target)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def read_yaml(path, what):
+    """What the YAML file `path` holds. ValueError, in one sentence that begins with `what`: no text, no YAML, too deep."""
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{what}: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
 
 
 def write_text(path, text: str) -> Path:

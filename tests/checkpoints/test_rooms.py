@@ -1,6 +1,6 @@
 """The real rooms keep the rules of folding, and every real entry folds into a file that stands alone.
 
-Run: pytest tests/hub/test_rooms.py
+Run: pytest tests/checkpoints/test_rooms.py
 """
 
 import ast
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mhla_hf.hub import bundle
-from mhla_hf.hub.bundle import build_bundle, check_bundle, entries, fold, write_bundle
+from mhla_hf.checkpoints import bundle
+from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, entries, fold, write_bundle
 
 PACKAGE = Path(bundle.__file__).resolve().parent.parent
 MODULES = sorted(

@@ -1,6 +1,6 @@
 """Pipelines and classifiers are loaded as language models are: one commit, no pickle, nothing changed, nothing missing.
 
-Run: pytest tests/scores/test_loading.py
+Run: pytest tests/checkpoints/test_load.py
 """
 
 import json
@@ -17,11 +17,11 @@ from tiny_pipelines import dit_pipeline, sana_pipeline, wan_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.checksums import SUMS_FILE, hash_file, render_sums
+from mhla_hf.checkpoints.checksums import SUMS_FILE, hash_file, render_sums
+from mhla_hf.checkpoints.clean_process import check_visit
+from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import main
-from mhla_hf.hub.clean_process import check_visit
 from mhla_hf.scores.features import Extractor
-from mhla_hf.scores.samples import load_pipeline
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 

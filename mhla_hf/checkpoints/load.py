@@ -1,16 +1,18 @@
-"""Models from a folder or the Hub, so that a damaged one is noticed; and into a folder, whole or not at all.
+"""Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
 would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -20,18 +22,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
+    dynamic_module_utils,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..checksums import SUMS_FILE, check_sums
-from ..files import SHARD_SIZE, folder_aside
 from ..models.configuration import CONVERTIBLE_VISION_TYPES
 from ..models.saving import check_whole_files
+from .checksums import SUMS_FILE, check_sums
+from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
+LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 CLASS_ENDINGS = {"ForCausalLM": "language", "LMHeadModel": "language", "ForImageClassification": "images"}
+LAYERS = re.compile(r'"num_(?:hidden_)?layers"\s*:\s*(\d+)')
+MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -50,8 +55,9 @@ def check_model_name(name, pipeline=False):
         if not any(path.glob("*/*.safetensors" if pipeline else "*.safetensors")):
             raise ValueError(f"model {name!r} has no .safetensors file; expected the folder of a saved {what}")
         return path
-    if path.exists():
-        raise ValueError(f"model {name!r} is a file; expected the folder of a saved {what}")
+    if path.exists() or path.is_symlink():
+        found = "a file" if path.exists() else "a link to nothing"
+        raise ValueError(f"model {name!r} is {found}; expected the folder of a saved {what}")
     if not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
     return name
@@ -59,7 +65,7 @@ def check_model_name(name, pipeline=False):
 
 def is_pipeline(name, revision=None):
     """Whether a folder or Hub id is a diffusers pipeline: it has a model_index.json. False for what cannot be asked."""
-    if Path(name).is_dir():
+    if os.path.lexists(name):
         return (Path(name) / "model_index.json").is_file()
     if not HUB_ID.fullmatch(str(name)):
         return False
@@ -81,9 +87,17 @@ def load_config(name, *, revision=None, trust_remote_code=False):
 def load_tokenizer(name, *, revision=None, trust_remote_code=False):
     """The tokenizer of a folder or Hub id; ValueError in one sentence."""
     try:
-        return AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+        return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise ValueError(f"model {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def _read_tokenizer(name, *, trust_remote_code, **files):
+    """Without code that is not trusted, and without the name of such code, which the tokenizer would write when saved."""
+    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+    if not trust_remote_code:
+        tokenizer.init_kwargs.pop("auto_map", None)
+    return tokenizer
 
 
 def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -94,22 +108,23 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled, no
     tokenizer, an unknown architecture.
     """
-    return _load(name, AutoModelForCausalLM, AutoTokenizer, dtype, device, revision, trust_remote_code)
+    return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code)
 
 
 def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
     """(model in eval mode, image processor) of an image classifier; as `load_language_model` for the rest."""
-    return _load(name, AutoModelForImageClassification, AutoImageProcessor, dtype, device, revision, trust_remote_code)
+    read_processor = AutoImageProcessor.from_pretrained
+    return _load(name, AutoModelForImageClassification, read_processor, dtype, device, revision, trust_remote_code)
 
 
-def _load(name, auto_model, auto_tools, dtype, device, revision, trust_remote_code):
+def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code):
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
     try:
         with checked_files(source, revision) as files:
             options = {"trust_remote_code": trust_remote_code, **files}
-            tools = auto_tools.from_pretrained(str(source), **options)
+            tools = read_tools(str(source), **options)
             options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
             loaded = auto_model.from_pretrained(str(source), **options)
         model = loaded[0].to(choose_device(device)).eval()
@@ -128,7 +143,7 @@ def kind_of_class(name: str) -> str | None:
 def is_classifier_name(name, revision=None) -> bool:
     """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
     try:
-        config = AutoConfig.from_pretrained(str(name), revision=revision)
+        config = AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=False)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]
@@ -150,14 +165,17 @@ def checked_files(source, revision=None, index="config.json"):
     """
     if not isinstance(source, Path):
         commit = find_commit(source, revision, index)
-        yield {"revision": commit}
+        check_depth(Path(cached_file(source, index, revision=commit)).parent)
+        with without_questions():
+            yield {"revision": commit}
         check_download(source, commit)
         return
     check_sums(source)
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
     check_whole_files(source)
-    with without_bars():
+    check_depth(source)
+    with without_bars(), without_questions():
         yield {}
 
 
@@ -165,6 +183,14 @@ def check_whole(name, info):
     """ValueError when weights were missing. info: what `from_pretrained` gives with output_loading_info."""
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
+
+
+def check_depth(folder):
+    """ValueError when a configuration in or below `folder` asks for so many layers that making them would take for ever."""
+    for file in folder.rglob("config.json"):
+        for number in LAYERS.findall(file.read_text(encoding="utf-8", errors="replace")):
+            if len(number) > 9 or int(number) > MOST_LAYERS:
+                raise ValueError(f"{file} asks for {number} layers; expected at most {MOST_LAYERS}")
 
 
 def check_shards(index):
@@ -175,7 +201,7 @@ def check_shards(index):
     index = Path(index)
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is not JSON: {error}") from None
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
@@ -215,36 +241,18 @@ def without_bars():
             transformers_logging.enable_progress_bar()
 
 
-def check_new_folder(folder, overwrite=False):
-    """`folder` as a Path when a model can be saved there. ValueError: something is there, or nothing can be written."""
-    path = Path(folder).expanduser()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"output {str(folder)!r} is a file; expected a folder to make")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten")
-    above = path.resolve().parent
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"output {str(folder)!r} cannot be made: {str(above)!r} is not a folder one can write to")
-    return path
+@contextlib.contextmanager
+def without_questions():
+    """transformers refuses custom code that nobody trusted meanwhile, where it would ask at the terminal.
 
-
-def save_language_model(model, tokenizer, folder, overwrite=False):
-    """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
-    path = check_new_folder(folder, overwrite).resolve()
-    with folder_aside(path, replace=True) as aside, without_bars():
-        model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-        tokenizer.save_pretrained(aside)
-    return path
-
-
-def save_pipeline(pipeline, folder, overwrite=False):
-    """Save a diffusers pipeline in the same way."""
-    path = check_new_folder(folder, overwrite).resolve()
-    with folder_aside(path, replace=True) as aside, without_bars():
-        pipeline.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-    return path
+    For what takes no `trust_remote_code`: diffusers loads the parts of a pipeline without one.
+    """
+    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
 
 
 def choose_device(device=None):
@@ -263,7 +271,7 @@ def stored_dtype(folder):
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
     named = config.get("dtype") or config.get("torch_dtype")
     if named:
@@ -277,6 +285,57 @@ def stored_dtype(folder):
 
 
 def first_line(error):
-    """The first line of an error's text, or its class where it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's text, and the next where it only announces that; its class where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
+    """A diffusers pipeline on `device`, from a folder or Hub id.
+
+    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled.
+    """
+    from diffusers import DiffusionPipeline
+
+    place = check_model_name(source, pipeline=True)
+    options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    try:
+        with checked_files(place, revision, PIPELINE) as files:
+            missing = _missing_in_transformers(place, files)
+            pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
+        if not (missing := missing or _missing_weights(pipeline)):
+            pipeline = pipeline.to(choose_device(device))
+    except LOADING_ERRORS as error:
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ValueError(
+                f"model {str(source)!r} holds the source of its MHLA model; give trust_remote_code to run it"
+            ) from error
+        raise ValueError(f"model {str(source)!r} cannot be loaded: {first_line(error)}") from error
+    check_whole(source, {"missing_keys": missing})
+    return pipeline
+
+
+def _missing_in_transformers(place, files):
+    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
+
+    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
+    """
+    index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
+    parts = json.loads(Path(index).read_text(encoding="utf-8"))
+    nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
+    missing = []
+    for part, told in parts.items():
+        kind = (
+            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
+        )
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
+            _, info = kind.from_pretrained(str(place), **how)
+            missing += [f"{part}.{name}" for name in info["missing_keys"]]
+    return missing
+
+
+def _missing_weights(pipeline):
+    """Names of the weights of its own models that diffusers found in no file: it leaves them without data."""
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..files import write_text
+from .files import write_text
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1

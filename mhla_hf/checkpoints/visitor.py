@@ -49,6 +49,8 @@ def language(folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, seen = load(AutoModelForCausalLM, folder)
+    if asked["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     given = load_file(asked["given"]) if asked["given"] else {"ids": torch.arange(8)[None] % model.config.vocab_size}
     with torch.no_grad():
         logits = model(given["ids"]).logits
@@ -57,7 +59,6 @@ def language(folder):
         seen["logits_equal"] = bool(torch.equal(logits, given["logits"]))
         seen["largest_difference"] = float((logits - given["logits"]).abs().max())
     if asked["prompt"] is not None:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         encoded = tokenizer(asked["prompt"], return_tensors="pt", add_special_tokens=False)
         encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         written = model.generate(

@@ -1,0 +1,123 @@
+"""Nothing of ours runs the code that comes with somebody's model, or asks whether it may, unless the caller said so.
+
+Run: pytest tests/journey/test_trust.py
+"""
+
+import ast
+import builtins
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from small_scores import save_llama
+from small_towers import softmax_tower
+from tiny_pipelines import wan_pipeline
+from transformers import ViTImageProcessorPil
+
+from mhla_hf.checkpoints.load import load_language_model, load_tokenizer
+from mhla_hf.cli import main
+
+ROOT = Path(__file__).parents[2]
+LANGUAGE = ROOT / "conversion/recipes/language_cpu.yaml"
+
+
+@pytest.fixture
+def questions(shelf, monkeypatch):
+    """What is asked at the terminal; every answer is yes."""
+    asked = []
+    (shelf / "ran").unlink(missing_ok=True)
+    monkeypatch.setattr(builtins, "input", lambda question="": asked.append(question) or "y")
+    return asked
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A language model, a classifier, a vision tower and a pipeline of someone who wants code to run; text and images."""
+    place = tmp_path_factory.mktemp("shelf")
+    save_llama(place / "llama")
+    softmax_tower("ViTForImageClassification").save_pretrained(place / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(place / "vit")
+    wan_pipeline().save_pretrained(place / "wan")
+    edit(place / "wan/model_index.json", tokenizer=["transformers", "CLIPProcessor"])  # which asks AutoTokenizer
+    ViTImageProcessorPil().save_pretrained(place / "wan/tokenizer")
+    (place / "wan/tokenizer/config.json").write_text("{}")
+    for name in ("llama", "vit", "wan/tokenizer"):
+        (place / name / "evil.py").write_text(f"import pathlib\npathlib.Path({str(place / 'ran')!r}).touch()\n")
+        autos = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForImageClassification")
+        edit(place / name / "config.json", model_type="evil", auto_map=dict.fromkeys(autos, "evil.Thing"))
+    for split in ("train", "val"):
+        for label in ("ant", "bee"):
+            (place / "images" / split / label).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(place / "images" / split / label / "0.png")
+    (place / "notes.txt").write_text("a few words " * 5000)
+    return place
+
+
+def edit(file, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+COMMANDS = {
+    "convert": "convert llama new",
+    "convert a classifier": "convert vit new",
+    "convert a pipeline": "convert wan new",
+    "distill": f"distill llama --recipe {LANGUAGE} --text notes.txt --out new",
+    "analyze": "analyze llama",
+    "analyze a classifier": "analyze vit",
+    "analyze a pipeline": "analyze wan",
+    "evaluate": "evaluate llama --recipe recall",
+    "evaluate speed": "evaluate llama --recipe speed",
+    "evaluate a classifier": "evaluate vit --recipe table_2_imagenet --set data=images/val",
+    "demo": "demo --model llama --out new --text notes.txt --license mit",
+    "language.py": f"--model llama --recipe {LANGUAGE} --text notes.txt --out new",
+    "image_classifier.py": "--model vit --images images --out new",
+    "wan.py": "--model wan --out new",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_and_no_script_asks_or_runs_code(shelf, tmp_path, monkeypatch, capsys, questions, name):
+    monkeypatch.chdir(shelf)
+    words = COMMANDS[name].replace(" new", f" {tmp_path / 'new'}").split()
+    if name.endswith(".py"):
+        monkeypatch.syspath_prepend(str(ROOT / "conversion"))
+        with pytest.raises(ValueError) as caught:
+            importlib.import_module(name.removesuffix(".py")).main(words)
+        said = str(caught.value)
+    else:
+        main(words)
+        said = capsys.readouterr().err
+    assert not questions and not (shelf / "ran").exists()
+    # a tokenizer is still found without the code beside it; a model is not
+    assert "wan" in words[1] or "custom code" in said or "cannot be loaded" in said, said
+
+
+def test_a_pipeline_for_an_official_checkpoint_asks_nothing(shelf, monkeypatch, questions):
+    monkeypatch.syspath_prepend(str(ROOT / "conversion"))
+    into_pipeline = importlib.import_module("official_checkpoints").into_pipeline
+    model = type("MHLAWanTransformer3DModel", (), {})()
+    with pytest.raises(ValueError):
+        into_pipeline(model, str(shelf / "wan"))
+    assert not questions and not (shelf / "ran").exists()
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, lambda folder: load_language_model(folder)[1]])
+def test_the_name_of_somebodys_code_is_not_saved_again(tmp_path, load):
+    """lm-eval's RULER loads the tokenizer that we save for it with trust."""
+    save_llama(tmp_path / "llama")
+    code = {"AutoTokenizer": ["someone/evil--code.Tokenizer", None]}
+    edit(tmp_path / "llama/tokenizer_config.json", auto_map=code)
+    load(tmp_path / "llama").save_pretrained(tmp_path / "saved")
+    assert "evil" not in (tmp_path / "saved/tokenizer_config.json").read_text()
+
+
+def test_every_loader_that_could_ask_is_told_whom_to_trust():
+    silent = []
+    for file in [*ROOT.glob("mhla_hf/**/*.py"), *ROOT.glob("conversion/*.py")]:
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            asks = ast.unparse(call.func).startswith("Auto") and ast.unparse(call.func).endswith(".from_pretrained")
+            if asks and not {"trust_remote_code", None} & {keyword.arg for keyword in call.keywords}:
+                silent.append(f"{file.name}:{call.lineno}")
+    assert not silent

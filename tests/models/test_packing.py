@@ -1,0 +1,83 @@
+"""Sequences packed into one row keep to themselves, however their borders are given, eager and compiled."""
+
+import pytest
+import torch
+from small_models import converted_model, one_sentence, scratch_model, tokens
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+MODELS = {"all": converted_model, "hybrid": lambda: converted_model(layers="2/3"), "scratch": scratch_model}
+ROWS = [tokens(1, n, seed=n) for n in (5, 20, 9)]
+COLLATORS = {
+    "position_ids": {},
+    "seq_idx": {"return_seq_idx": True, "return_position_ids": False},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "all three": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request):
+    return MODELS[request.param]()
+
+
+def packed(given: str) -> dict:
+    return DataCollatorWithFlattening(**COLLATORS[given])([{"input_ids": row[0].tolist()} for row in ROWS])
+
+
+def separate(model) -> torch.Tensor:
+    return torch.cat([model(row, use_cache=False).logits for row in ROWS], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", list(COLLATORS))
+def test_packed_equals_separate(model, given):
+    """Also where the model would make a cache by itself, and where the body gets its arguments by place."""
+    batch = packed(given)
+    expected = separate(model)
+    torch.testing.assert_close(model(**batch).logits, expected, **CLOSE)
+    if given == "position_ids":
+        hidden = model.model(batch["input_ids"], None, batch["position_ids"]).last_hidden_state
+        torch.testing.assert_close(model.lm_head(hidden), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("given", "fullgraph"), [("position_ids", False), ("cu_seq_lens_q", True)])
+def test_compiled_packed_equals_separate(model, given, fullgraph):
+    torch.compiler.reset()
+    batch = packed(given)
+    out = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(**batch)
+    torch.testing.assert_close(out.logits, separate(model), **CLOSE)
+    out.loss.backward()
+    compiled = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(**batch).loss.backward()
+    for got, parameter in zip(compiled, model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("given", ["position_ids", "seq_idx"])
+def test_one_graph_cannot_find_borders(given):
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="expected cu_seq_lens_q"):
+        torch.compile(converted_model(), backend="eager", fullgraph=True)(**packed(given))
+
+
+def test_compiled_masks_that_hide_more_than_padding_are_refused():
+    torch.compiler.reset()
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    mask[5:, :5] = False
+    with pytest.raises(ValueError, match="hide more than padding"):
+        torch.compile(converted_model(), backend="eager")(tokens(2, 9), attention_mask=mask.expand(2, 1, 9, 9))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "past_key_values", "use_cache"])
+def test_packed_rows_have_neither_padding_nor_cache(name):
+    model, batch = converted_model(), packed("cu_seq_lens_q")
+    values = {
+        "attention_mask": torch.ones_like(batch["input_ids"]),
+        "past_key_values": DynamicCache(config=model.config),
+        "use_cache": True,
+    }
+    with pytest.raises(ValueError) as error:
+        model(**batch, **{name: values[name]})
+    one_sentence(error, name, "packed")
