@@ -66,25 +66,30 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=N
         raise ValueError(f"suite is {suite!r}; expected one of {', '.join(SUITES)}.")
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ValueError(f"threads is {threads!r}; expected an integer of at least 1.")
+    cases = SUITES[suite]() if isinstance(suite, str) else suite
     device, before = choose_device(device), torch.get_num_threads()
     torch.set_num_threads(threads)
-    record = {
-        "format_version": FORMAT_VERSION,
-        "suite": suite if isinstance(suite, str) else "own",
-        **describe_run(command, device),
-        "seed": seed,
-        "rows": [],
-    }
     try:
-        for case in tqdm(SUITES[suite]() if isinstance(suite, str) else suite, desc="bench", disable=not progress):
-            if out is not None:
-                write_json(Path(out), record)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "suite": suite if isinstance(suite, str) else "own",
+            **describe_run(command, device),
+            "seed": seed,
+            "rows": [],
+        }
+        keep(record, out)
+        for case in tqdm(cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
+            keep(record, out)
     finally:
         torch.set_num_threads(before)
+    return record
+
+
+def keep(record, out):
+    """Write the record, if anywhere."""
     if out is not None:
         write_json(Path(out), record)
-    return record
 
 
 def time_case(case, device, seed=0, rounds=5):

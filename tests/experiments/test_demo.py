@@ -170,6 +170,7 @@ def test_a_given_model_without_a_licence_gets_no_card(journey, tmp_path):
         ({"model": "someone/else"}, "holds a demo with another model"),
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "there is no file or folder"),
+        ({"text": ""}, "text: '' is no name"),
         ({"student_recipe": "TEACHER"}, "student_recipe: expected a stage with loss 'transfer'"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
     ],

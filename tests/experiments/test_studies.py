@@ -132,7 +132,8 @@ def test_scaling_times_everything_and_goes_on(tmp_path):
 
 BAD = {
     "no such study": ("begin", {}, "study: got 'begin', expected one of blocks, cpe, images, resolution, start"),
-    "not YAML": ("tiny.yaml", "rows: [", "while parsing"),
+    "not YAML": ("tiny.yaml", "rows: [", "is not YAML"),
+    "too deep": ("tiny.yaml", "[" * 20_000, "is not YAML"),
     "a list": ("tiny.yaml", "- 1", "'list' object"),
     "unknown key": ("tiny.yaml", {"row": 1}, "unexpected keyword argument 'row'"),
     "no rows": ("tiny.yaml", {"rows": None}, "Field 'rows' expected dict"),
