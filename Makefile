@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 
-.PHONY: demo demo-images test test-slow lint format bench bench-gpu clean
+.PHONY: demo demo-images test test-slow lint format bench gpu docs clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,11 +18,11 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --target $(VENV)/torch-fidelity torch-fidelity
 	touch $@
 
-demo: $(VENV)/.demo  ## train, convert, distil, judge, load elsewhere: everything lands in out/
-	$(BIN)/mhla-hf demo $(ARGS)
+demo: $(VENV)/.demo  ## train, convert, distill, judge, load elsewhere: everything lands in out/
+	$(BIN)/python -m experiments.demo $(ARGS)
 
 demo-images: $(VENV)/.demo  ## softmax, plain linear attention and MHLA learn digits: out/images
-	$(BIN)/mhla-hf demo --images --threads 2 $(ARGS)
+	$(BIN)/python -m experiments.studies images --threads 2 $(ARGS)
 
 test: $(VENV)/.test lint  ## all tests but the slow ones
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
@@ -41,12 +41,12 @@ format: $(VENV)/.test
 bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, on this machine
 	$(BIN)/mhla-hf bench --quick $(ARGS)
 
-bench-gpu: $(VENV)/.demo  ## the kernels against what a user would pick instead, on a GPU: fills docs/performance.md
-	failed=0; \
-	$(BIN)/mhla-hf bench --suite paper --device cuda --out docs/bench/gpu $(ARGS) || failed=1; \
-	$(BIN)/mhla-hf bench --suite kernels --device cuda --out docs/bench/kernels $(ARGS) || failed=1; \
-	$(BIN)/mhla-hf bench --suite decode --device cuda --out docs/bench/decode $(ARGS) || failed=1; \
-	$(BIN)/python -m mhla_hf.bench.document docs && exit $$failed
+gpu: $(VENV)/.demo  ## on a GPU, ten minutes: every kernel against fp64, then every speed; fills docs/performance.md
+	$(BIN)/python -m experiments.gpu $(ARGS)
+
+docs: $(VENV)/.demo  ## every table of README and docs, and every card, rendered anew from what was measured
+	$(BIN)/python -m experiments.docs
+	$(BIN)/mhla-hf card model_cards
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -5,7 +5,7 @@
     python conversion/dit.py --recipe conversion/recipes/dit_distil.yaml --out out/dit                 without any data
 
 From scratch the base gives VAE and noise schedule only. Latents stand beside `class_labels`; without them the softmax
-original samples its own classes. The steps are in `journey.py`; a small real one on one CPU core is `digits_dit.py`.
+original samples its own classes. The steps are in `journey.py`; a small real one is `experiments/digits_dit.py`.
 """
 
 from journey import run

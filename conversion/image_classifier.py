@@ -4,7 +4,6 @@
     python conversion/image_classifier.py --recipe conversion/recipes/image_deit_tiny_scratch.yaml --images DATA --out out/t
     python conversion/image_classifier.py --recipe conversion/recipes/image_features.yaml --images DATA --out out/tower
     torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --images imagenet/ --out out/t
-    python conversion/image_classifier.py --costs            parameters and multiply-adds beside the paper's table 2
 
 A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
 on. Unusual: the classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has
@@ -22,9 +21,7 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 import mhla_hf
-from mhla_hf.checkpoints.files import write_json
 from mhla_hf.cli import script
-from mhla_hf.flops import classifier_costs, costs_table
 from mhla_hf.models.configuration import CONVERTIBLE_VISION_TYPES
 from mhla_hf.models.converted import base_model_classes
 from mhla_hf.training.pictures import open_pictures
@@ -59,22 +56,15 @@ def load_softmax(name, classes):
 
 
 def main(arguments=None):
-    """Run the script; returns the trained model, or the rows of `--costs`."""
+    """Run the script; returns the trained model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=RECIPES / "image_distil.yaml", help="YAML file of stages")
     parser.add_argument("--model", help="folder or Hub id of the softmax original; default: the recipe's base")
     parser.add_argument("--images", help="folder or dataset to train on; default: the recipe's data")
     parser.add_argument("--test", help="folder or dataset; its accuracy is in every entry of the history")
-    parser.add_argument("--out", help="folder to make; with --costs a JSON file")
+    parser.add_argument("--out", help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--costs", action="store_true", help="print what the presets cost, and train nothing")
     given = parser.parse_args(arguments)
-    if given.costs:
-        rows = classifier_costs()
-        print(costs_table(rows))
-        if given.out is not None:
-            write_json(Path(given.out), {"command": shlex.join(["python", *sys.argv]), "rows": rows})
-        return rows
     recipe = read_recipe(given.recipe)
     data, name = given.images or recipe.data, given.model or recipe.base
     if given.out is None or data is None:

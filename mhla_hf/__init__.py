@@ -28,7 +28,7 @@ _PUBLIC = {
     "MHLAVisionConfig": "models.vision_configuration",
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
-    "analyze": "evidence.report",
+    "analyze": "analysis",
     "convert": "patch",
     "distill": "training.loop",
     "evaluate": "scores.evaluation",

@@ -1,7 +1,7 @@
 """`mhla-hf`: parses and calls, nothing else.
 
 A sub-command imports what it needs when it runs, so that `--help` is instant. Bad input ends with exit code 2 and one
-sentence on stderr, Ctrl-C with 130 and how to go on. Unusual: `--debug` shows where an error came from.
+sentence on stderr, Ctrl-C with 130 and how to go on. `--debug` shows where an error came from.
 """
 
 import argparse
@@ -14,13 +14,6 @@ from . import __version__
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
-DEMO = """\
-example:
-  mhla-hf demo                                  the whole journey into out/, on two CPU cores
-  mhla-hf demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine
-  mhla-hf demo --images                         softmax, plain linear attention and MHLA learn digits, three seeds
-Stopped at any moment, the same command goes on where it was.
-"""
 CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
@@ -58,14 +51,6 @@ ANALYZE = """\
 example:
   mhla-hf analyze out/teacher out/mhla --out out/analysis         rank and entropy per layer, maps, mixing
   mhla-hf analyze out/vit --data photos --samples 16 --out out/analysis
-  mhla-hf analyze --random --out out/rank                         the rank that attention can have (table 1)
-"""
-ABLATE = """\
-example:
-  mhla-hf ablate start                          uniform or locality start, learned or frozen (table 7a), on digits
-  mhla-hf ablate blocks --data photos --out out/blocks           photos/train/CLASS/... and photos/test/CLASS/...
-  mhla-hf ablate scaling                        time against the number of tokens and of blocks (table 14)
-Stopped at any moment, the same command goes on where it was.
 """
 CARD = """\
 example:
@@ -77,10 +62,7 @@ example:
 BENCH = """\
 example:
   mhla-hf bench --quick                         MHLA against softmax and plain linear attention, on this machine
-  mhla-hf bench --suite full --out out/bench
-  mhla-hf bench --suite paper --device cuda     the kernels and whole models, at the paper's sizes
   mhla-hf bench --suite decode --device cuda    one more token after 8k to 1M
-  mhla-hf bench --suite kernels --device cuda   each kernel alone, beside a copy of the bytes it must move
 """
 
 
@@ -95,7 +77,7 @@ def build_parser():
     """The parser of the whole command."""
     parser = Parser(
         prog="mhla-hf",
-        description="Multi-Head Linear Attention for Hugging Face models: convert, distil, evaluate.",
+        description="Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -111,26 +93,14 @@ def build_parser():
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
         return sub
 
-    _demo_options(add("demo", run_demo, "Train, convert, distil, judge and share a small model, with figures.", DEMO))
     _convert_options(add("convert", run_convert, "Turn a softmax model into an MHLA model.", CONVERT))
     _distill_options(add("distill", run_distill, "Train an MHLA model from its softmax original.", DISTILL))
     _evaluate_options(add("evaluate", run_evaluate, "Score language, image and video models side by side.", EVALUATE))
     _card_options(add("card", run_card, "Write a model's card from its scores, or prove one.", CARD))
     _push_options(add("push", run_push, "Share a model on the Hub: checked whole, then one commit.", PUSH))
     _analyze_options(add("analyze", run_analyze, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE))
-    _ablate_options(add("ablate", run_ablate, "Repeat one of the paper's ablations on a small machine.", ABLATE))
     _bench_options(add("bench", run_bench, "Time the operator, after checking that it is right.", BENCH))
     return parser
-
-
-def _demo_options(sub):
-    sub.add_argument("--images", action="store_true", help="image classifiers instead of language models")
-    sub.add_argument("--out", help="folder to make or to go on in (default: out, with --images out/images)")
-    sub.add_argument("--model", help="folder or Hub id of a softmax model (default: train a small Llama)")
-    sub.add_argument("--text", help="file, folder or dataset to train on (default: the Python language reference)")
-    sub.add_argument("--seeds", type=int, help="repeat everything with so many seeds (default: 1, with --images 3)")
-    sub.add_argument("--license", help="licence of --model, when its card states none")
-    sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
 
 
 def _convert_options(sub):
@@ -195,9 +165,8 @@ def _push_options(sub):
 
 def _analyze_options(sub):
     sub.add_argument(
-        "models", nargs="*", metavar="DIR", help="language models or image classifiers: folders or Hub ids"
+        "models", nargs="+", metavar="DIR", help="language models or image classifiers: folders or Hub ids"
     )
-    sub.add_argument("--random", action="store_true", help="no model: random features, 64 to 4096 tokens")
     sub.add_argument("--out", help="folder for JSON and figures")
     sub.add_argument("--data", help="text or images to look at (default: the Python language reference, the digits)")
     sub.add_argument("--samples", type=int, help="sequences or images (default: 8)")
@@ -205,15 +174,6 @@ def _analyze_options(sub):
     sub.add_argument("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
     sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
-
-
-def _ablate_options(sub):
-    sub.add_argument("study", help="start, blocks, cpe, resolution, scaling, images, or a YAML file of one's own")
-    sub.add_argument("--data", help="folder of train/CLASS and test/CLASS, or a dataset (default: digits)")
-    sub.add_argument("--out", help="folder to make or to go on in (default: out/STUDY)")
-    sub.add_argument("--seeds", type=int, help="how many (default: the study's)")
-    sub.add_argument("--epochs", type=int, help="how many (default: the study's)")
-    sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
 
 
 def _card_options(sub):
@@ -237,32 +197,11 @@ def _card_options(sub):
 
 def _bench_options(sub):
     sub.add_argument("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    sub.add_argument("--suite", help="quick, full, wide, decode, kernels or paper")
+    sub.add_argument("--suite", help="quick or decode")
     sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
     sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     sub.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
-    sub.add_argument("--out", help="folder for bench.json and bench.png")
-
-
-def run_demo(given, command):
-    """mhla-hf demo"""
-    if given.images:
-        if given.model or given.text or given.license:
-            raise ValueError("images: expected no --model, --text or --license with --images")
-        run_named_study("images", given.out or "out/images", given, command, seeds=given.seeds)
-        return
-    from .demo.journey import run_demo
-
-    run_demo(
-        given.out or "out",
-        given.model,
-        given.text,
-        1 if given.seeds is None else given.seeds,
-        license=given.license,
-        threads=given.threads,
-        progress=not given.quiet,
-        command=command,
-    )
+    sub.add_argument("--out", help="JSON file to write")
 
 
 def run_convert(given, command):
@@ -272,9 +211,8 @@ def run_convert(given, command):
 
     import torch
 
-    from .checkpoints.load import is_pipeline, load_language_model, load_pipeline
+    from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
-    from .evidence.inputs import is_classifier_name, load_classifier
     from .patch import convert
 
     check_new_folder(given.out, given.overwrite)
@@ -284,10 +222,10 @@ def run_convert(given, command):
         model = convert(pipe, layers=layers, **settings).transformer
         save_pipeline(pipe, given.out, given.overwrite)
         chosen = model.config.mhla["layers"]
-        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distil it: conversion/")
+        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
         return
     if is_classifier_name(given.model, given.revision):
-        model, tools = load_classifier(given.model, dtype=given.dtype, revision=given.revision)
+        model, tools = load_classifier(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
         further = "conversion/image_classifier.py"
     else:
         model, tools = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
@@ -296,15 +234,14 @@ def run_convert(given, command):
     convert(model, layers=layers, **settings)
     save_language_model(model, tools, given.out, given.overwrite)
     layers, total = model.config.mhla["layers"], model.config.num_hidden_layers
-    print(f"{given.out}: layers {layers} of {total} are MHLA; now distil it: {further}")
+    print(f"{given.out}: layers {layers} of {total} are MHLA; now distill it: {further}")
 
 
 def run_distill(given, command):
     """mhla-hf distill"""
     import torch
 
-    from .checkpoints.load import load_language_model
-    from .evidence.inputs import is_classifier_name
+    from .checkpoints.load import is_classifier_name, load_language_model
     from .patch import convert
     from .training.loop import distill
     from .training.recipe import read_recipe
@@ -395,22 +332,10 @@ def run_push(given, command):
 
 def run_analyze(given, command):
     """mhla-hf analyze"""
-    if given.random == bool(given.models):
-        raise ValueError("models: expected either folders of models or --random")
+    from .analysis import analyze, render_analysis
+
     settings = {name: getattr(given, name) for name in ("data", "samples", "length", "tolerance", "device")}
     settings = {name: value for name, value in settings.items() if value is not None}
-    if given.random:
-        if settings:
-            name, value = next(iter(settings.items()))
-            raise ValueError(f"{name}: got {value!r}, expected none with --random, which looks at random features")
-        from .evidence.random_rank import render_random_rank, study_random_rank
-
-        out = given.out or "out/rank"
-        record = study_random_rank(out, progress=not given.quiet, command=command)
-        print(f"{render_random_rank(record)}\n\n{out}: rank.json, rank.png")
-        return
-    from .evidence.report import analyze, render_analysis
-
     record = analyze(
         given.models,
         out=given.out,
@@ -420,29 +345,6 @@ def run_analyze(given, command):
         **settings,
     )
     print(render_analysis(record))
-
-
-def run_ablate(given, command):
-    """mhla-hf ablate"""
-    out = given.out or f"out/{os.path.splitext(os.path.basename(given.study))[0]}"
-    if given.study == "scaling":
-        from .evidence.scaling import render_scaling, study_scaling
-
-        if given.data or given.seeds or given.epochs:
-            raise ValueError("study: scaling times the operator, expected no --data, --seeds or --epochs with it")
-        print(render_scaling(study_scaling(out, threads=given.threads, progress=not given.quiet, command=command)))
-        return
-    options = {"data": given.data, "seeds": given.seeds, "epochs": given.epochs}
-    run_named_study(given.study, out, given, command, **options)
-
-
-def run_named_study(name, out, given, command, **options):
-    """A study's table, printed."""
-    from .evidence.study_report import render_study, run_study
-
-    progress = not given.quiet
-    results = run_study(name, out, threads=given.threads, progress=progress, command=command, **options)
-    print(f"\n{render_study(results)}\n\n{out}: results.json, table.md, accuracy.png, layers.png, mixing.png")
 
 
 def run_card(given, command):
@@ -487,9 +389,9 @@ def run_card(given, command):
 
 def run_bench(given, command):
     """mhla-hf bench"""
-    from .bench import run_bench
+    from .bench import render_bench, run_bench
 
-    run_bench(
+    record = run_bench(
         given.suite or "quick",
         device=given.device,
         threads=given.threads,
@@ -498,6 +400,9 @@ def run_bench(given, command):
         progress=not given.quiet,
         command=command,
     )
+    print(render_bench(record))
+    if any(reason.startswith("is wrong") for row in record["rows"] for reason in row["failed"].values()):
+        raise SystemExit(1)
 
 
 def seed_number(text):
@@ -517,12 +422,12 @@ def parse_layers(text):
     return [int(part) for part in parts]
 
 
-def script(main):
-    """Call `main` as the scripts of conversion/ do: bad input ends with one sentence, Ctrl-C with how to go on."""
+def script(main, name=None):
+    """Call `main` as the scripts of a clone do: bad input ends with one sentence, Ctrl-C with how to go on."""
     try:
         main()
     except USER_ERRORS as error:
-        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
+        sys.exit(f"{name or os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt as error:
         print(error, file=sys.stderr)
         sys.exit(130)

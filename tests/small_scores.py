@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
-from mhla_hf.demo.text import make_tokenizer
+from experiments.demo.text import make_tokenizer
 from mhla_hf.scores.results import Result
 
 WINDOW = 192

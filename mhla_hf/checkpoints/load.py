@@ -16,16 +16,25 @@ import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    dynamic_module_utils,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ..models.configuration import CONVERTIBLE_VISION_TYPES
 from ..models.saving import check_whole_files
 from .checksums import SUMS_FILE, check_sums
 from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
+CLASS_ENDINGS = {"ForCausalLM": "language", "LMHeadModel": "language", "ForImageClassification": "images"}
 LAYERS = re.compile(r'"num_(?:hidden_)?layers"\s*:\s*(\d+)')
 MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -99,22 +108,51 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
     ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled, no
     tokenizer, an unknown architecture.
     """
+    return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code)
+
+
+def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
+    """(model in eval mode, image processor) of an image classifier; as `load_language_model` for the rest."""
+    read_processor = AutoImageProcessor.from_pretrained
+    return _load(name, AutoModelForImageClassification, read_processor, dtype, device, revision, trust_remote_code)
+
+
+def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code):
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
     try:
         with checked_files(source, revision) as files:
             options = {"trust_remote_code": trust_remote_code, **files}
-            tokenizer = _read_tokenizer(source, **options)
-            loaded = AutoModelForCausalLM.from_pretrained(
-                str(source), dtype=DTYPES.get(dtype, "auto"), output_loading_info=True, use_safetensors=True, **options
-            )
+            tools = read_tools(str(source), **options)
+            options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
+            loaded = auto_model.from_pretrained(str(source), **options)
         model = loaded[0].to(choose_device(device)).eval()
     except LOADING_ERRORS as error:
         where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
         raise ValueError(f"model {str(name)!r} cannot be loaded{where}: {first_line(error)}") from error
     check_whole(name, loaded[1])
-    return model, tokenizer
+    return model, tools
+
+
+def kind_of_class(name: str) -> str | None:
+    """ "language", "images", or None, from the name of a model's class."""
+    return next((kind for ending, kind in CLASS_ENDINGS.items() if name.endswith(ending)), None)
+
+
+def is_classifier_name(name, revision=None) -> bool:
+    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
+    try:
+        config = AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=False)
+    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
+        return False
+    named = (config.architectures or [""])[0]
+    if kind_of_class(named) != "images" and config.model_type in CONVERTIBLE_VISION_TYPES:
+        raise ValueError(
+            f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
+            "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"
+        )
+    return kind_of_class(named) == "images"
 
 
 @contextlib.contextmanager

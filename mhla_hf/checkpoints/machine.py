@@ -86,6 +86,17 @@ def _git(root, *arguments):
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def describe_run(command, device="cpu"):
+    """What goes with every record of a measurement: hardware, versions, commit, the shell line that repeats it, date."""
+    return {
+        "hardware": describe_hardware(device),
+        "versions": describe_versions(),
+        "commit": source_commit(),
+        "command": command,
+        "date": now(),
+    }
+
+
 def now():
     """This moment as ISO 8601, UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()

@@ -9,7 +9,7 @@ import math
 import os
 from pathlib import Path
 
-from ..plots import COLOURS, STYLE, pyplot, save_figure
+from ..plots import COLORS, STYLE, pyplot, save_figure
 from .results import paper_values
 from .timing import TASK as SPEED
 
@@ -30,27 +30,27 @@ def plot_scores(path, models, columns=None):
     curves = _curves(models)
     if not panels and not curves:
         raise ValueError("plot: no score is there to draw; expected at least one")
-    colours = colours_of(models)
+    colors = colors_of(models)
     parts = [(_draw_points, panel) for panel in panels] + [(_draw_curves, curve) for curve in curves.items()]
     pages = [parts[start : start + MOST] for start in range(0, len(parts), MOST)]
     paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(pages) + 1))]
     for page, place in zip(pages, paths, strict=True):
-        _draw_page(page, place, colours)
+        _draw_page(page, place, colors)
     return paths
 
 
-def _draw_page(parts, path, colours):
+def _draw_page(parts, path, colors):
     """One PNG. parts: (function that draws a panel, what it draws)."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         across = min(4, len(parts))
         down = math.ceil(len(parts) / across)
         curves = any(draw is _draw_curves for draw, _ in parts)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colours), 2.2 if curves else 0) * down + 0.5)
+        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         axes = [cell for row in grid for cell in row]
         for cell, (draw, part) in zip(axes, parts, strict=False):
-            draw(cell, *part, colours)
+            draw(cell, *part, colors)
         for cell in axes[len(parts) :]:
             cell.set_visible(False)
         save_figure(figure, path)
@@ -64,13 +64,13 @@ def check_plot(path):
         raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 
 
-def colours_of(models):
-    """A colour for each model: the ones of all our figures where a name says which it is, else others in order."""
+def colors_of(models):
+    """A color for each model: the ones of all our figures where a name says which it is, else others in order."""
     found, free = {}, list(EXTRA)
     for name in models:
         known = next((key for key in ("teacher", "linear", "hybrid", "mhla") if key in name.lower()), None)
-        taken = known is None or COLOURS[known] in found.values()
-        found[name] = free.pop(0) if taken and free else COLOURS[known] if not taken else EXTRA[-1]
+        taken = known is None or COLORS[known] in found.values()
+        found[name] = free.pop(0) if taken and free else COLORS[known] if not taken else EXTRA[-1]
     return found
 
 
@@ -114,28 +114,28 @@ def _curves(models):
     return found
 
 
-def _draw_points(axes, title, values, better, colours):
-    for place, (name, colour) in enumerate(colours.items()):
+def _draw_points(axes, title, values, better, colors):
+    for place, (name, color) in enumerate(colors.items()):
         if name in values:
             value, error = values[name]
-            axes.errorbar(value, place, xerr=error, fmt="o", color=colour, markersize=6, capsize=3, linewidth=1.6)
+            axes.errorbar(value, place, xerr=error, fmt="o", color=color, markersize=6, capsize=3, linewidth=1.6)
             axes.annotate(
                 f"{value:.4g}", (value, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
             )
     arrow = {True: " ↑", False: " ↓", None: ""}[better]
     axes.set_title(title + arrow, fontsize=9.5)
-    axes.set_yticks(range(len(colours)), list(colours))
-    axes.set_ylim(len(colours) - 0.4, -0.8)
+    axes.set_yticks(range(len(colors)), list(colors))
+    axes.set_ylim(len(colors) - 0.4, -0.8)
     axes.grid(True, axis="x")
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.2)
 
 
-def _draw_curves(axes, title, curves, colours):
+def _draw_curves(axes, title, curves, colors):
     task, score = title
     for name, points in curves.items():
         places, values, errors = zip(*sorted(points), strict=True)
-        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colours[name], "label": name}
+        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
         axes.errorbar(places, values, yerr=errors, **look)
     axes.grid(True)
     axes.legend(fontsize=8)

@@ -14,7 +14,8 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 def run(name):
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     os.environ["OMP_NUM_THREADS"] = "1"
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    place = {"metadata": {"path": str(NOTEBOOKS)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     printed = [o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
     pictures = sum("image/png" in o.get("data", {}) for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
     return "".join(printed), pictures

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels_started import kernel_of, recorded_launches
 
 from mhla_hf import Blocks, MHLASettings
-from mhla_hf.bench.kernels import kernel_of, recorded_launches
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
 from mhla_hf.ops import triton_impl
 from mhla_hf.ops.triton_common import INTERPRETED

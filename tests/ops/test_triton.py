@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
+from kernels_started import kernel_of, recorded_launches
 
-from mhla_hf.bench.kernels import kernel_of, recorded_launches
 from mhla_hf.ops import triton_common, triton_configs, triton_impl
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.operator import mhla

@@ -12,7 +12,7 @@ from small_scores import make_result
 from mhla_hf.cli import main
 from mhla_hf.scores import figures
 from mhla_hf.scores.evaluation import Comparison
-from mhla_hf.scores.figures import check_plot, colours_of, plot_scores
+from mhla_hf.scores.figures import check_plot, colors_of, plot_scores
 from mhla_hf.scores.recipes import read_score_recipe
 from mhla_hf.scores.results import Results
 
@@ -100,5 +100,5 @@ def test_what_is_too_much_for_one_picture_goes_on_in_the_next(tmp_path):
 
 
 def test_a_model_has_the_colour_of_all_our_figures():
-    colours = colours_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
-    assert len(set(colours.values())) == 5 and colours["mhla"] == "#2563c9"
+    colors = colors_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
+    assert len(set(colors.values())) == 5 and colors["mhla"] == "#2563c9"

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from small_scores import TRAINING, small_llama
 
 import mhla_hf
-from mhla_hf.demo.text import make_tokenizer
+from experiments.demo.text import make_tokenizer
 from mhla_hf.scores.harness import load_tasks, task_hash
 from mhla_hf.scores.recipes import read_score_recipe
 

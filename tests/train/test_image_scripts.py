@@ -1,4 +1,4 @@
-"""conversion/image_classifier.py and digits_vit.py as a user runs them, and the recipes of image models."""
+"""conversion/image_classifier.py as a user runs it, and the recipes of image models."""
 
 import importlib.util
 import json
@@ -19,8 +19,6 @@ from transformers import (
 )
 
 import mhla_hf
-from mhla_hf.hub.card import check_card
-from mhla_hf.scores.results import Results
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -151,31 +149,3 @@ def test_our_recipes_are_sound(path):
 
 def test_there_are_recipes():
     assert len(RECIPES) == 4
-
-
-@pytest.mark.slow
-def test_digits_in_small_and_again(tmp_path, capsys):
-    digits = script("digits_vit")
-    arguments = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "3", "--distil-steps", "2"]
-    first = digits.main(arguments)
-    record = json.loads((tmp_path / "out" / "digits_vit.json").read_text())
-    assert [row["attention"] for row in record["students"]] == ["MHLA", "plain linear"]
-    assert 0 < record["teacher"] <= 1 and record["judged_on"] == 497
-    shown = capsys.readouterr().out
-    again = digits.main(arguments)
-    assert again["students"] == first["students"] and capsys.readouterr().out == shown
-    card = (tmp_path / "out" / "MHLA-0" / "README.md").read_text()
-    check_card(tmp_path / "out" / "MHLA-0")
-    assert "| digits | acc ↑ | 0 | 497 |" in card and "| teacher | MHLA | plain linear |" in card
-    for folder, accuracy in (
-        ("teacher", record["teacher"]),
-        *((f"{row['attention'].replace(' ', '-')}-0", row["distilled"]) for row in record["students"]),
-    ):
-        (score,) = Results.read(tmp_path / "out" / folder)
-        assert (score.task, score.metric, score.value) == ("digits", "acc", accuracy), folder
-
-
-def test_digits_without_seeds(tmp_path):
-    with pytest.raises(ValueError, match="seeds: got 0"):
-        script("digits_vit").main(["--seeds", "0", "--out", str(tmp_path / "new")])
-    assert not (tmp_path / "new").exists()

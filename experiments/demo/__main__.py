@@ -1,0 +1,37 @@
+"""Train, convert, distill, judge and share a small model, with figures.
+
+    python -m experiments.demo                    the whole journey into out/, on two CPU cores
+    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine
+
+Stopped at any moment, the same command goes on where it was.
+"""
+
+import argparse
+import shlex
+import sys
+
+from mhla_hf.cli import script
+
+from .journey import run_demo
+
+
+def main(arguments=None):
+    """Run the demo; returns what results.json holds."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="out", help="folder to make or to go on in (default: out)")
+    parser.add_argument("--model", help="folder or Hub id of a softmax model (default: train a small Llama)")
+    parser.add_argument("--text", help="file, folder or dataset to train on (default: the Python language reference)")
+    parser.add_argument("--seeds", type=int, default=1, help="repeat everything with so many seeds (default: 1)")
+    parser.add_argument("--license", help="license of --model, when its card states none")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    given = vars(parser.parse_args(arguments))
+    command = shlex.join(["python", "-m", "experiments.demo", *arguments])
+    return run_demo(progress=not given.pop("quiet"), command=command, **given)
+
+
+if __name__ == "__main__":
+    script(main, "demo")

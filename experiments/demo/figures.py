@@ -1,0 +1,153 @@
+"""How the demo's students learned, what they cost on held-out text, and how time grows with length."""
+
+from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+
+LABELS = {
+    "teacher": "softmax teacher",
+    "control": "teacher, trained on",
+    "linear": "plain linear",
+    "mhla": "MHLA",
+    "hybrid": "hybrid 2/3",
+}
+MARKERS = {"teacher": "o", "linear": "s", "mhla": "D"}
+
+
+def plot_loss(path, histories, scores):
+    """What each student lost in both stages, and what it costs on held-out text.
+
+    Args:
+        path: PNG to write.
+        histories: student -> the entries of its train.json ("stage", "step", "tokens", "loss", "layers": how many
+            layers were converted; the transfer loss is a sum over them and is shown per layer). Stages in order:
+            transfer, distillation.
+        scores: model -> list of held-out bits per byte, one per seed; the first is the teacher.
+    """
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, (left, middle, right) = plt.subplots(
+            1, 3, figsize=(14.5, 4.2), layout="constrained", width_ratios=(1, 1, 1.3)
+        )
+        for name, entries in histories.items():
+            stages = list(dict.fromkeys(entry["stage"] for entry in entries))
+            _curve(left, name, [entry for entry in entries if entry["stage"] == stages[0]], per_layer=True)
+            _curve(middle, name, [entry for entry in entries if entry["stage"] == stages[-1]])
+        left.set(title="Stage 1: attention outputs", xlabel="step", ylabel="relative squared error, per layer")
+        middle.set(title="Stage 2: next-token distribution", xlabel="step", ylabel="KL to the teacher, nats per token")
+        middle.set_yscale("log")
+        plain_ticks(middle.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+        for axes in (left, middle):
+            axes.grid(True)
+        left.legend(loc="best")
+        _bars(right, scores)
+        save_figure(figure, path)
+
+
+def _curve(axes, name, entries, per_layer=False):
+    share = [entry["layers"] if per_layer else 1 for entry in entries]
+    axes.plot(
+        [entry["step"] for entry in entries],
+        [entry["loss"] / layers for entry, layers in zip(entries, share, strict=True)],
+        color=COLORS[name],
+        label=LABELS[name],
+    )
+
+
+def _bars(axes, scores):
+    names = list(scores)
+    means = [sum(values) / len(values) for values in scores.values()]
+    for place, (name, mean) in enumerate(zip(names, means, strict=True)):
+        axes.bar(place, mean, color=COLORS[name], width=0.8, zorder=2)
+        if len(scores[name]) > 1:
+            axes.plot(
+                [place] * len(scores[name]), scores[name], ".", color="white", markeredgecolor="#33363d", zorder=3
+            )
+        change = "" if place == 0 else f"\n{100 * (mean / means[0] - 1):+.2f} %".replace("-", "\N{MINUS SIGN}")
+        axes.annotate(
+            f"{mean:.3f}{change}",
+            (place, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha="center",
+            color="white",
+            fontweight="bold",
+            fontsize=9.5,
+            zorder=4,
+        )
+    lowest, highest = min(map(min, scores.values())), max(map(max, scores.values()))
+    room = max(highest - lowest, 0.01 * highest)
+    axes.set_ylim(lowest - 1.3 * room, highest + 0.3 * room)
+    axes.axhline(means[0], color=COLORS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_xticks(
+        range(len(names)),
+        [
+            LABELS[name].replace(", ", ",\n") if "," in LABELS[name] else LABELS[name].replace(" ", "\n", 1)
+            for name in names
+        ],
+    )
+    axes.tick_params(axis="x", length=0)
+    axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
+
+
+def plot_speed(path, rows, note):
+    """Time against length, for the kinds of measurement in `rows` side by side.
+
+    Args:
+        path: PNG to write.
+        rows: of speed.json: "what", "length" (tokens), "softmax_ms", "mhla_ms", and "linear_ms" where that was timed.
+        note: one line below the figure: the machine, and what was timed.
+    """
+    plt = pyplot()
+    kinds = list(dict.fromkeys(row["what"] for row in rows))
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, len(kinds), figsize=(5.6 * len(kinds), 4.3), squeeze=False, layout="constrained")
+        for axes, kind in zip(grid[0], kinds, strict=True):
+            own = [row for row in rows if row["what"] == kind]
+            lengths = [row["length"] for row in own]
+            for name, key in (("teacher", "softmax_ms"), ("linear", "linear_ms"), ("mhla", "mhla_ms")):
+                if key not in own[0]:
+                    continue
+                values = [row[key] for row in own]
+                label = "softmax" if name == "teacher" else LABELS[name]
+                axes.plot(lengths, values, color=COLORS[name], marker=MARKERS[name], markersize=5, label=label)
+            last = own[-1]
+            _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axes.minorticks_off()
+            low, high = axes.get_ylim()
+            axes.set_ylim(low / 1.6, high * 1.2)
+            plain_ticks(axes.yaxis)
+            axes.grid(True)
+            axes.set(title=kind, xlabel="tokens in the context", ylabel="milliseconds, lower is better")
+        grid[0][0].legend(loc="upper left")
+        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
+        save_figure(figure, path)
+
+
+def _mark_ratio(axes, length, softmax, mhla):
+    """A line between the two last points, with their ratio in words."""
+    axes.plot([length, length], [softmax, mhla], color=COLORS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+    faster = softmax >= mhla
+    ratio = softmax / mhla if faster else mhla / softmax
+    axes.annotate(
+        f"{ratio:.1f}x\n{'faster' if faster else 'slower'}",
+        (length, (softmax * mhla) ** 0.5),
+        xytext=(9, 0),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        color=COLORS["mhla"],
+        fontweight="bold",
+        annotation_clip=False,
+    )
+
+
+def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
+    """`steps` times the powers of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(10, subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

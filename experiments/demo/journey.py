@@ -1,0 +1,429 @@
+"""The whole journey on a small machine: softmax teacher, MHLA students, scores, figures, card, a visitor's load.
+
+Nothing here is special to the demo but the order. Each step is what a user would call (`convert`, `distill`,
+`evaluate`, `write_card`), leaves a file or folder by one rename, and is skipped when that is there; so the same command
+goes on wherever it was stopped. What is in `out` belongs to one text, one teacher and one pair of recipes, and a call
+with others is refused.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from mhla_hf.analysis.figures import plot_mixing
+from mhla_hf.analysis.measures import describe_mixing
+from mhla_hf.checkpoints.clean_process import visit
+from mhla_hf.checkpoints.files import folder_aside, write_json, write_text
+from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
+from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
+from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.hub.card_facts import find_licence
+from mhla_hf.patch import convert
+from mhla_hf.scores.evaluation import evaluate
+from mhla_hf.scores.local_tasks import make_tasks
+from mhla_hf.scores.results import Results
+from mhla_hf.speed import measure_speed
+from mhla_hf.training.loop import distill
+from mhla_hf.training.recipe import read_recipe
+from mhla_hf.training.run_folder import RECORD
+
+from .figures import LABELS, plot_loss, plot_speed
+from .report import collect, learning_curve, render_report
+from .text import hold_out, make_tokenizer, read_text
+
+RECIPES = Path(__file__).parent / "recipes"
+STUDENTS = {
+    "mhla": {},
+    "linear": {"mixing_start": "uniform", "learn_mixing": False},
+    "hybrid": {"layers": "2/3"},
+}
+MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+TASK_ITEMS = 150
+PREFIX = "heldout"
+DESCRIPTION = "demo.json"
+VISIT = "visit.json"
+PROMPT = "The following sections describe"
+CONTINUATION = 60
+TEACHER_CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+language: [en]
+---
+# The demo's softmax teacher
+
+A small Llama, trained by `make demo` on the Python language reference (`pydoc_data.topics`). It stands for a real
+checkpoint; how it was trained is in train.json, how good it is in results.json.
+"""
+
+
+def run_demo(
+    out="out",
+    model=None,
+    text=None,
+    seeds=1,
+    *,
+    license=None,
+    teacher_recipe=None,
+    student_recipe=None,
+    items=TASK_ITEMS,
+    lengths=LENGTHS,
+    threads=1,
+    control=None,
+    progress=True,
+    command=None,
+):
+    """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
+
+    Args:
+        out: folder to make or to go on in. Holds `teacher`, `mhla`, `linear` (plain linear attention: uniform, frozen
+            mixing), `hybrid` (softmax kept in layers 0, 3, ...), perhaps `control` (the teacher trained on for as many steps
+            as a student), `results.json`, `loss.png`, `mixing.png`, `speed.png`; further seeds in `seed-1`, ...
+        model: folder or Hub id of a softmax model to start from. None: train a small Llama first.
+        text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
+        seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself).
+        license: of `model`, when its own card states none; without either there is no model card.
+        teacher_recipe, student_recipe: YAML files instead of the demo's own.
+        items: questions per task. lengths: tokens at which speed is measured.
+        control: make `control` too; it takes as long as a student. None: with several seeds only.
+        threads: CPU threads of torch; on a machine that does other things as well, two are slower than one.
+        progress: show bars. command: the shell line that repeats the run, for the records.
+
+    Returns:
+        What `results.json` holds, a dict.
+
+    Raises:
+        ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
+        KeyboardInterrupt: on Ctrl-C; the same call goes on from there.
+    """
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise ValueError(f"seeds: got {seeds!r}; expected a whole number of at least 1")
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"threads: got {threads!r}; expected a whole number of at least 1")
+    _check_extras()
+    started = time.monotonic()
+    torch.set_num_threads(threads)
+    models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
+    demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command, models)
+    with without_bars():
+        demo.begin()
+        for seed in range(seeds):
+            demo.make_models(seed)
+        for seed in range(seeds):
+            demo.judge(seed)
+        results = demo.report(seeds)
+        demo.share()
+        demo.visit()
+    print(f"\n{render_report(results)}\n")
+    demo.say(f"everything is in {demo.out} ({time.monotonic() - started:.0f} s)")
+    return results
+
+
+def _check_extras():
+    """All that any step needs, before the first one starts."""
+    for library, extra in (("accelerate", "train"), ("lm_eval", "eval"), ("matplotlib", "eval")):
+        if importlib.util.find_spec(library) is None:
+            raise ImportError(f"the demo needs {library}, which is missing: pip install 'mhla_hf[{extra}]'")
+
+
+@dataclasses.dataclass
+class _Demo:
+    """One call of `run_demo`: the arguments, and one method per step."""
+
+    out: Path
+    model: str | None
+    text: str | None
+    license: str | None
+    teacher_recipe: Path
+    student_recipe: Path
+    items: int
+    lengths: tuple
+    progress: bool
+    command: str | None
+    models: tuple
+
+    def __post_init__(self):
+        self.out = Path(self.out).expanduser()
+        self.teacher_plan = read_recipe(self.teacher_recipe or RECIPES / "demo_teacher.yaml")
+        self.student_plan = read_recipe(self.student_recipe or RECIPES / "demo_student.yaml")
+        if [stage.loss for stage in self.student_plan.stages] != ["transfer", "logits"]:
+            raise ValueError("student_recipe: expected a stage with loss 'transfer' and then one with loss 'logits'")
+        if [stage.loss for stage in self.teacher_plan.stages] != ["lm"]:
+            raise ValueError("teacher_recipe: expected one stage, with loss 'lm'")
+
+    def say(self, sentence):
+        print(sentence, flush=True)
+
+    def begin(self):
+        """Read the text, recognize or make the folder: `data/` and what this demo is about."""
+        text, name = read_text(self.text)
+        plans = [dataclasses.asdict(self.teacher_plan), dataclasses.asdict(self.student_plan)]
+        self.identity = {
+            "model": self.model,
+            "text": name,
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:32],
+            "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
+            "items": self.items,
+        }
+        known = self.out / DESCRIPTION
+        if known.is_file():
+            self._compare(json.loads(known.read_text(encoding="utf-8")))
+            self.say(f"going on in {self.out}")
+        elif self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ValueError(f"out: {str(self.out)!r} is there and is not a demo's; expected a new or an empty folder")
+        else:
+            self._make_folder(text)
+        self.train_text = self.out / "data" / "train.txt"
+        self.held_out = (self.out / "data" / "heldout.txt").read_text(encoding="utf-8")
+        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
+
+    def _compare(self, known):
+        for key, value in self.identity.items():
+            if known.get(key) != value:
+                raise ValueError(
+                    f"out: {str(self.out)!r} holds a demo with another {key.removesuffix('_sha256')} "
+                    f"({known.get(key)!r}, now {value!r}); give another folder, or delete this one"
+                )
+
+    def _make_folder(self, text):
+        train, held_out = hold_out(text)
+        if self.model is None:
+            settings = self.teacher_plan.settings
+            tokenizer = make_tokenizer(train, settings["vocab_size"], settings["max_position_embeddings"])
+        else:
+            model, tokenizer = load_language_model(self.model, dtype="float32", device="cpu")
+            convert(model, **self.student_plan.settings)
+        with folder_aside(self.out) as aside:
+            (aside / "data").mkdir()
+            write_text(aside / "data" / "train.txt", train)
+            write_text(aside / "data" / "heldout.txt", held_out)
+            tokenizer.save_pretrained(aside / "data" / "tokenizer")
+            write_json(aside / DESCRIPTION, self.identity)
+        self.say(
+            f"{self.identity['text']}: {len(train):,} characters to train on, {len(held_out):,} held out; "
+            f"{len(tokenizer):,} tokens in the vocabulary"
+        )
+
+    def folder(self, model, seed):
+        """Where a model of one seed lies. A teacher that was given is the same for all seeds."""
+        root = self.out if seed == 0 or (model == "teacher" and self.model is not None) else self.out / f"seed-{seed}"
+        return root / model
+
+    def make_models(self, seed):
+        """Steps 1 and 2: the teacher, its three students, and the teacher trained on."""
+        self.say(f"\n[1/5] softmax teacher, seed {seed}")
+        folder = self.folder("teacher", seed)
+        if self._missing(folder, "config.json"):
+            self._given_teacher(folder) if self.model else self._trained_teacher(folder, seed)
+        if self._missing(folder, "README.md", quiet=True) and self.model is None:
+            write_text(folder / "README.md", TEACHER_CARD)
+        self.say(f"\n[2/5] students: convert, then distill from the teacher, seed {seed}")
+        teacher = None
+        for name, changes in STUDENTS.items():
+            folder = self.folder(name, seed)
+            if self._missing(folder, RECORD):
+                teacher = teacher or self._load(self.folder("teacher", seed))
+                self.say(f"{LABELS[name]}:")
+                student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
+                self._distill(student, teacher, folder, self.student_plan, seed)
+        folder = self.folder("control", seed)
+        if "control" in self.models and self._missing(folder, RECORD):
+            self.say(f"{LABELS['control']}:")
+            self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
+
+    def _missing(self, folder, file, quiet=False):
+        if not (folder / file).exists():
+            return True
+        if not quiet:
+            self.say(f"{folder} is there already")
+        return False
+
+    def _load(self, folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+
+    def _trained_teacher(self, folder, seed):
+        torch.manual_seed(seed)
+        ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+        settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer)}
+        model = LlamaForCausalLM(LlamaConfig(**settings, **ends))
+        self.say(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters")
+        self._distill(model, None, folder, self.teacher_plan, seed)
+
+    def _given_teacher(self, folder):
+        model, _ = load_language_model(self.model, dtype="float32", device="cpu")
+        with folder_aside(folder) as aside:
+            model.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
+            local = Path(self.model) / "README.md"
+            if local.is_file():
+                shutil.copyfile(local, aside / "README.md")
+
+    def _control_plan(self):
+        """The teacher's own training, for as many steps, tokens and at the rate of the students'."""
+        student = self.student_plan.stages[-1]
+        stage = dataclasses.replace(
+            self.teacher_plan.stages[0],
+            name="trained on",
+            steps=sum(stage.steps for stage in self.student_plan.stages),
+            lr=student.lr,
+            warmup=student.warmup,
+            batch_size=student.batch_size,
+            seq_len=student.seq_len,
+        )
+        return dataclasses.replace(self.student_plan, stages=(stage,))
+
+    def _distill(self, student, teacher, folder, plan, seed):
+        """`distill`, with sequences no longer than the model was made for."""
+        longest = student.config.max_position_embeddings
+        stages = [dataclasses.replace(stage, seq_len=min(stage.seq_len, longest)) for stage in plan.stages]
+        distill(
+            student,
+            teacher,
+            out=folder,
+            data=self.train_text,
+            tokenizer=self.tokenizer,
+            stages=stages,
+            seed=seed,
+            progress=self.progress,
+            command=self.command,
+            **plan.run,
+        )
+
+    def judge(self, seed):
+        """Step 3: every model on the tasks made from the held-out text, through lm-eval."""
+        self.say(f"\n[3/5] scores on the held-out text, by lm-eval, seed {seed}")
+        tasks = self._tasks()
+        for name in self.models:
+            folder = self.folder(name, seed)
+            if self._scored(folder):
+                self.say(f"{folder} is scored already")
+                continue
+            self.say(f"{LABELS[name]}:")
+            evaluate(folder, tasks, include_path=self.out / "tasks", progress=self.progress)
+
+    def _tasks(self):
+        """The names of the tasks in `tasks/`, made if need be."""
+        folder = self.out / "tasks"
+        if not folder.exists():
+            window = min(512, self._config()["max_position_embeddings"])
+            made = make_tasks(self.held_out, folder, self.tokenizer, prefix=PREFIX, window=window, items=self.items)
+            self.say("tasks: " + ", ".join(f"{name} ({size})" for name, size in made.sizes.items()))
+        return [f"{PREFIX}_{kind}" for kind in ("bits_per_byte", "cloze", "recall", "generation")]
+
+    def _config(self):
+        return json.loads((self.folder("teacher", 0) / "config.json").read_text(encoding="utf-8"))
+
+    def _scored(self, folder):
+        scores = Results.read(folder).of(fingerprint_folder(folder))
+        return {record.task for record in scores} >= set(self._tasks())
+
+    def report(self, seeds):
+        """Step 4: results.json, the figures and the speed."""
+        self.say("\n[4/5] results, figures, model card")
+        folders = {seed: {name: self.folder(name, seed) for name in self.models} for seed in range(seeds)}
+        description = {key: self.identity[key] for key in ("model", "text", "text_sha256", "recipes_sha256")}
+        if self.model is not None and Path(self.model).exists():
+            description["model"] = Path(self.model).name
+        results = collect(folders, PREFIX, description, self.command)
+        write_json(self.out / "results.json", results)
+        curves = {name: learning_curve(self.folder(name, 0)) for name in STUDENTS}
+        scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
+        plot_loss(self.out / "loss.png", curves, scores)
+        self._measure_speed()
+        drawn = [self.out / name for name in ("mixing.png", "speed.png")]
+        if not all(figure.exists() for figure in drawn):
+            plot_mixing(drawn[0], describe_mixing(self._load(self.folder("mhla", 0))))
+            speed = json.loads((self.folder("mhla", 0) / "speed.json").read_text(encoding="utf-8"))
+            plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
+        self.say(f"{self.out}/results.json, loss.png, mixing.png, speed.png")
+        return results
+
+    def _measure_speed(self):
+        place = self.folder("mhla", 0) / "speed.json"
+        if place.exists():
+            self.say(f"{place} is there already")
+            return
+        kinds = {"softmax": "teacher", "mhla": "mhla"}  # "linear" runs MHLA's code here: no speed of linear attention
+        models = {kind: self._load(self.folder(name, 0)) for kind, name in kinds.items()}
+        device = choose_device()
+        rows = measure_speed(
+            {kind: model.to(device) for kind, model in models.items()}, self.lengths, progress=self.progress
+        )
+        said = {"hardware": describe_hardware(device), "versions": describe_versions()}
+        write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "python -m experiments.demo"})
+
+    def share(self):
+        """Step 4, its end: the model card, where a license is known."""
+        folder = self.folder("mhla", 0)
+        hub_id = self.model if self.model and not Path(self.model).exists() else None
+        given = {"license": self.license, "license_name": None, "license_link": None}
+        teacher = self.folder("teacher", 0)
+        try:
+            find_licence(hub_id, teacher, given)
+        except ValueError as error:
+            self.say(f"no model card: {error}")
+            return
+        others = {
+            "teacher": "teacher",
+            "hybrid 2 of 3": "hybrid",
+            "plain linear": "linear",
+            "teacher trained on": "control",
+        }
+        write_card(
+            folder,
+            name="mhla-demo",
+            base_model=hub_id,
+            license=self.license,
+            compared={label: self.folder(name, 0) for label, name in others.items() if name in self.models},
+            about="Made by `make demo`, which shows the whole journey on a small machine; too small to be useful.",
+        )
+        check_card(folder)
+        self.say(f"{folder}/README.md: every number checked against the files beside it")
+
+    def visit(self):
+        """Step 5: a process that cannot import mhla_hf loads the MHLA model and must compute the same logits."""
+        self.say("\n[5/5] the MHLA model in a process without mhla_hf")
+        folder, place = self.folder("mhla", 0), self.out / VISIT
+        model = fingerprint_folder(folder)
+        if place.exists() and json.loads(place.read_text(encoding="utf-8"))["model"] == model:
+            seen = json.loads(place.read_text(encoding="utf-8"))
+            self.say(f"{place} is there already")
+        else:
+            seen = {"model": model, "prompt": PROMPT, **self._visit(folder)}
+            if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
+                raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
+            write_json(place, seen)
+        self.say(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
+        self.say(
+            f"  {PROMPT}\033[1m{seen['continuation']}\033[0m"
+            if sys.stdout.isatty()
+            else f"  {PROMPT}{seen['continuation']}"
+        )
+
+    def _visit(self, folder):
+        """What a visitor says about `folder`, with the logits it has to meet."""
+        text = self.held_out[:20_000]
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"]
+        width = min(200, self._config()["max_position_embeddings"], ids.shape[1] // 2)
+        ids = ids[:, : 2 * width].reshape(2, width).contiguous()
+        with torch.no_grad():
+            logits = self._load(folder).eval()(ids).logits
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
+            given = os.path.join(place, "given.safetensors")
+            save_file({"ids": ids, "logits": logits.contiguous()}, given)
+            return visit(folder, "language", given=given, prompt=PROMPT, new_tokens=CONTINUATION, dtype="float32")

@@ -1,0 +1,162 @@
+"""What the demo found, over seeds: results.json and the table in the terminal.
+
+Every number is read from the files beside the models (results.json, train.json), none is passed along; the
+spread is that over seeds, not the standard error of one task. Where MHLA loses, the same table says so.
+"""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.scores.results import Results
+from mhla_hf.training.run_folder import RECORD
+
+from .figures import LABELS
+
+FORMAT_VERSION = 1
+COLUMNS = (
+    ("bits_per_byte", "bits per byte ↓", "{:.4f}"),
+    ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
+    ("cloze", "cloze ↑", "{:.3f}"),
+    ("recall", "recall ↑", "{:.3f}"),
+    ("recall_gain", "recalled, bits ↑", "{:.4f}"),
+    ("transfer_loss", "transfer loss ↓", "{:.3f}"),
+    ("kl", "KL, training ↓", "{:.4f}"),
+    ("million_tokens_to_linear", "M tokens to linear's KL ↓", "{:.2f}"),
+)
+
+
+def collect(folders, prefix, description, command=None):
+    """The content of results.json.
+
+    Args:
+        folders: seed -> model -> folder, each with results.json and train.json; the first model is the teacher.
+        prefix: of the task names. description: what was trained on what. command: the shell line that repeats it.
+
+    Returns:
+        dict: "models" -> model -> measure -> {"mean", "stderr" (over seeds; None for one), "values"}; circumstances.
+    """
+    per_seed = {seed: _measure(models, prefix) for seed, models in folders.items()}
+    first = next(iter(per_seed.values()))
+    models = {
+        model: {
+            measure: _over_seeds([measured[model].get(measure) for measured in per_seed.values()])
+            for measure in measures
+        }
+        for model, measures in first.items()
+    }
+    return {
+        "format_version": FORMAT_VERSION,
+        "seeds": list(folders),
+        "models": models,
+        "about": {
+            "over_teacher_percent": "change of bits per byte against the same seed's teacher",
+            "cloze, recall": "share of right answers among four",
+            "recall_gain": "bits by which the word said a block ago is likelier than where another was said",
+            "transfer_loss": "squared error of an MHLA layer's output over that of zero, on training text, per layer",
+            "kl": "nats per token on training text at the end of the distillation",
+            "million_tokens_to_linear": "training tokens, both stages, to the KL that plain linear attention ends with",
+            "stderr": "standard error of the mean over seeds",
+        },
+        **description,
+        "hardware": describe_hardware(),
+        "versions": describe_versions(),
+        "commit": source_commit(),
+        "command": command,
+        "date": now(),
+    }
+
+
+def _measure(folders, prefix):
+    """model -> measure -> number (or None), of one seed."""
+    measured = {}
+    for model, folder in folders.items():
+        scores = Results.read(folder)
+        measured[model] = {
+            "bits_per_byte": _score(scores, f"{prefix}_bits_per_byte", "bits_per_byte"),
+            "cloze": _score(scores, f"{prefix}_cloze", "acc"),
+            "recall": _score(scores, f"{prefix}_recall", "acc"),
+            "recall_gain": _score(scores, f"{prefix}_recall", "gain_bits"),
+        }
+        record = Path(folder) / RECORD
+        if record.exists():
+            train = json.loads(record.read_text(encoding="utf-8"))
+            measured[model] |= {"steps": train["steps"], "tokens": train["tokens"], "seconds": train["seconds"]}
+    linear = learning_curve(folders["linear"])
+    goal = final_loss(linear)
+    teacher = next(iter(measured.values()))["bits_per_byte"]
+    for model, values in measured.items():
+        values["over_teacher_percent"] = 100 * (values["bits_per_byte"] / teacher - 1)
+        if model in ("teacher", "control"):
+            continue
+        curve = learning_curve(folders[model])
+        values["transfer_loss"] = final_loss(curve, 0) / curve[0]["layers"]
+        values["kl"] = final_loss(curve)
+        reached = tokens_to_loss(curve, goal)
+        values["million_tokens_to_linear"] = None if reached is None else reached / 1e6
+    return measured
+
+
+def _score(scores, task, metric):
+    record = scores.find(task, metric)
+    if record is None or record.value is None:
+        raise ValueError(f"results: there is no finite {metric} of {task} among the scores; evaluate the model again")
+    return record.value
+
+
+def learning_curve(folder):
+    """The history of `folder`'s train.json, each entry with "layers", the number of converted layers."""
+    train = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return [entry | {"layers": len(config["mhla"]["layers"])} for entry in train["history"]]
+
+
+def final_loss(curve, stage=-1):
+    """Mean of the last five entries of a stage of `curve`, 0 the first and -1 the last."""
+    name = list(dict.fromkeys(entry["stage"] for entry in curve))[stage]
+    return statistics.fmean([entry["loss"] for entry in curve if entry["stage"] == name][-5:])
+
+
+def tokens_to_loss(curve, goal):
+    """Tokens seen when the last stage's loss, as a mean of five entries, first was at `goal` or below; None: never."""
+    last = curve[-1]["stage"]
+    entries = [entry for entry in curve if entry["stage"] == last]
+    for end in range(min(5, len(entries)), len(entries) + 1):
+        window = entries[max(0, end - 5) : end]
+        if statistics.fmean(entry["loss"] for entry in window) <= goal:
+            return window[-1]["tokens"]
+    return None
+
+
+def _over_seeds(values):
+    if any(value is None for value in values):
+        return {"mean": None, "stderr": None, "values": values}
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "stderr": error, "values": values}
+
+
+def render_report(results):
+    """The table for a terminal, and one line on how to read it."""
+    rows = [["", *(title for _, title, _ in COLUMNS)]]
+    for model, measures in results["models"].items():
+        rows.append([LABELS[model], *(_cell(measures.get(key), form) for key, _, form in COLUMNS)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    seeds = len(results["seeds"])
+    lines.append("")
+    lines.append(
+        f"mean ± standard error over {seeds} seeds"
+        if seeds > 1
+        else "one seed; --seeds 3 shows how much a seed changes"
+    )
+    return "\n".join(lines)
+
+
+def _cell(measure, form):
+    if measure is None or measure["mean"] is None:
+        return "" if measure is None else "never"
+    error = measure["stderr"]
+    return form.format(measure["mean"]) + ("" if error is None else " ± " + form.replace("+", "").format(error))

@@ -1,0 +1,112 @@
+"""The tables of README and docs, from the JSON files that were measured: python -m experiments.docs (`make docs`)
+
+A table stands between two comments, `<!-- KIND FILE -->` and `<!-- end -->`, and is rendered anew from FILE (from the
+repository's root) by the function that KIND names; prose is written in the document itself.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mhla_hf import convert
+from mhla_hf.bench import render_bench
+from mhla_hf.checkpoints.files import write_text
+from mhla_hf.speed import cache_bytes
+
+from . import digits_dit, digits_vit
+from .costs import costs_table
+from .demo.report import render_report
+from .studies.rank import render_random_rank
+from .studies.report import render_study
+from .studies.scaling import render_scaling
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("diffusion", "evidence", "images", "performance")))
+TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+UNMEASURED = (
+    "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
+)
+
+
+def render(text, root=ROOT):
+    """A document with its tables rendered anew. ValueError: a table of a kind that is not known."""
+
+    def table(found):
+        begin, kind, file, end = found.groups()
+        if kind not in KINDS:
+            raise ValueError(f"table is of kind {kind!r}; expected one of {', '.join(KINDS)}")
+        path = root / file
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        lines = KINDS[kind](record).strip("\n").splitlines()
+        return f"{begin}\n{chr(10).join(line.rstrip() for line in lines)}\n\n{end}"
+
+    return TABLE.sub(table, text)
+
+
+def write_documents():
+    """Render every document; returns the names of those that changed."""
+    changed = []
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        if (new := render(text)) != text:
+            write_text(ROOT / name, new)
+            changed.append(name)
+    return changed
+
+
+def render_cache(lengths):
+    """Bytes that one converted Llama layer keeps while decoding, after so many tokens, beside softmax's; counted now."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    config = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, **heads)
+    models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
+    convert(models[1], layers="all")
+    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
+    for tokens in lengths:
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with torch.no_grad():
+            softmax, mhla = (cache_bytes(model(ids).past_key_values) for model in models)
+        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.1f} |")
+    return "\n".join(lines)
+
+
+def made_by(record):
+    """How and when something was measured."""
+    return f"`{record['command']}` ({record['date']}, commit `{record['commit'][:12]}`)."
+
+
+def render_kernels(rows):
+    """The table of `check_kernels`: the largest error of each kind of call, by dtype."""
+    lines = ["| call | " + " | ".join(dict.fromkeys(row["dtype"] for row in rows)) + " |", "|---" * 3 + "|"]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        lines.append(
+            f"| {kind} | " + " | ".join(row["failed"] or f"{max(row['error'].values()):.1e}" for row in own) + " |"
+        )
+    return "\n".join(lines)
+
+
+def render_gpu(record):
+    """What docs/performance.md says of a GPU."""
+    kernels = "Largest relative error of output and gradients of every kind of call, against the definition in fp64:"
+    return f"{made_by(record)} {render_bench(record)}\n\n{kernels}\n\n{render_kernels(record['kernels'])}"
+
+
+KINDS = {
+    "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
+    "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
+    "cache": lambda record: render_cache((512, 1024, 4096)),
+    "costs": lambda record: costs_table(record["rows"]),
+    "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
+    "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
+    "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
+    "rank": render_random_rank,
+    "study": render_study,
+    "scaling": render_scaling,
+}
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{name}: rendered" for name in write_documents()) or "every table is what its numbers render to")

@@ -1,0 +1,99 @@
+"""The pictures of the studies: ranks by size, accuracy by epoch, time by tokens and blocks."""
+
+from mhla_hf.analysis.figures import KIND_COLORS, MORE_COLORS, choose_colors
+from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+
+KIND_LABELS = {"softmax": "softmax", "linear": "plain linear", "mhla": "MHLA"}
+KIND_MARKERS = {"softmax": "o", "linear": "s", "mhla": "D"}
+
+
+def plot_random_rank(path, rows):
+    """Counted rank against N, one panel per width d, with the bounds of table 1 as dashed lines.
+
+    rows: of rank.json: "tokens", "width", "rank" and "bound" (kind -> int).
+    """
+    plt = pyplot()
+    widths = sorted({row["width"] for row in rows})
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            1, len(widths), figsize=(3.4 * len(widths) + 0.8, 3.9), squeeze=False, layout="constrained", sharey=True
+        )
+        for axes, width in zip(grid[0], widths, strict=True):
+            own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
+            lengths = [row["tokens"] for row in own]
+            for kind, color in KIND_COLORS.items():
+                axes.plot(lengths, [row["bound"][kind] for row in own], color=color, linewidth=1, linestyle=(0, (4, 3)))
+                counted = [row["rank"][kind] for row in own]
+                axes.plot(lengths, counted, KIND_MARKERS[kind], color=color, markersize=6, label=KIND_LABELS[kind])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(lengths[::2], [f"{n:,}" for n in lengths[::2]])
+            axes.minorticks_off()
+            axes.grid(True)
+            axes.set(title=f"head width d = {width}", xlabel="tokens N")
+        grid[0][0].set_ylabel("rank of the attention matrix")
+        from matplotlib.ticker import FuncFormatter
+
+        grid[0][0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        grid[0][0].legend(loc="upper left")
+        figure.supxlabel(
+            f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1",
+            fontsize=8.5,
+            color="#6b7079",
+        )
+        save_figure(figure, path)
+
+
+def plot_accuracy(path, curves, kinds, note=""):
+    """Test accuracy by epoch, mean over seeds with a band of one standard error.
+
+    Args:
+        path: PNG to write.
+        curves: row -> per epoch {"mean", "stderr"}. kinds: row -> kind of attention, for the color.
+        note: one line below: data and seeds.
+    """
+    plt = pyplot()
+    colors = choose_colors(kinds)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, 1, figsize=(7.4, 4.6), layout="constrained")
+        for row, epochs in curves.items():
+            places = range(1, len(epochs) + 1)
+            means = [epoch["mean"] for epoch in epochs]
+            errors = [epoch["stderr"] or 0.0 for epoch in epochs]
+            axes.plot(places, means, color=colors[row], label=f"{row}: {means[-1]:.3f}")
+            low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+            axes.fill_between(places, low, high, color=colors[row], alpha=0.18, linewidth=0)
+        axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
+        axes.grid(True)
+        axes.legend(loc="lower right", fontsize=9)
+        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
+        save_figure(figure, path)
+
+
+def plot_scaling(path, rows, note=""):
+    """Time of MHLA over that of plain linear attention, by number of blocks, one line per number of tokens.
+
+    rows: of scaling.json: "tokens", "softmax", "mhla": list of {"blocks", "seconds"}, the first with one block.
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, 1, figsize=(7, 4.3), layout="constrained")
+        for row, color in zip(rows, (COLORS["mhla"], *MORE_COLORS), strict=False):
+            linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
+            blocks = [cell["blocks"] for cell in row["mhla"]]
+            label = f"N = {row['tokens']:,} (softmax: {row['softmax'] / linear:.1f})"
+            axes.plot(blocks, [cell["seconds"] / linear for cell in row["mhla"]], "o-", color=color, label=label)
+            axes.axvline(row["tokens"] ** 0.5, color=color, linewidth=1, linestyle=(0, (2, 3)))
+        counts = sorted({cell["blocks"] for row in rows for cell in row["mhla"]})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(True)
+        axes.set(title="Forward and backward, times plain linear attention", xlabel="blocks M; dotted: M² = N")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.legend(loc="upper left", fontsize=9)
+        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
+        save_figure(figure, path)

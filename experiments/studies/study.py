@@ -1,0 +1,220 @@
+"""Comparisons of image classifiers, from one YAML file each: the paper's ablations, and `make demo-images`.
+
+A study is a table: rows are models that differ in what the file says and in nothing else, columns are seeds. Every cell is a
+run of the one training loop in a folder of its own, so that a study stopped anywhere goes on, and rows are trained side by
+side, seed after seed, so that half a study is a smaller study and not half a table.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+
+from mhla_hf.analysis.inputs import DIGITS, load_digits
+from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
+from mhla_hf.checkpoints.files import read_yaml, write_json
+from mhla_hf.checkpoints.load import without_bars
+from mhla_hf.models.vision import MHLAForImageClassification
+from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.training.loop import distill
+from mhla_hf.training.pictures import Preparation, open_pictures
+from mhla_hf.training.recipe import SCIENTIFIC, ImageStage
+from mhla_hf.training.run_folder import RECORD
+
+RECIPES = Path(__file__).parent / "recipes"
+LOOKED_AT = 8
+ANALYSIS = "analysis.json"
+MEASURES = ("accuracy", "rank", "effective_rank", "entropy")
+
+
+@strict
+@dataclasses.dataclass
+class Study:
+    """What a recipe of a study says.
+
+    about: one sentence. paper: what the paper found, with its table. model, mhla: of every row, arguments of
+    `MHLAVisionConfig.preset("digits", ...)`. positions: deviation of the learned positions at the start; None: that of the
+    weights. stage: of every row, fields of `ImageStage`. epochs, seeds: how many. rows: label -> what differs (arguments as
+    in `model`, and `mhla`, `positions`). claims: (higher row, lower row) or (higher row, lower row, measure) to be judged;
+    the measure is "accuracy", "rank", "effective_rank" or "entropy".
+    """
+
+    name: str
+    rows: dict
+    epochs: int
+    seeds: int
+    about: str = ""
+    paper: str = ""
+    model: dict = dataclasses.field(default_factory=dict)
+    mhla: dict = dataclasses.field(default_factory=dict)
+    positions: float | None = None
+    stage: dict = dataclasses.field(default_factory=dict)
+    claims: list = dataclasses.field(default_factory=list)
+
+    def validate_table(self):
+        """Numbers of at least 1, rows that there are, claims about rows and measures, a stage that can be trained."""
+        for key in ("epochs", "seeds"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, expected a whole number of at least 1")
+        if not self.rows:
+            raise ValueError("rows is empty, expected at least one")
+        for claim in self.claims:
+            for named, known in zip(claim, (self.rows, self.rows, MEASURES), strict=False):
+                if named not in known:
+                    raise ValueError(f"claims name {named!r}, expected one of {', '.join(known)}")
+        ImageStage(**{"name": "train", "loss": "labels", "steps": 1, "lr": 1e-3, **self.stage})
+
+    def config(self, row: str, **data) -> MHLAVisionConfig:
+        """The configuration of one row; data: what the images decide (`num_labels`, `num_channels`)."""
+        own = dict(self.rows[row])
+        settings = {**self.mhla, **own.pop("mhla", {})}
+        own.pop("positions", None)
+        return MHLAVisionConfig.preset("digits", **{**self.model, **own, **data, "mhla": settings})
+
+    def build(self, row: str, **data) -> MHLAForImageClassification:
+        """The untrained model of one row; its random start is torch's."""
+        model = MHLAForImageClassification(self.config(row, **data))
+        deviation = self.rows[row].get("positions", self.positions)
+        if deviation is not None:
+            torch.nn.init.trunc_normal_(model.model.positions.weight, std=deviation)
+        return model
+
+
+def study_names() -> list[str]:
+    """The studies that lie in `recipes`."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def read_study(name, *, epochs=None, seeds=None) -> Study:
+    """One of our studies by its name, or one from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
+    path = RECIPES / f"{name}.yaml" if str(name) in study_names() else Path(name)
+    if not path.is_file():
+        raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
+    changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
+    content = read_yaml(path, "study")
+    try:
+        stage = {key: _number(value) for key, value in (content.get("stage") or {}).items()}
+        return Study(**{**content, **changes, "name": path.stem, "stage": stage})
+    except (AttributeError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
+
+
+def _number(value):
+    """A text such as 3e-3, which YAML 1.1 does not know as a number, as one."""
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
+
+
+def folder_of(out, row: str, seed: int) -> Path:
+    """Where the model of one cell lies."""
+    return Path(out) / re.sub(r"[^\w.]+", "-", row).strip("-") / f"seed-{seed}"
+
+
+def open_data(data, size: int):
+    """(train, test, name) of labelled images: the digits at `size` pixels, or what `open_pictures` takes.
+
+    ValueError: there is no test split, or it has classes that are not trained.
+    """
+    if data is None:
+        train, test = load_digits(size)
+        return open_pictures(train), open_pictures(test), DIGITS
+    train, test = open_pictures(data), open_pictures(data, split="test")
+    if train.describe() == test.describe():
+        raise ValueError(
+            f"data: {str(data)!r} has no split to test on, expected the folder above train and test, or both splits "
+            "(mhla_hf.evaluate takes a folder of classes)"
+        )
+    if train.names and test.names:
+        test = test.numbered_as(train.names, train.name)
+    classes = train.classes()["num_labels"]
+    for own in (train, test):
+        low, high = int(own.labels.min()), int(own.labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(f"data: {own.name!r} has labels {low} to {high}, expected 0 to {classes - 1}, as trained")
+    return train, test, Path(str(data)).name
+
+
+def train_cells(study: Study, out, *, data=None, progress=True, command=None, say=print):
+    """Train and look at every cell of the table that is not there yet. ValueError: `out` is another study's.
+
+    Returns:
+        How many cells were trained.
+    """
+    out = Path(out)
+    identity = {key: getattr(study, key) for key in ("model", "mhla", "positions", "stage", "epochs", "rows")}
+    identity["data"] = str(data or DIGITS)
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    known = out / "study.json"
+    if known.is_file():
+        before = json.loads(known.read_text(encoding="utf-8"))
+        if before.get("sha256") != digest:
+            raise ValueError(
+                f"out: {str(out)!r} holds another study, or this one with other settings; give another folder"
+            )
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: {str(out)!r} is there and is not a study's, expected a new or an empty folder")
+    opened = {}
+    for row in study.rows:
+        size = max(study.config(row).image_sides())
+        opened[row] = opened.get(size) or open_data(data, size)
+        opened[size] = opened[row]
+        study.config(row, **_shape(opened[row][0], data))
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(known, identity | {"sha256": digest})
+    trained = 0
+    for seed in range(study.seeds):
+        for row in study.rows:
+            train, test, _ = opened[row]
+            folder = folder_of(out, row, seed)
+            if not (folder / RECORD).exists():
+                say(f"{row}, seed {seed}")
+                _train(study, row, seed, train, test, folder, data, progress, command)
+                trained += 1
+            if not (folder / ANALYSIS).exists():
+                _look(folder, test)
+    return trained
+
+
+def _train(study, row, seed, train, test, folder, data, progress, command):
+    torch.manual_seed(seed)
+    model = study.build(row, **_shape(train, data))
+    batch = study.stage.get("batch_size", 64)
+    per_epoch = -(-len(train) // batch)
+    stage = {"batch_size": batch, "lr": 1e-3, **study.stage}
+    with without_bars():
+        distill(
+            model,
+            data=train,
+            test=test,
+            out=folder,
+            stages=[{"name": "train", "loss": "labels", **stage, "steps": per_epoch * study.epochs}],
+            seed=seed,
+            log_every=per_epoch,
+            save_every=max(per_epoch, 50),
+            progress=progress,
+            command=command,
+        )
+
+
+def _shape(pictures, data):
+    """What the images decide about a model."""
+    if data is None:
+        return {}
+    channels = 3
+    standard = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    return {**pictures.classes(), "num_channels": channels, **standard}
+
+
+def _look(folder, test):
+    """Rank and entropy per layer on the first test images, and the mixing, beside the model."""
+    with without_bars():
+        model = MHLAForImageClassification.from_pretrained(folder)
+    prepared = Preparation(model.config.preprocessing(), model.config.num_channels)
+    count = min(LOOKED_AT, len(test))
+    pixels = torch.stack([prepared.whole(test, index) for index in range(count)])
+    found = measure_calls(record_model(model, [{"pixel_values": prepared.finish(pixels)}]))
+    write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

@@ -1,0 +1,208 @@
+"""The matrices are those that the layers applied, and the measures are what they are called."""
+
+import math
+
+import pytest
+import torch
+from small_models import MODELS, scratch_model, softmax_model, tokens
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
+
+from mhla_hf.analysis.attention import is_uniform, mixing_matrices, recorded_attention
+from mhla_hf.analysis.measures import (
+    attention_maps,
+    count_rank,
+    describe_mixing,
+    effective_rank,
+    measure_calls,
+    rank_bound,
+    record_model,
+    row_entropy,
+)
+from mhla_hf.nn.grid import GridMHLA
+from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.ops.reference import mhla_reference
+
+
+class GridLayer(nn.Module):
+    """One MHLA layer over a grid, its core shaken."""
+
+    def __init__(self, prefix=0, heads=2, width=6, **settings):
+        super().__init__()
+        settings = MHLASettings(**{"layout": [2, 3], "feature_map": "relu", "per_head": True, **settings})
+        sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": width, "value_dim": width, "hidden_size": 8}
+        self.mhla = GridMHLA(settings, prefix=prefix, **sizes)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter += 0.3 * torch.randn(parameter.shape)
+
+    def forward(self, q, k, v, **options):
+        return self.mhla(q, k, v, **options)
+
+
+def measured(model, inputs, **options):
+    return measure_calls(record_model(model, [inputs]), **options)["layers"]
+
+
+def seen(model, *args, **kwargs):
+    with recorded_attention(model) as found, torch.no_grad():
+        output = model(*args, **kwargs)
+    return found, output
+
+
+def whole(call, sample):
+    return torch.stack([call.rows(sample, head) for head in range(call.heads)])
+
+
+@pytest.mark.parametrize("normalize", [True, False, "official"])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_a_grid_layers_matrix_times_v_is_its_output(normalize, prefix):
+    if normalize == "official":  # its denominator needs equal blocks
+        grid, prefix = (4, 6), 0
+    else:
+        grid = (5, 7)
+    layer = GridLayer(prefix, normalize=normalize)
+    q, k, v = (torch.randn(2, math.prod(grid) + prefix, 2, 6) for _ in range(3))
+    mask = torch.rand(2, math.prod(grid) + prefix) > 0.2
+    found, output = seen(layer, q, k, v, grid=grid, key_mask=mask)
+    for sample in range(2):
+        weights = whole(found[0], sample)
+        torch.testing.assert_close(
+            torch.einsum("hts,shv->thv", weights, v[sample].double()).float(), output[sample], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_rotated_features_with_a_denominator_of_their_own():
+    layer = GridLayer(rope="after")
+    q, k, v = (torch.randn(1, 24, 2, 6) for _ in range(3))
+    turn = torch.randn(24, 1, 6).abs()
+    found, output = seen(layer, q, k, v, grid=(4, 6), rotate=lambda a, b: (a * turn, b * turn))
+    assert found[0].q_den is not None
+    torch.testing.assert_close(
+        torch.einsum("hts,shv->thv", whole(found[0], 0), v[0].double()).float(), output[0], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["scratch", "scratch-normalised", "scratch-before", "llama-all", "mixtral-hybrid"])
+def test_a_language_models_matrices_are_the_definition_on_padded_rows_too(name):
+    model = MODELS[name]()
+    ids = tokens(2, 21)
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[0, :5] = 0
+    found, _ = seen(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    ours = [call for call in found if call.mixing is not None]
+    assert ours
+    for call in ours:
+        eye = torch.eye(21, dtype=torch.float64)[None, :, None].expand(2, -1, call.k.shape[2], -1)
+        wanted = mhla_reference(
+            call.q.double(), call.k.double(), eye, call.mixing.double(), blocks=call.blocks, causal=True,
+            normalize=call.normalize, q_den=call.q_den, k_den=call.k_den, key_mask=call.key_mask, starts=call.starts,
+        )  # fmt: skip
+        for sample in range(2):
+            got = whole(call, sample)
+            torch.testing.assert_close(got, wanted[sample].transpose(0, 1), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(call.rows(sample, 1, slice(7, 12)), got[1, 7:12])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_softmax_matrices_are_those_that_the_model_itself_gives(family):
+    model = softmax_model(family)
+    ids = tokens(2, 17)
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[1, 14:] = 0
+    found, _ = seen(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask, output_attentions=True, use_cache=False).attentions
+    assert [call.layer for call in found] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    for call, matrix in zip(found, wanted, strict=True):
+        for sample, rows in ((0, 17), (1, 14)):
+            torch.testing.assert_close(
+                whole(call, sample)[:, :rows].float(), matrix[sample, :, :rows], rtol=1e-4, atol=1e-6
+            )
+
+
+def test_an_image_classifier_of_transformers():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=4
+    )
+    model = ViTForImageClassification(config).eval()
+    layers = measured(model, {"pixel_values": torch.randn(2, 3, 16, 16)})
+    assert [layer["kind"] for layer in layers] == ["softmax"] * 2
+    assert all(layer["tokens"] == layer["bound"] == 17 and layer["part"] == "whole" for layer in layers)
+    maps = attention_maps(record_model(model, [{"pixel_values": torch.randn(1, 3, 16, 16)}]))
+    assert maps[0]["map"].shape == (4, 4) and maps[0]["scores"].shape == (17, 17)
+
+
+def test_nothing_seen_is_said():
+    with pytest.raises(ValueError, match="no attention was seen in Linear"):
+        measured(nn.Linear(2, 2), {"input": torch.randn(1, 2)})
+    with pytest.raises(ValueError, match=r"inputs: layer saw .*|inputs: .*whole sequences"):
+        measured(scratch_model(), {"input_ids": tokens(1, 16), "use_cache": True})
+
+
+@pytest.mark.parametrize("kind", ["linear", "mhla"])
+def test_plain_linear_attention_never_passes_d(kind):
+    """The same layer, with uniform and with learned mixing: d is the wall for one, the sum over blocks for the other."""
+    settings = {"mixing_start": "uniform"} if kind == "linear" else {}
+    layer = GridLayer(layout=[4, 4], width=4, per_head=False, **settings)
+    if kind == "linear":
+        layer.mhla.mixing.weight.data.zero_()
+    q, k, v = (torch.randn(1, 256, 2, 4) for _ in range(3))
+    (own,) = measured(layer, {"q": q, "k": k, "v": v, "grid": (16, 16)}, tolerance=1e-12)
+    assert own["kind"] == kind and own["mixing_rank"] == (1 if kind == "linear" else 16)
+    assert own["rank"] == own["rank_max"] == own["bound"] == (4 if kind == "linear" else 64)
+    assert own["uniform_entropy"] == pytest.approx(math.log(256), abs=1e-3)
+    assert 0 < own["entropy"] < math.log(256)
+
+
+def test_causal_layers_are_measured_where_nothing_is_hidden():
+    """A triangle has full rank whatever fills it; the lower left quarter tells plain linear attention from softmax."""
+    config = {"feature_map": "relu", "normalize": True, "gate": False, "output_norm": False}
+    linear = scratch_model(mixing_start="uniform", learn_mixing=False, **config)
+    for module in linear.modules():
+        if hasattr(module, "form"):
+            module.weight.data.copy_(module.initial_values()["weight"])
+    inputs = {"input_ids": tokens(1, 128), "use_cache": False}
+    found = measured(linear, inputs, tolerance=1e-10)
+    assert {layer["kind"] for layer in found} == {"linear"}
+    assert all(layer["rank_max"] <= layer["bound"] == layer["key_width"] for layer in found)
+    assert all(layer["part"] == "second half on first half" for layer in found)
+    call = record_model(linear, [inputs])[0][0]
+    assert torch.linalg.matrix_rank(call.rows(0, 0)) > 100 > call.q.shape[-1]
+    softmax = measured(softmax_model(), inputs, tolerance=1e-10)
+    assert all(layer["rank_min"] > 8 and layer["bound"] == 64 for layer in softmax)
+
+
+def test_large_matrices_are_projected_and_keep_their_rank():
+    layer = GridLayer(layout=[2, 2], width=4)
+    q, k, v = (torch.randn(1, 400, 2, 4) for _ in range(3))
+    inputs = {"q": q, "k": k, "v": v, "grid": (20, 20)}
+    full, sketched = (measured(layer, inputs, tolerance=1e-11, most=most)[0] for most in (2048, 64))
+    assert full["rank"] == sketched["rank"] == full["bound"] == 16
+    assert measured(layer, inputs, tolerance=1e-11, most=10)[0]["rank"] == 10
+    assert full["entropy"] == sketched["entropy"]
+
+
+def test_measures():
+    values = torch.tensor([4.0, 4.0, 4.0, 0.0], dtype=torch.float64)
+    assert count_rank(values, 1e-6) == 3 and effective_rank(values) == pytest.approx(3.0)
+    assert count_rank(values * 0, 1e-6) == 0 and effective_rank(values * 0) == 0.0
+    rows = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [-2, 2, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    entropy = row_entropy(rows)
+    torch.testing.assert_close(entropy[:3], torch.tensor([0, math.log(4), math.log(2)], dtype=torch.float64))
+    assert entropy[3].isnan()
+    assert rank_bound([4] * 16, 16) == 64 and rank_bound([64] * 16, 16) == 256 and rank_bound([3, 20], 16) == 19
+
+
+def test_mixing_beside_its_start():
+    model = MODELS["llama-hybrid"]()
+    start, learned, _ = mixing_matrices(model)["model.layers.1.self_attn"]
+    assert start.shape == learned.shape == (4, 4)
+    torch.testing.assert_close(start.sum(-1), torch.ones(4))
+    assert start[3].argmax() == 3 and not torch.equal(start, learned)
+    described = describe_mixing(model)["model.layers.1.self_attn"]
+    assert 0 < described["moved"] < 1 and len(described["learned"]) == 4
+    assert is_uniform(torch.ones(1, 3, 3).tril() * torch.tensor([1.0, 0.5, 0.3])[:, None], causal=True)
+    assert not is_uniform(start[None], causal=True)

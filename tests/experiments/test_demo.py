@@ -1,0 +1,257 @@
+"""The demo in miniature: killed in the middle, gone on with, run again, and what it refuses."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.demo.journey import MODELS, run_demo
+from experiments.demo.report import collect, render_report, tokens_to_loss
+from experiments.demo.text import hold_out, make_tokenizer, read_text
+from mhla_hf.hub.card import check_card
+from mhla_hf.scores.results import Results
+
+ROOT = Path(__file__).parents[2]
+TEACHER = """
+settings: {vocab_size: 320, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2,
+  num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: true}
+stages:
+  - {name: language model, loss: lm, steps: 20, lr: 3e-3, batch_size: 2, seq_len: 128}
+run: {save_every: 5}
+"""
+STUDENT = """
+settings: {layers: all, block_size: 16, num_blocks: 16}
+stages:
+  - {name: transfer, loss: transfer, trainable: mhla, steps: 10, lr: 1e-2, batch_size: 2, seq_len: 128}
+  - {name: distil, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 512}
+run: {save_every: 2}
+"""
+CALL = "import json, sys; from experiments.demo.journey import run_demo; run_demo(**json.loads(sys.argv[1]))"
+
+
+class Journey:
+    """One demo of 30,000 weights: how it is called, and where it lies."""
+
+    def __init__(self, place):
+        self.out = place / "out"
+        (place / "teacher.yaml").write_text(TEACHER)
+        (place / "student.yaml").write_text(STUDENT)
+        self.arguments = {
+            "out": str(self.out),
+            "teacher_recipe": str(place / "teacher.yaml"),
+            "student_recipe": str(place / "student.yaml"),
+            "items": 16,
+            "lengths": [64, 96],
+            "control": True,
+            "progress": False,
+        }
+
+    def start(self, **changes):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", CALL, json.dumps({**self.arguments, **changes})]
+        return subprocess.Popen(
+            command, env=environment, cwd=self.out.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, **changes):
+        process = self.start(**changes)
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
+        return output
+
+
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory):
+    """A demo killed with SIGKILL while MHLA was distilled, and then run to its end; `first` is what that printed."""
+    journey = Journey(tmp_path_factory.mktemp("journey"))
+    process = journey.start()
+    while not any(".tmp-" not in state.name for state in (journey.out / "mhla.state").glob("step-*")):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (journey.out / "mhla").exists()
+    journey.first = journey.run()
+    return journey
+
+
+def test_killed_it_goes_on_to_the_end(journey):
+    assert f"{journey.out / 'teacher'} is there already" in journey.first
+    record = json.loads((journey.out / "mhla" / "train.json").read_text())
+    assert record["resumed"] >= 1 and record["steps"] == 30
+    for name in MODELS:
+        folder = journey.out / name
+        assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
+        assert {record.metric for record in Results.read(folder)} >= {"bits_per_byte", "acc"}
+        assert (folder / "modeling_mhla.py").exists() == (name not in ("teacher", "control"))
+    leftovers = [path.name for path in journey.out.rglob("*") if ".tmp-" in path.name or path.name.endswith(".state")]
+    assert leftovers == []
+
+
+def test_what_lies_in_out(journey):
+    results = json.loads((journey.out / "results.json").read_text())
+    assert list(results["models"]) == list(MODELS) and results["seeds"] == [0]
+    for name in MODELS:
+        measured = results["models"][name]["bits_per_byte"]["mean"]
+        assert measured == Results.read(journey.out / name).find("heldout_bits_per_byte", "bits_per_byte").value
+        assert 1 < measured < 10
+        teacher = results["models"]["teacher"]["bits_per_byte"]["mean"]
+        change = results["models"][name]["over_teacher_percent"]["mean"]
+        assert math.isclose(change, 100 * (measured / teacher - 1), abs_tol=1e-9)
+    for figure in ("loss.png", "mixing.png", "speed.png"):
+        assert (journey.out / figure).read_bytes().startswith(b"\x89PNG")
+    speed = json.loads((journey.out / "mhla" / "speed.json").read_text())
+    assert [(row["what"], row["length"]) for row in speed["rows"]] == [
+        (what, length) for what in ("forward", "decode, per token") for length in (64, 96)
+    ]
+    assert not any("linear" in key for row in speed["rows"] for key in row), "that model runs MHLA's own code"
+    assert results["models"]["control"]["steps"]["mean"] == results["models"]["mhla"]["steps"]["mean"] == 30
+
+
+def test_card_states_the_teachers_licence_and_only_true_numbers(journey):
+    check_card(journey.out / "mhla")
+    card = (journey.out / "mhla" / "README.md").read_text()
+    assert "license: apache-2.0" in card and "plain linear" in card
+
+
+def test_a_process_without_the_package_computes_the_same(journey):
+    seen = json.loads((journey.out / "visit.json").read_text())
+    assert seen["logits_equal"] and seen["largest_difference"] == 0.0
+    assert seen["missing"] == seen["unexpected"] == seen["imported"] == []
+    assert seen["class"].startswith("transformers_modules.") and seen["continuation"]
+    assert seen["continuation"] in journey.first
+
+
+def test_table_in_the_terminal(journey):
+    results = json.loads((journey.out / "results.json").read_text())
+    assert render_report(results) in journey.first
+    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 2/3", "teacher, trained on"):
+        assert label in journey.first
+
+
+def test_run_again_it_trains_and_measures_nothing(journey):
+    kept = {path: path.stat().st_mtime_ns for name in MODELS for path in (journey.out / name).glob("*.safetensors")}
+    scores = {name: (journey.out / name / "results.json").read_bytes() for name in MODELS}
+    speed = (journey.out / "mhla" / "speed.json").read_bytes()
+    output = journey.run()
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert {name: (journey.out / name / "results.json").read_bytes() for name in MODELS} == scores
+    assert (journey.out / "mhla" / "speed.json").read_bytes() == speed
+    assert output.count("is there already") == 7 and output.count("is scored already") == 5
+
+
+def test_a_given_model_without_a_licence_gets_no_card(journey, tmp_path):
+    (given := tmp_path / "given").mkdir()
+    for file in (journey.out / "teacher").iterdir():
+        if file.suffix in (".json", ".safetensors") and file.name not in ("train.json", "results.json"):
+            shutil.copy(file, given)
+    text = tmp_path / "own.txt"
+    text.write_text(read_text()[0][-120_000:])
+    output = Journey(tmp_path).run(model=str(given), text=str(text))
+    assert "no model card: license is missing" in output and not (tmp_path / "out" / "mhla" / "README.md").exists()
+    assert (tmp_path / "out" / "teacher" / "model.safetensors").read_bytes() == (
+        given / "model.safetensors"
+    ).read_bytes()
+    assert "logits equal bit for bit" in output
+    assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"items": 17}, "holds a demo with another items"),
+        ({"model": "someone/else"}, "holds a demo with another model"),
+        ({"seeds": 0}, "seeds: got 0"),
+        ({"text": "no/such/file.txt"}, "there is no file or folder"),
+        ({"text": ""}, "text: '' is no name"),
+        ({"student_recipe": "TEACHER"}, "student_recipe: expected a stage with loss 'transfer'"),
+        ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
+    ],
+)
+def test_refused_in_one_sentence_and_nothing_changed(journey, changes, sentence):
+    before = {path: path.stat().st_mtime_ns for path in journey.out.rglob("*")}
+    changes = {
+        key: journey.arguments["teacher_recipe"] if value == "TEACHER" else value for key, value in changes.items()
+    }
+    with pytest.raises(ValueError, match=sentence):
+        run_demo(**{**journey.arguments, **changes})
+    assert {path: path.stat().st_mtime_ns for path in journey.out.rglob("*")} == before
+
+
+def test_a_folder_of_something_else_is_refused(journey, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is there and is not a demo's"):
+        run_demo(**{**journey.arguments, "out": str(tmp_path)})
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_text_too_short_leaves_nothing(journey, tmp_path):
+    (tmp_path / "short.txt").write_text("Too short. " * 10)
+    with pytest.raises(ValueError, match="holds 110 characters; expected at least 60,000"):
+        run_demo(**{**journey.arguments, "out": str(tmp_path / "out"), "text": str(tmp_path / "short.txt")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_held_out_text_is_not_trained_on():
+    text, name = read_text()
+    train, held_out = hold_out(text)
+    assert name == "pydoc_data.topics" and text.startswith(train) and 0.05 < len(held_out) / len(text) < 0.07
+    known = {" ".join(paragraph.split()) for paragraph in train.split("\n\n")}
+    paragraphs = [paragraph for paragraph in held_out.split("\n\n") if paragraph.strip()]
+    assert len(paragraphs) > 100 and not known & {" ".join(paragraph.split()) for paragraph in paragraphs}
+    assert all(paragraph in text[len(train) :] for paragraph in paragraphs)
+    long = "".join(f"paragraph {number} of many words\n\n" for number in range(50_000))
+    train, held_out = hold_out(long)
+    assert train + held_out == long and 35_000 < len(held_out) <= 40_000
+
+
+def test_tokenizer_keeps_every_byte():
+    text = read_text()[0][:80_000]
+    tokenizer = make_tokenizer(text, 300, 512)
+    strange = "naïve ✓ \x00\t\n 語"
+    assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange and len(tokenizer) == 300
+
+
+def test_spread_is_over_seeds(journey):
+    """Three folders that differ in one number each: mean and standard error by hand."""
+    folders = {seed: {name: journey.out / name for name in MODELS} for seed in range(3)}
+    folders[1] = {**folders[1], "mhla": journey.out / "linear"}
+    results = collect(folders, "heldout", {})
+    mhla, linear = (
+        Results.read(journey.out / name).find("heldout_bits_per_byte", "bits_per_byte").value
+        for name in ("mhla", "linear")
+    )
+    measure = results["models"]["mhla"]["bits_per_byte"]
+    mean = (2 * mhla + linear) / 3
+    spread = math.sqrt((2 * (mhla - mean) ** 2 + (linear - mean) ** 2) / 2)
+    assert math.isclose(measure["mean"], mean) and math.isclose(measure["stderr"], spread / math.sqrt(3))
+    assert results["models"]["teacher"]["bits_per_byte"]["stderr"] == 0.0
+    assert "mean ± standard error over 3 seeds" in render_report(results)
+
+
+def test_tokens_to_a_loss():
+    curve = [{"stage": "transfer", "loss": 0.0, "tokens": 1}]
+    curve += [{"stage": "distil", "loss": loss, "tokens": 10 * n} for n, loss in enumerate((9, 8, 7, 6, 5, 4, 3), 1)]
+    assert tokens_to_loss(curve, 7.0) == 50
+    assert tokens_to_loss(curve, 5.9) == 70
+    assert tokens_to_loss(curve, 4.9) is None
+
+
+def test_one_seed_needs_no_control(journey, tmp_path):
+    """The yardstick that costs as much as a student is made with several seeds only."""
+    copy = tmp_path / "out"
+    shutil.copytree(journey.out, copy)
+    shutil.rmtree(copy / "control")
+    for old in (copy / "results.json", copy / "mhla" / "README.md", copy / "mhla" / "card.json"):
+        old.unlink()
+    journey.run(out=str(copy), control=None)
+    assert list(json.loads((copy / "results.json").read_text())["models"]) == list(MODELS[:-1])
+    assert not (copy / "control").exists() and "trained on" not in (copy / "mhla" / "README.md").read_text()
+    check_card(copy / "mhla")

@@ -1,0 +1,41 @@
+"""The DiT on digits in seconds."""
+
+import json
+
+from diffusers import AutoModel
+
+import mhla_hf
+from experiments import digits_dit
+from mhla_hf.hub.card import check_card
+from mhla_hf.scores.results import Results
+
+
+def test_digits_in_seconds(tmp_path, capsys):
+    """Everything once, small; a second call runs nothing again and says the same."""
+    arguments = ["--seeds", "1", "--steps", "3", "--distill-steps", "2", "--samples", "20", "--width", "32"]
+    arguments += ["--judge-epochs", "1", "--out", str(tmp_path / "out")]
+    results = digits_dit.main(arguments)
+    assert set(results["models"]) == {*digits_dit.FROM_SCRATCH, *digits_dit.DISTILLED}
+    assert results["parameters"]["softmax"] < results["parameters"]["MHLA + CPE + gate"]
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    again = digits_dit.main(arguments)
+    assert again["models"] == results["models"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == stamps
+    assert digits_dit.render(json.loads((tmp_path / "out" / "digits.json").read_text())) in capsys.readouterr().out
+    assert (tmp_path / "out" / "digits.png").stat().st_size > 10_000
+    assert mhla_hf.MHLADiTTransformer2DModel.from_pretrained(tmp_path / "out" / "MHLA-0", subfolder="transformer")
+    place = tmp_path / "out" / "MHLA-distilled-on-the-digits-0" / "transformer"
+    check_card(place)
+    card = (place / "README.md").read_text()
+    assert "| digits | Fréchet distance (digits judge) ↓ | 0 | 20 |" in card and " FID " not in card.replace(
+        "no FID", ""
+    )
+    for label in ("teacher", *digits_dit.COMPARED):
+        assert f"- {label}, digits: float32 on " in card
+    for name, (row,) in results["models"].items():
+        scores = {r.metric: r for r in Results.read(tmp_path / "out" / digits_dit.folder_of(name, 0) / "transformer")}
+        accuracy, loss = scores["accuracy (digits judge)"], scores["held-out loss"]
+        assert (100 * accuracy.value, loss.value, loss.samples) == (row["accuracy"], row["loss"], 497)
+        assert scores["Fréchet distance (digits judge)"].value == row["frechet"]
+        assert accuracy.stderr is not None and loss.stderr > 0
+    assert type(AutoModel.from_pretrained(str(place), trust_remote_code=True)).__name__ == "MHLADiTTransformer2DModel"

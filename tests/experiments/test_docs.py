@@ -1,0 +1,73 @@
+"""README and docs: every table is what its JSON renders to, and every file and command they name exists."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from experiments import docs
+from experiments.docs import DOCUMENTS, ROOT, TABLE, render
+from mhla_hf.cli import build_parser
+
+MORE = ("CONTRIBUTING.md", "conversion/README.md", "docs/sharing.md", "docs/judging.md")
+TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in (*DOCUMENTS, *MORE)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_table_is_rendered_from_its_file(document):
+    """What `make docs` would write is there already."""
+    assert TABLE.search(TEXTS[document]) and render(TEXTS[document]) == TEXTS[document]
+
+
+def test_a_wrong_number_is_found(tmp_path):
+    file = "docs/evidence/start/results.json"
+    record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+    record["rows"]["MHLA"]["accuracy"]["mean"] += 0.002
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(json.dumps(record), encoding="utf-8")
+    own = next(found[0] for found in TABLE.finditer(TEXTS["docs/evidence.md"]) if found[3] == file)
+    assert render(own) == own != render(own, tmp_path)
+    with pytest.raises(ValueError, match="table is of kind 'pie'; expected one of bench, gpu, cache"):
+        render("<!-- pie docs/x.json -->\n<!-- end -->")
+
+
+def test_what_has_changed_is_written(tmp_path, monkeypatch):
+    for name in DOCUMENTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs" / "performance.md"
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "render", lambda text: render(text, ROOT))
+    assert docs.write_documents() == []
+    page.write_text(page.read_text().replace("| tokens | softmax, KiB |", "| old |"))
+    assert docs.write_documents() == ["docs/performance.md"] and page.read_text() == TEXTS["docs/performance.md"]
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_named_files_exist(document):
+    rooms = "mhla_hf|conversion|experiments|docs|model_cards|notebooks|tests|ops|nn|models|hub"
+    named = set(re.findall(rf"\b(?:{rooms})/[\w./-]*\w", TEXTS[document])) - {"docs/bench/gpu.json"}
+    assert named
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "mhla_hf" / name).exists(), name
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXTS[document]):
+        assert (ROOT / document).parent.joinpath(target).exists(), target
+
+
+def test_named_commands_exist():
+    """docs/evidence.md names those that measured it, at commits that had other ones."""
+    text = "\n".join(TABLE.sub("", text) for name, text in TEXTS.items() if name != "docs/evidence.md")
+    commands = set(build_parser()._subparsers._group_actions[0].choices)
+    assert set(re.findall(r"mhla-hf (\w+)", text)) <= commands
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
+    for module in re.findall(r"python -m (experiments[\w.]*)", text + TEXTS["docs/evidence.md"]):
+        place = ROOT / module.rstrip(".").replace(".", "/")
+        assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), module
+
+
+def test_triton_is_left_to_torch():
+    """torch's CUDA builds ask for one version of triton; a pin of another would make them impossible to install."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "torch==" in pins and "triton==" not in pins

@@ -1,0 +1,142 @@
+"""What `make gpu` does, in triton's interpreter and on tiny models; and what it says without a GPU."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from experiments import gpu
+from experiments.docs import render_gpu
+from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, target_cases
+from mhla_hf import Blocks
+from mhla_hf.bench import run_bench
+from mhla_hf.bench.cases import FORWARD, TRAINING, Operator
+from mhla_hf.checkpoints.machine import describe_run
+
+FEW = {"sequence": gpu.VARIANTS["sequence"]}
+
+
+@pytest.mark.parametrize("name", list(gpu.VARIANTS))
+def test_every_kind_of_call_has_a_definition(name):
+    errors = gpu.variant_errors(*gpu.VARIANTS[name], "cpu", torch.float32, impl="torch")
+    assert len(errors) == 5 + 2 * ("own" in name) and max(errors.values()) < 1e-5
+
+
+def test_kernels_are_rows_and_so_are_failures(monkeypatch):
+    """In the interpreter: right, wrong, failed and too late."""
+    rows = gpu.check_kernels("cpu", variants=FEW)
+    assert [(row["kind"], row["dtype"]) for row in rows] == [
+        (kind, dtype) for dtype in ("bfloat16", "float32") for kind in ("sequence", "decoding")
+    ]
+    assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
+    record = {
+        "hardware": "none",
+        "versions": {},
+        "rows": [],
+        "command": "make gpu",
+        "date": "today",
+        "commit": "0" * 40,
+    }
+    assert "| sequence | " in render_gpu(record | {"kernels": rows})
+    right = gpu.mhla
+    monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
+    rows = gpu.check_kernels("cpu", impl="torch", variants=FEW)
+    assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing" and rows[1]["failed"].startswith(
+        "failed: TypeError"
+    )
+    assert "is wrong: output" in render_gpu(record | {"kernels": rows})
+    assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not begun within -1 s"
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no GPU that torch can use here, so nothing was measured"):
+        gpu.main([])
+
+
+def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
+    """As on a GPU, with what is slow replaced; what there is no time for is a row."""
+    few, late = gpu.target_cases()[:1], gpu.target_cases()[1:2]
+    timed = [{"case": few[0].name, "what": FORWARD, "ms": {"mhla triton": 1.0}, "error": {}, "failed": {}}]
+    clock = iter([0.0, 1.0, gpu.LIMIT + 1.0])
+    for place, stand_in in {
+        "torch.cuda.is_available": lambda: True,
+        "experiments.gpu.describe_run": lambda command, device: describe_run(command),
+        "experiments.gpu.check_kernels": lambda device: [],
+        "experiments.gpu.time_case": lambda case, device: timed,
+        "experiments.gpu.time.monotonic": lambda: next(clock),
+        "experiments.gpu.target_cases": lambda: few + late,
+        "experiments.gpu.paper_cases": list,
+        "experiments.gpu.model_cases": list,
+        "experiments.gpu.write_documents": list,
+        "experiments.gpu.tqdm": lambda cases, desc: cases,
+    }.items():
+        monkeypatch.setattr(place, stand_in)
+    monkeypatch.setitem(gpu.SUITES, "decode", list)
+    monkeypatch.setattr(gpu, "PLACE", tmp_path / "gpu.json")
+    record = gpu.main([])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
+    assert [row["case"] for row in record["rows"]] == [case.name for case in few + late]
+    assert f"* {late[0].name}, all: not begun within {gpu.LIMIT} s" in capsys.readouterr().out
+
+
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 16,
+    "num_layers": 3,
+    "text_dim": 8,
+    "freq_dim": 16,
+}
+TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+TINY_LM = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000,
+}  # fmt: skip
+VIDEO = Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
+SQUARE = Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
+TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="float32")
+MODELS = {
+    "dit": WholeModel("dit", {**DIT, **TINY}, (4, 4), 1, SQUARE),
+    "wan": WholeModel("wan", WAN, (2, 4, 4), 1, VIDEO, (3, 8)),
+    "lm": WholeModel("lm", TINY_LM, (40,), 1, TEXT),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whole_models(name, monkeypatch):
+    monkeypatch.setattr("mhla_hf.bench.TURN", 0.0)
+    case = MODELS[name]
+    rows = run_bench([case], rounds=1, progress=False)["rows"]
+    names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if name == "wan" else [])}
+    assert [row["what"] for row in rows] == [FORWARD, TRAINING] and all(row["failed"] == {} for row in rows)
+    assert all(set(row["ms"]) == names and row["error"]["mhla"] > 0 for row in rows)
+    models, _ = case.prepare("cpu", 0)
+    weights = {form: sum(weight.numel() for weight in model.parameters()) for form, model in models.items()}
+    assert weights["linear (one block)"] < weights["mhla"] < 1.5 * weights["linear (one block)"]  # the mixing's
+
+
+@pytest.mark.parametrize("name", ["wan", "lm"])
+def test_whole_models_have_the_dtypes_of_loaded_ones(name, tmp_path):
+    case = dataclasses.replace(MODELS[name], operator=dataclasses.replace(MODELS[name].operator, dtype="bfloat16"))
+    made = case.prepare("cpu", 0)[0]["mhla"]
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {n: p.dtype for n, p in made.named_parameters()} == {n: p.dtype for n, p in loaded.named_parameters()}
+    assert {p.dtype for n, p in made.named_parameters() if "mixing" in n} == {torch.float32}
+
+
+def test_the_papers_shapes():
+    cases = [*target_cases(), *paper_cases(), *model_cases()]
+    assert len({case.name for case in cases}) == len(cases)
+    shapes = {
+        (case.blocks.length, case.heads, *case.widths, case.causal) for case in cases if isinstance(case, Operator)
+    }
+    images = {(tokens, 6, 64, 64, False) for tokens in (256, 1024, 4096, 16384, 65536)} | {(1024, 16, 72, 72, False)}
+    texts = {(tokens, 16, width, width, True) for tokens in (2048, 8192, 32768) for width in (64, 128)}
+    assert shapes == images | texts | {(31500, 12, 128, 128, False), (2048, 4, 128, 256, True)}
+    table = {(case.blocks.num_blocks, case.blocks.length) for case in cases if case.name.startswith("table 14")}
+    assert len(table) == 12 and (1024, 4096) in table and (1024, 1024) not in table
+    for case in model_cases():
+        assert case.operator.blocks.length == math.prod(case.grid) and case.operator.batch == case.batch
