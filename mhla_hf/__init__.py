@@ -1,12 +1,12 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
-Importing this registers the model types with transformers' Auto classes, without importing torch: names resolve on first
-use, and the classes are registered when transformers' own tables are first read.
+Importing this registers the model types with transformers' Auto classes, which imports torch and transformers; the names
+below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help` imports neither.
 """
 
 import importlib
-
-from ._register import register_on_import
+import os
+import sys
 
 __version__ = "0.1.0"
 
@@ -52,4 +52,5 @@ def __dir__():
     return sorted({*globals(), *_PUBLIC})
 
 
-register_on_import()
+if os.path.basename(sys.argv[0]) not in ("mhla-hf", "mhla-hf.exe"):
+    importlib.import_module("._register", __name__).register()

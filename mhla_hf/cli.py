@@ -5,6 +5,7 @@ sentence on stderr, Ctrl-C with 130 and how to go on. Unusual: `--debug` shows w
 """
 
 import argparse
+import importlib
 import logging
 import os
 import shlex
@@ -560,6 +561,7 @@ def main(argv=None):
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
         logging.getLogger("mhla_hf").setLevel(logging.WARNING if given.quiet else logging.INFO)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        importlib.import_module("._register", __package__).register()
         given.run(given, shlex.join(["mhla-hf", *argv]))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

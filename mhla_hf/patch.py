@@ -77,7 +77,9 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
     Args:
         model: a causal language model of transformers (Llama, Mistral, Mixtral, Qwen2, Qwen3), a vision tower or classifier
             (ViT, DeiT, DINOv2 with and without registers, DINOv3, and the towers of CLIP and SigLIP), a transformer of
-            diffusers (Wan, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan 2.2's are converted).
+            diffusers (Wan, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan 2.2's are converted). A tower
+            inside a larger model, such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger
+            model's folder would load as softmax, with a warning of unexpected weights.
         settings: all choices at once. Default for language models: layers "2/3" (models without any softmax layer lose
             recall), blocks of 64, 32 of them, learnable Hedgehog-style feature map after RoPE, normalised. For vision
             towers: all layers, 4 x 4 blocks, relu, normalised. For diffusers: `mhla_defaults` of the MHLA class, such as

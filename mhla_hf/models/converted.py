@@ -40,19 +40,6 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         super().__init__(config, *args, **kwargs)
         self.install(self, MHLASettings.from_dict(config.mhla))
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        """As torch; refused while a larger model that has this one inside saves itself: its folder would load as softmax."""
-        frame = sys._getframe(1) if prefix else None  # the larger model is known to nobody but its own call
-        while frame is not None:
-            owner = frame.f_locals.get("self") if frame.f_code.co_name == "save_pretrained" else None
-            if isinstance(owner, transformers.PreTrainedModel):
-                raise ValueError(
-                    f"save_pretrained: {type(owner).__name__} holds a converted {type(self).__name__} as {prefix[:-1]!r}, "
-                    "which its folder would load as softmax, expected that one's own save_pretrained."
-                )
-            frame = frame.f_back
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
 
 class MHLATowerMixin(MHLAHeadMixin):
     """The same for a vision tower, with or without a classifier."""
