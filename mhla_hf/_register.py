@@ -4,14 +4,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .checkpoints.bundle import make_source
-from .models.configuration import (
-    CONVERTIBLE_MODEL_TYPES,
-    CONVERTIBLE_VISION_TYPES,
-    MHLAConfig,
-    overlay_config_class,
-)
-from .models.converted import base_model_classes, overlay_model_class
+from .models import converted, converted_vision
+from .models.configuration import MHLAConfig
+from .models.families import LANGUAGE, VISION
 from .models.language import MHLAForCausalLM
+from .models.overlay import overlay_config_class
 from .models.saving import set_source_maker
 from .models.vision import MHLAForImageClassification, MHLAVisionModel
 from .models.vision_configuration import MHLAVisionConfig
@@ -24,9 +21,9 @@ def register() -> None:
     """
     set_source_maker(make_source)
     models = {MHLAConfig: [MHLAForCausalLM], MHLAVisionConfig: [MHLAVisionModel, MHLAForImageClassification]}
-    for base in (*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES):
-        names = base_model_classes(base)
-        models[overlay_config_class(base)] = [overlay_model_class(base, name) for name in names]
+    for module, families in ((converted, LANGUAGE), (converted_vision, VISION)):
+        for family in families:
+            models[overlay_config_class(family)] = [getattr(module, f"MHLA{name}") for name in family.classes]
     autos = {auto.__name__: auto for auto in (AutoModel, AutoModelForCausalLM, AutoModelForImageClassification)}
     for config, classes in models.items():
         if config.model_type not in CONFIG_MAPPING:

@@ -275,8 +275,8 @@ def run_convert(given, command):
 
     from .checkpoints.load import is_pipeline, load_language_model, load_pipeline
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
+    from .convert import convert
     from .evidence.inputs import is_classifier_name, load_classifier
-    from .patch import convert
 
     check_new_folder(given.out, given.overwrite)
     if is_pipeline(given.model, given.revision):
@@ -305,8 +305,8 @@ def run_distill(given, command):
     import torch
 
     from .checkpoints.load import load_language_model
+    from .convert import convert
     from .evidence.inputs import is_classifier_name
-    from .patch import convert
     from .training.loop import distill
     from .training.recipe import read_recipe
 
@@ -561,7 +561,7 @@ def main(argv=None):
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
         logging.getLogger("mhla_hf").setLevel(logging.WARNING if given.quiet else logging.INFO)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        importlib.import_module("._register", __package__).register()
+        importlib.import_module(__package__)._start()
         given.run(given, shlex.join(["mhla-hf", *argv]))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

@@ -10,10 +10,10 @@ import torch
 from diffusers import DiTTransformer2DModel, WanTransformer3DModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..convert import convert
 from ..models.configuration import MHLAConfig
 from ..models.language import MHLAForCausalLM
 from ..ops.blocks import Blocks
-from ..patch import convert
 from .compare import FORWARD, LINEAR_BLOCK, TRAINING, Comparison, Operator, without_gradients
 from .kernels import Kernels
 

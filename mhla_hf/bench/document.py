@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..checkpoints.files import file_aside, write_json
-from ..patch import convert
+from ..convert import convert
 from ..speed import cache_bytes
 from . import render_bench
 from .compare import FORWARD, LINEAR_BLOCK, TRAINING

@@ -18,7 +18,7 @@ from ..checkpoints.load import (
     load_language_model,
     load_pipeline,
 )
-from ..models.configuration import CONVERTIBLE_VISION_TYPES
+from ..models.families import VISION, family_of_type
 from ..training.data import hub_id, load_split, open_text
 from .digits import DIGITS, load_digits
 
@@ -94,7 +94,7 @@ def is_classifier_name(name, revision=None) -> bool:
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]
-    if kind_of(named) != "images" and config.model_type in CONVERTIBLE_VISION_TYPES:
+    if kind_of(named) != "images" and family_of_type(config.model_type) in VISION:
         raise ValueError(
             f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
             "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"
