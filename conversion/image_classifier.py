@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 import mhla_hf
 from mhla_hf.cli import script
-from mhla_hf.models.configuration import CONVERTIBLE_VISION_TYPES
-from mhla_hf.models.converted import base_model_classes
+from mhla_hf.models.families import VISION, family_of_type
 from mhla_hf.training.pictures import open_pictures
 from mhla_hf.training.recipe import read_recipe
 
@@ -49,10 +49,11 @@ def load_softmax(name, classes):
             )
         return AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
     kind = getattr(config, "vision_config", config).model_type
-    if kind not in CONVERTIBLE_VISION_TYPES:
-        raise ValueError(f"model: {name!r} is a {kind}, expected one of {', '.join(CONVERTIBLE_VISION_TYPES)}")
-    towers = base_model_classes(kind)
-    return towers.get(named, next(iter(towers.values()))).from_pretrained(name)
+    family = family_of_type(kind)
+    if family not in VISION:
+        raise ValueError(f"model: {name!r} is a {kind}, expected one of {', '.join(each.base for each in VISION)}")
+    tower = named if named in family.classes else family.classes[0]
+    return getattr(transformers, tower).from_pretrained(name)
 
 
 def main(arguments=None):

@@ -1,12 +1,14 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
-Importing this registers the model types with transformers' Auto classes, without importing torch: names resolve on first
-use, and the classes are registered when transformers' own tables are first read.
+Importing this registers the model types with transformers' Auto classes, which imports torch and transformers; the names
+below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help` imports neither.
 """
 
 import importlib
+import os
+import sys
 
-from ._register import register_on_import
+from .models.families import DIFFUSION, FAMILIES
 
 __version__ = "0.1.0"
 
@@ -16,40 +18,42 @@ _PUBLIC = {
     "mhla": "ops.operator",
     "mhla_step": "ops.operator",
     "MHLASettings": "nn.settings",
-    "MHLADiTTransformer2DModel": "models.dit_transformer",
-    "MHLAPixArtTransformer2DModel": "models.pixart_transformer",
-    "MHLASanaTransformer2DModel": "models.sana_transformer",
-    "MHLASanaVideoTransformer3DModel": "models.sana_video_transformer",
-    "MHLASkyReelsV2Transformer3DModel": "models.wan_transformer",
-    "MHLAWanTransformer3DModel": "models.wan_transformer",
-    "MHLAWanVACETransformer3DModel": "models.wan_transformer",
     "MHLAConfig": "models.configuration",
     "MHLAForCausalLM": "models.language",
     "MHLAVisionConfig": "models.vision_configuration",
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
     "analyze": "analysis",
-    "convert": "patch",
+    "convert": "convert",
     "distill": "training.loop",
     "evaluate": "scores.evaluation",
     "push": "hub.push",
 }
 
-__all__ = sorted(_PUBLIC)
+__all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])
 
 
 def __getattr__(name: str):
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
-    if name.startswith("MHLA") and name.endswith("Config"):
-        return importlib.import_module(".models.configuration", __name__).overlay_config_named(name)
     if name.startswith("MHLA"):
-        return getattr(importlib.import_module(".models.converted", __name__), name)
+        configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+        for family in FAMILIES:
+            if name.removeprefix("MHLA") in (*family.classes, configs.get(family.base)):
+                return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})
 
 
-register_on_import()
+def _start() -> None:
+    """Register the model types, and make `mhla_hf.convert` the function: importing the room of that name binds the room."""
+    global convert
+    importlib.import_module("._register", __name__).register()
+    convert = importlib.import_module(".convert", __name__).convert
+
+
+if os.path.basename(sys.argv[0]) not in ("mhla-hf", "mhla-hf.exe"):
+    _start()

@@ -5,6 +5,7 @@ sentence on stderr, Ctrl-C with 130 and how to go on. `--debug` shows where an e
 """
 
 import argparse
+import importlib
 import logging
 import os
 import shlex
@@ -213,7 +214,7 @@ def run_convert(given, command):
 
     from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
-    from .patch import convert
+    from .convert import convert
 
     check_new_folder(given.out, given.overwrite)
     if is_pipeline(given.model, given.revision):
@@ -242,7 +243,7 @@ def run_distill(given, command):
     import torch
 
     from .checkpoints.load import is_classifier_name, load_language_model
-    from .patch import convert
+    from .convert import convert
     from .training.loop import distill
     from .training.recipe import read_recipe
 
@@ -465,6 +466,7 @@ def main(argv=None):
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
         logging.getLogger("mhla_hf").setLevel(logging.WARNING if given.quiet else logging.INFO)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        importlib.import_module(__package__)._start()
         given.run(given, shlex.join(["mhla-hf", *argv]))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

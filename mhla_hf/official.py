@@ -11,8 +11,8 @@ import re
 
 import torch
 
+from .models.converted_transformer import MHLAWanTransformer3DModel
 from .models.dit_transformer import MHLADiTTransformer2DModel
-from .models.wan_transformer import MHLAWanTransformer3DModel
 
 WAN_LAYOUTS = {150: (3, 5, 10), 105: (7, 3, 5)}  # the authors' own for 150; 105 are not spelt out in the paper
 WAN_MIXING = "self_attn.block_attn.conv"

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..models.families import DIFFUSION, LANGUAGE, VISION
 from .files import write_text
 
 FILE_NAME = "modeling_mhla.py"
@@ -26,16 +27,9 @@ PLACEHOLDER = "package"
 ROOMS = ("ops", "nn", "models")  # the shipped rooms, lowest first: imports point down
 ALIASES = {"torch.nn.functional": "F", "triton.language": "tl"}
 COMMON = ("torch", "numpy", "safetensors", "huggingface_hub")  # what every user of either library has
-ENTRIES = {
-    "models.language": ("transformers",),
-    "models.converted": ("transformers",),
-    "models.vision": ("transformers",),
-    "models.wan_transformer": ("diffusers",),
-    "models.sana_transformer": ("diffusers",),
-    "models.sana_video_transformer": ("diffusers",),
-    "models.dit_transformer": ("diffusers",),
-    "models.pixart_transformer": ("diffusers",),
-}
+ENTRIES = {"models.language": ("transformers",), "models.vision": ("transformers",)}
+ENTRIES |= {family.entry: ("transformers",) for family in (*LANGUAGE, *VISION)}
+ENTRIES |= {family.entry: ("diffusers",) for family in DIFFUSION}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LOOKS_RELATIVE = re.compile(r"^\s*import\s+\.(\S+)\s*$|^\s*from\s+\.(\S*)\s+import", re.MULTILINE)

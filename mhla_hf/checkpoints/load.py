@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..models.configuration import CONVERTIBLE_VISION_TYPES
+from ..models.families import VISION, family_of_type
 from ..models.saving import check_whole_files
 from .checksums import SUMS_FILE, check_sums
 from .fingerprint import PIPELINE
@@ -147,7 +147,7 @@ def is_classifier_name(name, revision=None) -> bool:
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]
-    if kind_of_class(named) != "images" and config.model_type in CONVERTIBLE_VISION_TYPES:
+    if kind_of_class(named) != "images" and family_of_type(config.model_type) in VISION:
         raise ValueError(
             f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
             "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"

@@ -5,9 +5,6 @@ other implementation; the function is ours (`mhla_attention`), chosen by a priva
 module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword arguments.
 """
 
-import copy
-import types
-
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -17,6 +14,7 @@ from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
+from .overlay import overlay_attention_class, swap_attention
 from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -82,15 +80,9 @@ class MHLAMixer:
         return output
 
 
-_MIXER_CLASSES = {}
-
-
 def mixer_class(base: type) -> type:
-    """The MHLA version of an attention class, made once: `MHLALlamaAttention` for `LlamaAttention`."""
-    if base not in _MIXER_CLASSES:
-        module = __name__.replace("models.attention", "models.converted")
-        _MIXER_CLASSES[base] = type(f"MHLA{base.__name__}", (MHLAMixer, base), {"__module__": module})
-    return _MIXER_CLASSES[base]
+    """The MHLA version of an attention class: `MHLALlamaAttention` for `LlamaAttention`."""
+    return overlay_attention_class(base, MHLAMixer, __name__.replace("models.attention", "models.converted"))
 
 
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
@@ -123,13 +115,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
             hidden_size=config.hidden_size,
             norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         )
-        core.train(attention.training)
-        attention.__class__ = mixer_class(type(attention))
-        if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
-            attention._old_forward = types.MethodType(type(attention).forward, attention)
-        attention.config = copy.copy(config)
-        attention.config._attn_implementation_internal = ATTENTION_NAME
-        attention.add_module("mhla", core)
+        swap_attention(attention, mixer_class(type(attention)), core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
     model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)

@@ -1,30 +1,9 @@
-"""Configurations: the from-scratch language model's, and for each base family one that adds "mhla" to the base's own.
-
-No modelling code is imported here: registering a configuration must cost nothing.
-"""
-
-import re
-from copy import deepcopy
+"""The configuration of the from-scratch language model."""
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from ..nn.settings import MHLASettings
-
-CONVERTIBLE_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
-# Vision towers: the base's classes that convert() knows.
-CONVERTIBLE_VISION_TYPES = {
-    "vit": ("ViTModel", "ViTForImageClassification"),
-    "deit": ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
-    "dinov2": ("Dinov2Model", "Dinov2ForImageClassification"),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
-    "dinov3_vit": ("DINOv3ViTModel",),
-    "clip_vision_model": ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "siglip_vision_model": ("SiglipVisionModel",),
-}
-OVERLAY_PREFIX = "mhla_"
-NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
+from ..nn.settings import NO_SOFTMAX, MHLASettings
 
 MHLA_PRESETS = {
     "340M": {},
@@ -116,80 +95,3 @@ class MHLAConfig(PreTrainedConfig):
 def paper_language_settings() -> dict:
     """The attention of the paper's language model, as `config.json` holds it."""
     return MHLASettings(feature_map="relu", normalize=False, output_norm=True, gate=True, rope="after").to_dict()
-
-
-class MHLAOverlayConfig:
-    """What a converted model's configuration adds to its base's: `mhla`, checked when made and when loaded.
-
-    In `config.json` also `transformers_weights`, which names no file: softmax classes refuse the folder by it, which they
-    would load but for `mhla.*`; this class drops it.
-    """
-
-    def __post_init__(self, **kwargs):
-        settings = kwargs.pop("mhla", None)
-        if settings is not None:
-            kwargs.pop("transformers_weights", None)
-        super().__post_init__(**kwargs)
-        if settings is not None:
-            self.mhla = resolved_settings(settings, self.num_hidden_layers)
-
-    def to_dict(self) -> dict:
-        """As the base, and what stops softmax classes."""
-        values = super().to_dict()
-        return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
-
-
-def resolved_settings(settings: dict | MHLASettings, num_layers: int) -> dict:
-    """Settings as `config.json` holds them: checked, with the layers spelt out."""
-    values = deepcopy(settings) if isinstance(settings, MHLASettings) else MHLASettings.from_dict(settings)
-    values.layers = values.resolve_layers(num_layers)
-    return values.to_dict()
-
-
-def overlay_model_type(base_model_type: str) -> str:
-    """The converted family's model type: "llama" becomes "mhla_llama"."""
-    return OVERLAY_PREFIX + base_model_type
-
-
-def base_of_overlay_name(name: str, suffix: str) -> str | None:
-    """The base model type that an overlay class name such as "MHLALlamaConfig" speaks of; None if there is none."""
-    match = re.fullmatch(rf"MHLA(\w+){suffix}", name)
-    if not match:
-        return None
-    for model_type in (*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES):
-        if CONFIG_MAPPING_NAMES[model_type] == f"{match.group(1)}Config":
-            return model_type
-    return None
-
-
-def overlay_config_named(name: str) -> type:
-    """The configuration class of a converted family by its own name, such as "MHLALlamaConfig"."""
-    base_model_type = base_of_overlay_name(name, "Config")
-    if base_model_type is None:
-        known = [*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES]
-        raise AttributeError(f"name: got {name!r}, expected a configuration of {known}.")
-    return overlay_config_class(base_model_type)
-
-
-_OVERLAY_CONFIGS = {}
-# Where a process that unpickles such a class finds it: the module that resolves overlay names. In a bundle, this one.
-_OVERLAY_MODULE = __name__.replace(".configuration", ".converted")
-
-
-def overlay_config_class(base_model_type: str) -> type:
-    """The configuration class of a converted family, made once: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
-    if base_model_type not in _OVERLAY_CONFIGS:
-        known = [*CONVERTIBLE_MODEL_TYPES, *CONVERTIBLE_VISION_TYPES]
-        if base_model_type not in known:
-            raise ValueError(
-                f"model_type: got {base_model_type!r}, expected one of {known}; other families are not supported yet."
-            )
-        base = CONFIG_MAPPING[base_model_type]
-        namespace = {
-            "model_type": overlay_model_type(base_model_type),
-            "base_model_type": base_model_type,
-            "__module__": _OVERLAY_MODULE,
-            "__doc__": f"`{base.__name__}` with `mhla`, the settings of its MHLA layers.",
-        }
-        _OVERLAY_CONFIGS[base_model_type] = type(f"MHLA{base.__name__}", (MHLAOverlayConfig, base), namespace)
-    return _OVERLAY_CONFIGS[base_model_type]

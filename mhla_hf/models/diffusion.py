@@ -2,8 +2,8 @@
 
 Unusual: no attention of diffusers is told the grid of its tokens. The model's `forward` writes it to a `GridState` that the
 processors read, one for each thread, and restores it afterwards; gradient checkpointing, which runs a block again when the
-state holds another call's grid, binds the grid to the call. The family files hold little more than a name and defaults:
-constructor and forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
+state holds another call's grid, binds the grid to the call. A family's class is little more than its record: constructor and
+forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
 """
 
 import functools
@@ -25,12 +25,12 @@ from torch import nn
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA
 from ..nn.settings import MHLASettings
+from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
 
 # what diffusers says of a weight of another shape
 MISFIT = re.compile(r"(\S+) expected shape torch\.Size\((.+?)\), but got torch\.Size\((.+?)\)")
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
-IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 
 
 class GridState(threading.local):
@@ -176,20 +176,23 @@ class MHLATransformerMixin:
     """Before a transformer of diffusers in the bases: `class MHLAX(MHLATransformerMixin, X)`.
 
     The constructor takes the base's arguments by keyword, and `mhla`: settings as `MHLASettings.to_dict` gives them, or some
-    of them; the family's defaults fill the rest. `source_entry` names the module that defines the class, `mhla_defaults` are
-    the family's settings, `mhla_axes` is how many axes its grid has, and `mhla_arguments` are further arguments of the
-    constructor with their defaults, which `install_mhla` reads from the config.
+    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults` and `mhla_axes`;
+    `mhla_arguments` are further arguments of the constructor with their defaults, which `install_mhla` reads from the
+    config.
     """
 
-    source_entry = ""
+    family: Family
     mhla_arguments = {}
-    mhla_defaults = IMAGE_DEFAULTS
-    mhla_axes = 2
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         base = cls.__bases__[-1]
         own = vars(cls)
+        cls.mhla_defaults, cls.mhla_axes = cls.family.defaults, cls.family.axes
+        if (
+            not cls._repeated_blocks
+        ):  # what torch.compile takes apart; some bases name their blocks only for device maps
+            cls._repeated_blocks = [name for name in base._no_split_modules or [] if name.endswith("Block")]
         if "__init__" not in own:
             cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
         if "forward" not in own:
@@ -198,7 +201,7 @@ class MHLATransformerMixin:
             cls.set_attn_processor = processors_kept(base)
         if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
-        name = source_name(cls.source_entry).removesuffix(".py")
+        name = source_name(cls.family.entry).removesuffix(".py")
         home = sys.modules.setdefault(name, sys.modules[cls.__module__])
         vars(home).setdefault("ModelMixin", ModelMixin)  # diffusers looks for it beside a class that it loads
         cls.__module__ = name  # diffusers writes this name to model_index.json
@@ -262,7 +265,7 @@ class MHLATransformerMixin:
                 "first, and what is trained whole is freed by requires_grad_(True), not by PEFT's modules_to_save."
             )
         if is_main_process:
-            write_source(self.source_entry, save_directory, source_name(self.source_entry))
+            write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def check_processors(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from ..nn.settings import MHLASettings
 from .diffusion import GridState, MHLATransformerMixin, holds_mhla
 from .diffusion_dig import DIG_SETTINGS, LocalConv, become_dig_block
+from .families import DIT
 
 DIT_SIZES = {
     "S": (12, 384, 6),
@@ -49,7 +50,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
     original DiT, from which diffusers' differ by a little.
     """
 
-    source_entry = "models.dit_transformer"
+    family = DIT
     mhla_arguments = {"input_norm": False, "timestep_freq_shift": 1, "dig_block": False, "shared_embeddings": False}
     _repeated_blocks = ["BasicTransformerBlock", "DiGBlock"]
     _no_split_modules = ["BasicTransformerBlock", "DiGBlock"]

@@ -5,8 +5,6 @@ the converted modules alone. No attention of these towers is told the grid of it
 runs (`hand_on_grid`, from the size of the pixels), and it travels to the layers as a keyword argument.
 """
 
-import copy
-import types
 from typing import NamedTuple
 
 import torch
@@ -17,12 +15,10 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.grid import GridMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
+from .families import family_of_type
+from .overlay import overlay_attention_class, swap_attention
 
 GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
-CLASS_TOKENS = {
-    "deit": 2,
-    "siglip_vision_model": 0,
-}  # tokens before the grid, one everywhere else; registers come after
 
 
 class GridCall(NamedTuple):
@@ -65,15 +61,10 @@ class MHLAGridMixer:
         return super().forward(hidden_states, attention_mask=GridCall(mhla_grid, hidden_states), **kwargs)
 
 
-_GRID_MIXER_CLASSES = {}
-
-
 def grid_mixer_class(base: type) -> type:
-    """The MHLA version of a vision attention class, made once: `MHLAViTAttention` for `ViTAttention`."""
-    if base not in _GRID_MIXER_CLASSES:
-        module = __name__.replace("models.grid_attention", "models.converted")
-        _GRID_MIXER_CLASSES[base] = type(f"MHLA{base.__name__}", (MHLAGridMixer, base), {"__module__": module})
-    return _GRID_MIXER_CLASSES[base]
+    """The MHLA version of a vision attention class: `MHLAViTAttention` for `ViTAttention`."""
+    home = __name__.replace("models.grid_attention", "models.converted_vision")
+    return overlay_attention_class(base, MHLAGridMixer, home)
 
 
 def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
@@ -85,8 +76,8 @@ def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
 
 def prefix_tokens(config) -> int:
     """How many class, distillation and register tokens come before the grid."""
-    base = getattr(config, "base_model_type", config.model_type)
-    return CLASS_TOKENS.get(base, 1) + (getattr(config, "num_register_tokens", 0) or 0)
+    family = family_of_type(getattr(config, "base_model_type", config.model_type))
+    return family.prefix + (getattr(config, "num_register_tokens", 0) or 0)
 
 
 def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
@@ -105,13 +96,7 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
             hidden_size=config.hidden_size,
             prefix=prefix_tokens(config),
         )
-        core.train(attention.training)
-        attention.__class__ = grid_mixer_class(type(attention))
-        if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
-            attention._old_forward = types.MethodType(type(attention).forward, attention)
-        attention.config = copy.copy(config)
-        attention.config._attn_implementation_internal = GRID_ATTENTION_NAME
-        attention.add_module("mhla", core)
+        swap_attention(attention, grid_mixer_class(type(attention)), core, GRID_ATTENTION_NAME)
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
     body.register_forward_pre_hook(hand_on_grid, with_kwargs=True)
 

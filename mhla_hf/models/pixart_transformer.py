@@ -3,13 +3,13 @@
 from diffusers import PixArtTransformer2DModel
 
 from .diffusion import MHLATransformerMixin, holds_mhla, self_attentions
+from .families import PIXART
 
 
 class MHLAPixArtTransformer2DModel(MHLATransformerMixin, PixArtTransformer2DModel):
     """`PixArtTransformer2DModel` with MHLA in the layers that `mhla` lists."""
 
-    source_entry = "models.pixart_transformer"
-    _repeated_blocks = ["BasicTransformerBlock"]
+    family = PIXART
 
     def unfuse_qkv_projections(self) -> None:
         """As the base, which brings back the processors it found when it fused, perhaps before the conversion; MHLA layers

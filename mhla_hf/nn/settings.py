@@ -10,6 +10,8 @@ from math import prod
 from ..ops.operator import IMPLEMENTATIONS
 
 FORMAT_VERSION = 1
+# In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
+NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")
 MIXING_STARTS = ("locality", "uniform")
 MIXING_FORMS = ("softmax", "direct", "free")

@@ -1,7 +1,7 @@
 """What a diffusion transformer does: its call, the noise process of its scheduler, the teacher's own trajectories, losses.
 
-Families differ in how the transformer is called and what conditions it, nothing else; `CONDITIONS` and `predict` hold that.
-Unusual: the noise process is read from the pipeline's scheduler (flow with its shift, or DDPM with its betas and prediction
+Families differ in how the transformer is called and what conditions it, nothing else; their records and `predict` hold that.
+The noise process is read from the pipeline's scheduler (flow with its shift, or DDPM with its betas and prediction
 type), so that what is trained is what is sampled; and the transfer loss runs no more of the student than its attentions.
 """
 
@@ -15,28 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from .trainable import mhla_attentions, with_dtype_of
 
-TEXT = ("encoder_hidden_states", "encoder_attention_mask")
-# base class -> what conditions it, in the order in which tensors of a batch hold it
-CONDITIONS = {
-    "DiTTransformer2DModel": ("class_labels",),
-    "PixArtTransformer2DModel": TEXT,
-    "SanaTransformer2DModel": TEXT,
-    "SanaVideoTransformer3DModel": TEXT,
-    "WanTransformer3DModel": TEXT[:1],
-}
 PIXELS_PER_LATENT = 8  # of PixArt's VAE, for its size conditions
-
-
-def family_of(transformer):
-    """The key of CONDITIONS that `transformer` is a kind of, or None."""
-    return next((cls.__name__ for cls in type(transformer).__mro__ if cls.__name__ in CONDITIONS), None)
 
 
 def predict(transformer, noisy, times, condition):
     """What the transformer says of `noisy`: its velocity, noise or clean sample, as it was trained to.
 
     Args:
-        noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, see CONDITIONS.
+        noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, of the
+            family's `conditions`.
 
     Returns:
         float32, the shape of `noisy`; a learned variance (DiT, PixArt) is left out.
@@ -45,7 +32,7 @@ def predict(transformer, noisy, times, condition):
     arguments = {key: value.to(dtype) if value.is_floating_point() else value for key, value in condition.items()}
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
-    if family_of(transformer) == "PixArtTransformer2DModel":
+    if hasattr(transformer, "use_additional_conditions"):  # PixArt
         sizes = {"resolution": None, "aspect_ratio": None}
         if transformer.use_additional_conditions:
             height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])

@@ -12,7 +12,8 @@ import math
 import torch
 
 from ..checkpoints.files import SHARD_SIZE
-from .denoising import CONDITIONS, DiffusionStep, NoiseProcess, family_of
+from ..convert.families import family_of
+from .denoising import DiffusionStep, NoiseProcess
 from .latents import Classes, LatentReader, Texts, TrajectoryReader, open_latents, read_prompts
 from .tasks import Task, bytes_of
 from .trainable import mhla_attentions
@@ -45,7 +46,8 @@ class DiffusionTask(Task):
             inner = self.student if name == "student" else model
             if name == "teacher" and model is None:
                 continue
-            if family_of(inner) is None:
+            family = family_of(inner)
+            if family is None or not family.conditions:
                 raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
         if self.pipeline is None:
             raise ValueError("teacher: neither student nor teacher is a pipeline; expected one, for its scheduler")
@@ -61,7 +63,7 @@ class DiffusionTask(Task):
             _import_peft()
         if self.teacher is None or not any(stage.needs_teacher for stage in stages):
             return
-        kinds = [family_of(model) for model in (self.student, self.teacher)]
+        kinds = [family_of(model).base for model in (self.student, self.teacher)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"teacher: is a {kinds[1]}, and the student a {kinds[0]}; expected one family")
         channels = [model.config.in_channels for model in (self.student, self.teacher)]
@@ -71,7 +73,7 @@ class DiffusionTask(Task):
     def open(self, data, stages):
         """Latents, prompts, or None; see `open_latents` and `read_prompts`."""
         family, prompts = family_of(self.student), read_prompts(data)
-        text = "encoder_hidden_states" in CONDITIONS[family]
+        text = "encoder_hidden_states" in family.conditions
         latents = open_latents(data) if data is not None and prompts is None else None
         self._check_texts(stages, prompts, latents, text)
         if text:
@@ -147,7 +149,8 @@ class DiffusionTask(Task):
         self.student.load_state_dict(trained.state_dict())
 
     def _is_text_to_video(self, model):
-        return family_of(model) != "WanTransformer3DModel" or model.config.in_channels == model.config.out_channels
+        own, said = model.config.in_channels, model.config.out_channels
+        return said is None or said >= own  # an image comes as further channels; DiT and PixArt say a variance too
 
     def _check_texts(self, stages, prompts, latents, text):
         if prompts is not None and not text:
@@ -199,7 +202,7 @@ class DiffusionTask(Task):
         if any(side % step for side, step in zip(shape[1:], patch, strict=True)):
             raise ValueError(f"data: the {where} are {list(shape)}, which the patches {list(patch)} do not divide")
         own = config.get("sample_size")
-        if family_of(self.student) == "DiTTransformer2DModel" and shape[1:] != (own, own):
+        if family_of(self.student).fixed_size and shape[1:] != (own, own):
             raise ValueError(f"data: the {where} are {list(shape)}; expected sides of {own}, the model's sample_size")
         if latents and stage.size is not None and shape != self._shape(stage):
             raise ValueError(
@@ -218,7 +221,7 @@ class DiffusionTask(Task):
             if key in known and key in usual:
                 arguments[key] = usual[key].default
         encoded = pipe.encode_prompt(**arguments)
-        names, half = CONDITIONS[family_of(self.student)], len(encoded) // 2
+        names, half = family_of(self.student).conditions, len(encoded) // 2
         wished, empty = (dict(zip(names, part, strict=True)) for part in (encoded[:half], encoded[half:]))
         return wished, {key: value[:1] for key, value in empty.items()}
 

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 
 from ..checkpoints.files import SHARD_SIZE
-from ..patch import is_of_diffusers
+from ..convert.families import is_of_diffusers
 from .trainable import check_model, check_not_shared, check_original, check_plain, check_stage
 
 

@@ -52,7 +52,10 @@ def test_ops_know_torch_and_triton_only():
 
 
 def test_names_are_unique_across_all_shipped_modules():
-    bundle._check_names([bundle._read(PACKAGE, module) for module in MODULES])
+    modules = [bundle._read(PACKAGE, module) for module in MODULES]
+    for module in modules:
+        module.bound.pop("__getattr__", None)  # an entry's own; no bundle has two
+    bundle._check_names(modules)
 
 
 def test_every_entry_exists():

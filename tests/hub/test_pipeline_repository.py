@@ -25,7 +25,7 @@ def test_pushed_by_diffusers_and_loaded_by_id(hub, tmp_path):
     pipe = mhla_hf.convert(wan_pipeline(), gate=True)
     pipe.push_to_hub("tester/wan", token=None)
     files = hub.repos["tester/wan"].files()
-    source = next(name for name in files if name.startswith("transformer/modeling_mhla_wan_"))
+    source = next(name for name in files if name.startswith("transformer/modeling_mhla_converted_"))
     index = json.loads(files["model_index.json"])
     assert index["transformer"] == [source.split("/")[1].removesuffix(".py"), "MHLAWanTransformer3DModel"]
     options = {"cache_dir": tmp_path / "cache"}

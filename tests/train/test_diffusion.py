@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import CALLS, PIPELINES, generate, tiny_transformer
 
 import mhla_hf
-from mhla_hf.training import denoising
+from mhla_hf.convert.families import family_of
 from mhla_hf.training.denoising import DiffusionStep, NoiseProcess, predict, trajectory
 from mhla_hf.training.latents import open_latents, own_generator
 from mhla_hf.training.recipe import DiffusionStage
@@ -140,7 +140,7 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
         start, wanted = seen["start"], seen["end"]
         sizes = {key: call[key] for key in ("max_sequence_length", "complex_human_instruction") if key in call}
         given = pipe.encode_prompt(prompt=["a cat walks"], do_classifier_free_guidance=True, **sizes)
-        names = denoising.CONDITIONS[denoising.family_of(pipe.transformer)]
+        names = family_of(pipe.transformer).conditions
         wished, nothing = (
             dict(zip(names, part, strict=True))
             for part in (given[: len(given) // 2], given[len(given) // 2 :])

@@ -1,30 +1,22 @@
 """convert() for diffusers: the transformers of a pipeline become MHLA models, in place, as the same objects.
 
-Unusual: a pipeline notes the classes of its parts when it is made, and loads them by that note later. A transformer does not
+A pipeline notes the classes of its parts when it is made, and loads them by that note later. A transformer does not
 know its pipelines, so those that hold it are found among the objects that Python keeps track of.
 """
 
 import gc
-import importlib
 import types
 
 import torch
 from diffusers import DiffusionPipeline
 
-from .models.diffusion import check_diffusion_settings, self_attentions
-from .nn.settings import MHLASettings
-from .patch import chosen_settings, match_device_and_dtype
+from ..models.diffusion import check_diffusion_settings, self_attentions
+from ..models.families import DIFFUSION
+from ..nn.settings import MHLASettings
+from .families import mhla_class, transformer_family
+from .steps import chosen_settings, match_device_and_dtype
 
-# transformer of diffusers -> the module of its MHLA class, which is called "MHLA" and the base's name
-CONVERTIBLE_TRANSFORMERS = {
-    "WanTransformer3DModel": "models.wan_transformer",
-    "WanVACETransformer3DModel": "models.wan_transformer",
-    "SkyReelsV2Transformer3DModel": "models.wan_transformer",
-    "SanaTransformer2DModel": "models.sana_transformer",
-    "SanaVideoTransformer3DModel": "models.sana_video_transformer",
-    "DiTTransformer2DModel": "models.dit_transformer",
-    "PixArtTransformer2DModel": "models.pixart_transformer",
-}
+CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 
 
 def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: dict):
@@ -36,8 +28,7 @@ def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: d
     named = {name: found for name, found in named.items() if found is not None}
     if not named:
         raise ValueError(
-            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of "
-            f"{list(CONVERTIBLE_TRANSFORMERS)}."
+            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."
         )
     convert_transformers(list(named.values()), settings, layers, overrides)
     return model
@@ -87,17 +78,15 @@ def check_at_rest(transformer) -> None:
 
 def mhla_transformer_class(transformer) -> type:
     """The MHLA class of a transformer of diffusers, or one sentence why there is none."""
-    name = type(transformer).__name__
-    known = list(CONVERTIBLE_TRANSFORMERS)
+    base = type(transformer)
     if hasattr(transformer, "mhla_state"):
-        raise ValueError(f"model: got {name}, which is an MHLA model already; expected one of {known}.")
-    if name not in CONVERTIBLE_TRANSFORMERS:
+        raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")
+    family = transformer_family(base)
+    if family is None and base.__name__ in CONVERTIBLE:
+        raise ValueError(f"model: got a {base.__name__} of {base.__module__}, expected that of diffusers.")
+    if family is None:
         modules = transformer.modules() if isinstance(transformer, torch.nn.Module) else ()
         joint = any(getattr(module, "add_q_proj", None) is not None for module in modules)
         why = ", whose attention joins text and image tokens into one sequence without a grid" if joint else ""
-        raise ValueError(f"model: got {name}{why}; expected one of {known}.")
-    module = importlib.import_module(f".{CONVERTIBLE_TRANSFORMERS[name]}", __package__)
-    model_class = getattr(module, f"MHLA{name}")
-    if type(transformer) is not model_class.__bases__[-1]:
-        raise ValueError(f"model: got a {name} of {type(transformer).__module__}, expected that of diffusers.")
-    return model_class
+        raise ValueError(f"model: got {base.__name__}{why}; expected one of {CONVERTIBLE}.")
+    return mhla_class(family, base)

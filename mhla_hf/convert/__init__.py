@@ -1,0 +1,41 @@
+"""convert(): a softmax model becomes an MHLA model, in place, its weights kept.
+
+Everything is checked before anything is touched. What becomes what is said by the records of `models/families.py`; how it
+happens is the same for every family of transformers (`transformers_models.py`) and for every one of diffusers
+(`diffusers_models.py`), because the MHLA classes are made from the base's own.
+"""
+
+import importlib
+
+from ..nn.settings import MHLASettings
+from .families import is_of_diffusers
+from .transformers_models import convert_in_place
+
+
+def convert(model, settings: MHLASettings | None = None, *, layers=None, **overrides):
+    """Turn a pretrained softmax model, or a pipeline of one, into an MHLA model, in place, and return it.
+
+    The base's weights stay as they are, under their names; each converted layer gains `mhla.*` in its attention
+    (`attn1.processor.mhla.*` in transformers of diffusers). A converted model needs training before it is good again:
+    `mhla_hf.distill`. Only Sana is the same at once: its attention is linear already, and its mixing starts uniform.
+
+    Args:
+        model: a causal language model of transformers (Llama, Mistral, Mixtral, Qwen2, Qwen3), a vision tower or classifier
+            (ViT, DeiT, DINOv2 with and without registers, DINOv3, and the towers of CLIP and SigLIP), a transformer of
+            diffusers (Wan, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan 2.2's are converted). A tower
+            inside a larger model, such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger
+            model's folder would load as softmax, with a warning of unexpected weights.
+        settings: all choices at once. Default for language models: layers "2/3" (models without any softmax layer lose
+            recall), blocks of 64, 32 of them, learnable Hedgehog-style feature map after RoPE, normalised. For vision
+            towers: all layers, 4 x 4 blocks, relu, normalised. For diffusers: `mhla_defaults` of the MHLA class, such as
+            `MHLAWanTransformer3DModel.mhla_defaults`.
+        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
+        **overrides: single fields of `MHLASettings`; they win over `settings`.
+
+    Raises:
+        TypeError, ValueError: one sentence; the model is then unchanged.
+    """
+    if is_of_diffusers(model):
+        diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
+        return diffusers_models.convert_diffusion(model, settings, layers, overrides)
+    return convert_in_place(model, settings, layers, overrides)

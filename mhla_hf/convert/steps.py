@@ -1,0 +1,29 @@
+"""What every conversion does: choose the settings first, and put the new weights where the layer is at last."""
+
+from dataclasses import replace
+
+import torch
+
+from ..nn.settings import MHLASettings
+
+
+def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layers, overrides: dict) -> MHLASettings:
+    """The settings of one conversion: `defaults`, or `settings` in their place, then `overrides` and `layers`."""
+    settings = defaults if settings is None else settings
+    if not isinstance(settings, MHLASettings):
+        raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
+    known = settings.to_dict()
+    unknown = sorted(set(overrides) - set(known))
+    if unknown:
+        raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
+    if layers is not None:
+        overrides = {**overrides, "layers": layers}
+    return replace(settings, **overrides)
+
+
+def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Put a new core where its layer is; the mixing stays fp32."""
+    core.to(device)
+    for name, parameter in core.named_parameters():
+        if not name.startswith("mixing."):
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,143 @@
+"""What every converted model of transformers is made of: its configuration, its class, and the swap of one attention module.
+
+No class is written out. Each is made on first use from the base's own, so that a family costs one record; weight names are
+the base's plus `mhla.*` in each attention.
+"""
+
+import copy
+import sys
+import types
+
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from ..nn.settings import NO_SOFTMAX, MHLASettings
+from ..ops.namespace import NAMESPACE
+from .families import Family
+from .pretrained import MHLAPreTrainedMixin
+
+OVERLAY_PREFIX = "mhla_"
+
+
+class MHLAOverlayConfig:
+    """What a converted model's configuration adds to its base's: `mhla`, checked when made and when loaded.
+
+    In `config.json` also `transformers_weights`, which names no file: softmax classes refuse the folder by it, which they
+    would load but for `mhla.*`; this class drops it.
+    """
+
+    def __post_init__(self, **kwargs):
+        settings = kwargs.pop("mhla", None)
+        if settings is not None:
+            kwargs.pop("transformers_weights", None)
+        super().__post_init__(**kwargs)
+        if settings is not None:
+            self.mhla = resolved_settings(settings, self.num_hidden_layers)
+
+    def to_dict(self) -> dict:
+        """As the base, and what stops softmax classes."""
+        values = super().to_dict()
+        return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
+
+
+def resolved_settings(settings: dict | MHLASettings, num_layers: int) -> dict:
+    """Settings as `config.json` holds them: checked, with the layers spelt out."""
+    values = copy.deepcopy(settings) if isinstance(settings, MHLASettings) else MHLASettings.from_dict(settings)
+    values.layers = values.resolve_layers(num_layers)
+    return values.to_dict()
+
+
+class MHLAHeadMixin(MHLAPreTrainedMixin):
+    """Mixed into the base's class: builds the base, then makes the layers that `config.mhla` lists MHLA by `install`."""
+
+    def __init__(self, config, *args, **kwargs):
+        if getattr(config, "mhla", None) is None:
+            raise ValueError(
+                f"config: got {type(config).__name__} without `mhla`, expected an MHLA configuration; "
+                "use mhla_hf.convert(model) on a softmax model."
+            )
+        super().__init__(config, *args, **kwargs)
+        self.install(self, MHLASettings.from_dict(config.mhla))
+
+
+_OVERLAYS = {}  # every class that is made here, by what it is made of: each is made once
+
+
+def overlay_home(family: Family) -> str:
+    """The module in which a process that unpickles a class of `family` finds it by name: in a bundle, this one."""
+    return f"{__package__}.{family.entry.rpartition('.')[2]}" if NAMESPACE == "package" else __name__
+
+
+def overlay_config_class(family: Family) -> type:
+    """The configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
+    base = CONFIG_MAPPING[family.base]
+    if base not in _OVERLAYS:
+        namespace = {
+            "model_type": OVERLAY_PREFIX + family.base,
+            "base_model_type": family.base,
+            "__module__": overlay_home(family),
+            "__doc__": f"`{base.__name__}` with `mhla`, the settings of its MHLA layers.",
+        }
+        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (MHLAOverlayConfig, base), namespace)
+    return _OVERLAYS[base]
+
+
+def overlay_model_class(family: Family, base: type, mixin: type) -> type:
+    """A model class of a converted family: `MHLALlamaForCausalLM(mixin, LlamaForCausalLM)`."""
+    if base not in _OVERLAYS:
+        config = overlay_config_class(family)
+        namespace = {
+            "config_class": config,
+            "source_entry": family.entry,
+            "__module__": overlay_home(family),
+            "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
+        }
+        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
+        renames = get_checkpoint_conversion_mapping(family.base)
+        if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
+            register_checkpoint_conversion_mapping(config.model_type, renames)
+    return _OVERLAYS[base]
+
+
+def overlay_attention_class(base: type, mixin: type, home: str) -> type:
+    """The MHLA version of an attention class: `MHLALlamaAttention(mixin, LlamaAttention)`."""
+    if base not in _OVERLAYS:
+        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), {"__module__": home})
+    return _OVERLAYS[base]
+
+
+def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str) -> None:
+    """Turn one attention module of transformers into MHLA, in place.
+
+    mixed: its new class, see `overlay_attention_class`. core: its new child `mhla`. name: of the attention function that
+    it shall call, in a configuration of its own.
+    """
+    core.train(attention.training)
+    attention.__class__ = mixed
+    if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
+        attention._old_forward = types.MethodType(mixed.forward, attention)
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation_internal = name
+    attention.add_module("mhla", core)
+
+
+def overlay_named(name: str, families: tuple[Family, ...], mixed_model, mixed_attention):
+    """What the modules of converted families have under `name`: a configuration, a model or an attention class.
+
+    mixed_model: (family, class of the base) -> its MHLA class. mixed_attention: the same for an attention class.
+    """
+    own = name.removeprefix("MHLA")
+    for family in families if name.startswith("MHLA") else ():
+        config = CONFIG_MAPPING_NAMES[family.base]
+        if own == config:
+            return overlay_config_class(family)
+        if own in family.classes:
+            return mixed_model(family, getattr(transformers, own))
+        if own == f"{config.removesuffix('Config').removesuffix('Vision')}Attention":
+            module = sys.modules[getattr(transformers, family.classes[0]).__module__]
+            return mixed_attention(getattr(module, own))
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; converted families are {[each.base for each in families]}."
+    )

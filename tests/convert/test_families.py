@@ -1,0 +1,51 @@
+"""One record per family says what it is; `mhla_hf.convert` is the function, whatever of its room was imported."""
+
+import subprocess
+import sys
+
+import diffusers
+import pytest
+import transformers
+from small_models import FAMILIES as LANGUAGE_ROWS
+from small_models import softmax_model
+from small_towers import TOWERS, softmax_tower
+from tiny_pipelines import TRANSFORMERS, tiny_transformer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import mhla_hf
+from mhla_hf.convert.families import family_of, mhla_class
+from mhla_hf.models.families import DIFFUSION, FAMILIES, LANGUAGE, VISION, family_of_class
+from mhla_hf.nn.settings import MHLASettings
+
+
+@pytest.mark.parametrize("first", ["", "import mhla_hf.convert", "import mhla_hf.convert.families"])
+def test_convert_is_the_function(first):
+    code = f"{first}\nimport mhla_hf, types\nassert isinstance(mhla_hf.convert, types.FunctionType), mhla_hf.convert"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_family_has_a_row_in_the_tests():
+    assert set(LANGUAGE_ROWS) == {family.base for family in LANGUAGE}
+    assert {CONFIG_MAPPING[family.base].__name__ for family in VISION} == {config for config, _ in TOWERS.values()}
+    rows = {type(tiny_transformer(name)) for name in TRANSFORMERS}
+    assert rows == {getattr(diffusers, name) for family in DIFFUSION for name in family.classes}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.base)
+def test_a_record_names_classes_that_exist(family):
+    library = diffusers if family in DIFFUSION else transformers
+    for name in family.classes:
+        made = mhla_class(family, getattr(library, name))
+        assert issubclass(made, getattr(library, name)) and getattr(mhla_hf, made.__name__) is made
+        assert family_of_class(name) is family_of_class(made.__name__) is family
+    MHLASettings(**family.defaults)
+
+
+@pytest.mark.parametrize("name", ["llama", "ViTModel", "wan"])
+def test_a_model_is_of_its_family_before_and_after(name):
+    make = {"llama": softmax_model, "ViTModel": softmax_tower, "wan": tiny_transformer}[name]
+    model = make(name)
+    family = family_of(model)
+    assert type(model).__name__ in family.classes
+    assert family_of(mhla_hf.convert(model)) is family

@@ -1,0 +1,83 @@
+"""The order of the rooms: imports point down, and none go in a circle."""
+
+import ast
+from pathlib import Path
+
+import mhla_hf
+
+PACKAGE = Path(mhla_hf.__file__).parent
+FLOORS = (
+    {"ops"},
+    {"nn"},
+    {"models"},
+    {"checkpoints"},
+    {"convert", "official"},
+    {"training"},
+    {"flops", "plots", "speed"},
+    {"scores", "evaluation"},
+    {"hub", "share"},
+    {"evidence", "analyze"},
+    {"bench"},
+    {"demo"},
+    {"_register", "cli", ""},
+)
+EXCEPTIONS = {("training/images.py", "scores")}  # which class is which: to come down from there
+
+
+def floor_of(name):
+    return next((number for number, rooms in enumerate(FLOORS) if name in rooms), None)
+
+
+def imported_modules(path, everywhere=True):
+    """Dotted modules of the package that a file imports, inside functions too if `everywhere`."""
+    place = path.relative_to(PACKAGE).with_suffix("").parts
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = [*place[: len(place) - node.level], *([node.module] if node.module else [])]
+            yield from [".".join(above)] if node.module else [".".join([*above, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "mhla_hf":
+            yield node.module.partition(".")[2]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "mhla_hf")
+
+
+def arrows():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE)
+        own = place.parts[0].removesuffix(".py").replace("__init__", "")
+        for target in imported_modules(path):
+            room = target.split(".")[0]
+            yield place.as_posix(), own, room
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert {room for room in rooms - {"__init__", "__pycache__"} if floor_of(room) is None} == set()
+
+
+def test_imports_point_down():
+    climbing = set()
+    for place, own, room in arrows():
+        if own != "" and room not in ("", own, "__version__") and floor_of(room) >= floor_of(own):
+            climbing.add((place, room))
+    assert climbing == EXCEPTIONS
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = set(imported_modules(path, everywhere=False)) - {name}
+    done, open_names = set(), []
+
+    def visit(name):
+        assert name not in open_names, " -> ".join([*open_names, name])
+        if name in graph and name not in done:
+            open_names.append(name)
+            for target in graph[name]:
+                visit(target)
+            done.add(open_names.pop())
+
+    for name in graph:
+        visit(name)

@@ -1,0 +1,91 @@
+"""Importing mhla_hf registers its model types, in any order of imports; the command line pays for it when it runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_models import converted_model, tokens
+from small_towers import converted_tower, images
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import mhla_hf
+from mhla_hf._register import register
+
+PACKAGE = Path(mhla_hf.__file__).parent
+PRIVATE = re.compile(
+    r"sys\.meta_path|sys\._getframe|\._mapping\b|\._modules\b|\._reverse_config_mapping|_extra_content"
+)
+COMMAND = "import sys; sys.argv[0] = '/somewhere/bin/mhla-hf'; from mhla_hf.cli import main; code = main(sys.argv[1:]);"
+
+
+def run(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def test_nothing_private_of_other_libraries_is_written():
+    visitor = PACKAGE / "checkpoints/visitor.py"  # it has to block packages
+    found = {path for path in PACKAGE.rglob("*.py") if PRIVATE.search(path.read_text(encoding="utf-8"))}
+    assert found <= {visitor}
+
+
+@pytest.mark.parametrize("first", ["import mhla_hf", "from transformers import AutoModel, AutoModelForCausalLM"])
+def test_registered_whatever_is_imported_first(first, tmp_path):
+    converted_model().save_pretrained(tmp_path / "language")
+    converted_tower("ViTModel").save_pretrained(tmp_path / "tower")
+    (tmp_path / "language/modeling_mhla.py").unlink()
+    code = f"""{first}
+import mhla_hf
+from transformers import AutoModel, AutoModelForCausalLM
+for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
+    found = type(auto.from_pretrained({str(tmp_path)!r} + "/" + name))
+    print(found.__name__, found.__module__.split(".")[0])
+"""
+    done = run(code)
+    assert done.stdout.split() == ["MHLALlamaForCausalLM", "mhla_hf", "MHLAViTModel", "mhla_hf"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_command_line_imports_no_library_to_speak_of_itself(option):
+    done = run(COMMAND + "print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))", option)
+    assert done.stdout.endswith("0 []\n"), done.stderr
+
+
+def test_the_command_line_registers_when_a_command_runs():
+    done = run(COMMAND + "print(code, 'torch' in sys.modules)", "convert", "no-such-folder/here/at-all", "nowhere")
+    assert done.stdout == "2 True\n", done.stderr
+
+
+def test_a_second_registration_replaces_nothing(tmp_path):
+    before = dict(CONFIG_MAPPING.items()), AutoModelForCausalLM._model_mapping[mhla_hf.MHLALlamaConfig]
+    register()
+    assert before == (dict(CONFIG_MAPPING.items()), AutoModelForCausalLM._model_mapping[mhla_hf.MHLALlamaConfig])
+    model = converted_model()
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(theirs) is type(model) and (theirs(tokens(1, 9)).logits == model(tokens(1, 9)).logits).all()
+
+
+def test_a_type_that_somebody_else_registered_stays_theirs():
+    code = """
+from transformers import AutoConfig, LlamaConfig
+class Theirs(LlamaConfig):
+    model_type = "mhla_llama"
+AutoConfig.register("mhla_llama", Theirs)
+import mhla_hf
+assert type(AutoConfig.for_model("mhla_llama")) is Theirs
+assert type(AutoConfig.for_model("mhla_qwen3")) is mhla_hf.MHLAQwen3Config
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_of_several_classes_of_a_family_the_plain_one_is_found(tmp_path):
+    for name in ("CLIPVisionModel", "CLIPVisionModelWithProjection"):
+        converted_tower(name).save_pretrained(tmp_path / name)
+        assert type(AutoModel.from_pretrained(tmp_path / name)).__name__ == "MHLACLIPVisionModel"
+    assert AutoConfig.for_model("mhla_vision").model_type == "mhla_vision"
+    assert set(mhla_hf.__all__) <= set(dir(mhla_hf))
+    assert mhla_hf.MHLACLIPVisionModel.from_pretrained(tmp_path / "CLIPVisionModel")(images()) is not None
