@@ -16,9 +16,9 @@ import mhla_hf
 from mhla_hf.checkpoints.files import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import parse_settings
-from mhla_hf.hub.card import write_card
-from mhla_hf.hub.card_facts import find_licence
-from mhla_hf.hub.plain_card import plain_card
+from mhla_hf.share.card import write_card
+from mhla_hf.share.facts import find_licence
+from mhla_hf.share.plain_card import plain_card
 from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -32,7 +32,7 @@ _PUBLIC = {
     "convert": "patch",
     "distill": "training.loop",
     "evaluate": "scores.evaluation",
-    "push": "hub.push",
+    "push": "share.push",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -375,7 +375,7 @@ def run_evaluate(given, command):
 
 def run_push(given, command):
     """mhla-hf push"""
-    from .hub.push import push
+    from .share.push import push
 
     pushed = push(
         given.folder,
@@ -449,9 +449,9 @@ def run_card(given, command):
     """mhla-hf card"""
     from pathlib import Path
 
-    from .hub.card import check_card, write_card
-    from .hub.card_facts import read_json
-    from .hub.card_shelf import RESULTS, check, render, shelve, shelved
+    from .share.card import check_card, write_card
+    from .share.card_shelf import RESULTS, check, render, shelve, shelved
+    from .share.facts import read_json
 
     folder = Path(given.folder)
     if (folder / RESULTS).is_dir():

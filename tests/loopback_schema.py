@@ -9,7 +9,7 @@ import re
 
 import yaml
 
-from mhla_hf.hub.licences import LICENCES
+from mhla_hf.share.licences import LICENCES
 
 _TASKS = """
     any-to-any audio-classification audio-text-to-text audio-to-audio automatic-speech-recognition depth-estimation

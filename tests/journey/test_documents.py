@@ -223,7 +223,7 @@ def test_a_wrong_number_is_found(tmp_path):
 def test_named_files_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     named = set(
-        re.findall(r"\b(?:mhla_hf|conversion|docs|model_cards|notebooks|tests|ops|nn|models|hub)/[\w./-]*\w", text)
+        re.findall(r"\b(?:mhla_hf|conversion|docs|model_cards|notebooks|tests|ops|nn|models|share)/[\w./-]*\w", text)
     )
     assert named
     for name in named:

@@ -1,6 +1,6 @@
 """The repository's own cards: each is what its results file says, number by number, and says how it was measured.
 
-Run: pytest tests/hub/test_card_shelf.py
+Run: pytest tests/share/test_card_shelf.py
 """
 
 import json
@@ -14,10 +14,10 @@ from huggingface_hub import ModelCard
 from small_cards import SPEED, TRAIN, result, save_model, scores
 
 from mhla_hf.cli import main
-from mhla_hf.hub.card import write_card
-from mhla_hf.hub.card_shelf import check, render, shelve, shelved, shelved_facts
-from mhla_hf.hub.folder_checks import check_front_matter
-from mhla_hf.hub.leaks import check_leaks
+from mhla_hf.share.card import write_card
+from mhla_hf.share.card_shelf import check, render, shelve, shelved, shelved_facts
+from mhla_hf.share.folder_checks import check_front_matter
+from mhla_hf.share.leaks import check_leaks
 
 SHELF = Path(__file__).parents[2] / "model_cards"
 TAGS = {  # what the Hub is told, and how many rows of the card's tables hold a number at least

@@ -1,6 +1,6 @@
 """The Hub on the loopback interface does what the real client expects of one: a check of the tests' own ground.
 
-Run: pytest tests/hub/test_loopback.py
+Run: pytest tests/test_loopback_hub.py
 """
 
 import random

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..scores.results import Result, Results, format_score, render_rows, render_table
 from ..scores.timing import TASK as SPEED
-from .card_facts import DEPTH, OWN, TEACHER, CardFacts, count_layers, generates, not_measured, recalls
+from .facts import DEPTH, OWN, TEACHER, CardFacts, count_layers, generates, not_measured, recalls
 from .plain_card import LOADING, STOCK_CLASS, hub_task
 
 PAPER = "https://arxiv.org/abs/2601.07832"

@@ -3,7 +3,7 @@
 import pytest
 from loopback_schema import refusals
 
-from mhla_hf.hub import card, card_shelf
+from mhla_hf.share import card, card_shelf
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..checkpoints.files import write_text
 from . import card_sections as sections
-from .card_facts import (
+from .facts import (
     PERSON_FILE,
     TEACHER,
     CardFacts,

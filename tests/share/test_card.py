@@ -1,6 +1,6 @@
 """The model card: every number from a file, provable from the folder alone, nothing written before all is checked.
 
-Run: pytest tests/hub/test_card.py
+Run: pytest tests/share/test_card.py
 """
 
 import json
@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from small_cards import SPEED, TRAIN, result, save_model, scores
 
-from mhla_hf.hub.card import check_card, write_card
-from mhla_hf.hub.card_sections import cache_ratio, crossover
 from mhla_hf.nn.settings import MHLASettings
+from mhla_hf.share.card import check_card, write_card
+from mhla_hf.share.card_sections import cache_ratio, crossover
 
 
 @pytest.fixture

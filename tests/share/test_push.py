@@ -1,6 +1,6 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged.
 
-Run: pytest tests/hub/test_push.py (-s shows how the 200 pushes ended)
+Run: pytest tests/share/test_push.py (-s shows how the 200 pushes ended)
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from small_scores import small_llama, small_tokenizer
 import mhla_hf
 from mhla_hf.checkpoints.checksums import check_sums
 from mhla_hf.cli import main
-from mhla_hf.hub import folder_checks
-from mhla_hf.hub import push as room
-from mhla_hf.hub.push import push, send
+from mhla_hf.share import folder_checks
+from mhla_hf.share import push as room
+from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
 NOT_OURS = {".gitattributes", "SHA256SUMS"}

@@ -7,7 +7,7 @@ import re
 
 from huggingface_hub import ModelCardData
 
-from .card_facts import find_licence
+from .facts import find_licence
 
 TASKS = {"language": "text-generation", "image": "image-classification", "tower": "image-feature-extraction"}
 PIPELINES = (

@@ -26,7 +26,7 @@ from ..checkpoints.clean_process import check_visit
 from ..checkpoints.files import SHARD_SIZE
 from ..checkpoints.load import check_shards
 from .card import CARD_FILE, check_card, render_card
-from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
+from .facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
 from .leaks import VOCABULARIES, check_leaks, cut_places, cut_record, is_absolute, local_places, strings
 from .licences import LICENCES
 
@@ -349,7 +349,7 @@ def _check_card_of(folder: Path, files: dict[str, Path], card: str | None, repo_
         card = read_text(files[CARD_FILE])
     if card is None:
         raise ValueError(
-            f"{folder / CARD_FILE} does not exist: write it with mhla_hf.hub.card.write_card, or give license"
+            f"{folder / CARD_FILE} does not exist: write it with mhla_hf.share.card.write_card, or give license"
         )
     check_front_matter(card, folder / CARD_FILE, files)
     if PERSON_FILE in files:
