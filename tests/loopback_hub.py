@@ -29,7 +29,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from loopback_schema import LICENCES, refusals
+from loopback_schema import LICENSES, refusals
 
 TOKEN = "hf_loopback"
 USER = "tester"
@@ -125,7 +125,7 @@ class LoopbackHub:
         self.lfs_above, self.part_size = lfs_above, part_size
         self.repos, self.faults, self.log = {}, [], []
         self.xet, self.xet_files = None, {}
-        self.licences = LICENCES
+        self.licenses = LICENSES
         self.lock = threading.RLock()
 
     def __enter__(self):
@@ -300,7 +300,7 @@ def whoami(ask, body):
 
 @route("POST", "/api/validate-yaml")
 def validate_yaml(ask, body):
-    errors = [{"message": message} for message in refusals(json.loads(body)["content"], ask.hub.licences)]
+    errors = [{"message": message} for message in refusals(json.loads(body)["content"], ask.hub.licenses)]
     status = 400 if errors else 200
     return status, {"Content-Type": "application/json"}, json.dumps({"errors": errors, "warnings": []}).encode()
 

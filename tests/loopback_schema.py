@@ -9,7 +9,7 @@ import re
 
 import yaml
 
-from mhla_hf.share.licences import LICENCES
+LICENSES = frozenset(["apache-2.0", "mit", "afl-3.0", "cc-by-nc-4.0", "gemma", "llama3.2", "other"])
 
 _TASKS = """
     any-to-any audio-classification audio-text-to-text audio-to-audio automatic-speech-recognition depth-estimation
@@ -38,8 +38,8 @@ LISTS = ("tags",)
 PLACES = {"task": {"type": r"[\w-]+"}, "dataset": {"name": r".+", "type": r"(?:[\w-]+/)?[\w.-]+"}}
 
 
-def refusals(text: str, licences=LICENCES) -> list[str]:
-    """What the server would say against a card; empty for one that it takes. licences: the identifiers that it knows."""
+def refusals(text: str, licenses=LICENSES) -> list[str]:
+    """What the server would say against a card; empty for one that it takes. licenses: the identifiers that it knows."""
     front = FRONT.match(text)
     try:
         data = yaml.safe_load(front[1]) if front else None
@@ -48,8 +48,8 @@ def refusals(text: str, licences=LICENCES) -> list[str]:
     if not isinstance(data, dict):
         return ["front matter is missing or no object"]
     found = [f'"{key}" is not allowed to be empty' for key, value in data.items() if value in (None, "", [])]
-    if data.get("license") not in {None, *licences}:
-        found.append(f'"license" must be one of {sorted(licences)}')
+    if data.get("license") not in {None, *licenses}:
+        found.append(f'"license" must be one of {sorted(licenses)}')
     if data.get("license") == "other" and not data.get("license_name"):
         found.append('"license_name" is required')
     if data.get("pipeline_tag", "other") not in TASKS:

@@ -23,10 +23,9 @@ from huggingface_hub.utils.sha import git_hash
 
 from ..checkpoints.checksums import SUMS_FILE, render_sums
 from ..checkpoints.files import SHARD_SIZE
-from .card import CARD_FILE
+from .card import CARD_FILE, plain_card
 from .facts import read_json
 from .folder_checks import CheckedFolder, check_folder, find_kind
-from .plain_card import plain_card
 
 logger = logging.getLogger("mhla_hf")
 NOTHING = "nothing was committed"

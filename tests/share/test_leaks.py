@@ -1,7 +1,4 @@
-"""Keys, tokens, passwords and places on somebody's computer are found in what is shared, and names are not taken for them.
-
-Run: pytest tests/share/test_leaks.py
-"""
+"""Keys, tokens, passwords and places on somebody's computer are found in what is shared, and names are not taken for them."""
 
 import random
 import re

@@ -1,7 +1,4 @@
-"""A converted pipeline becomes a repository by diffusers' own push_to_hub, and loads by its id.
-
-Run: pytest tests/share/test_pipeline_repository.py
-"""
+"""A converted pipeline becomes a repository by diffusers' own push_to_hub, and loads by its id."""
 
 import json
 

@@ -231,8 +231,8 @@ def test_a_file_that_changes_meanwhile_is_not_pushed(hub, shelf, elsewhere, tmp_
 
 
 def test_the_hubs_own_opinion_of_the_card(hub, shelf, elsewhere, tmp_path):
-    """A server that does not know this licence yet."""
-    hub.licences = hub.licences - {"gemma"}
+    """A server that does not know this license yet."""
+    hub.licenses = hub.licenses - {"gemma"}
     folder = shutil.copytree(shelf / "new", tmp_path / "mine")
     for name in ("card.json", "results.json"):
         (folder / name).unlink()

@@ -1,7 +1,5 @@
 """What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf; and what
 a hostile or broken repository can do, which is nothing without trust_remote_code.
-
-Run: pytest tests/share/test_share.py
 """
 
 import io
