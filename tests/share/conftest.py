@@ -1,7 +1,7 @@
 """Whatever card a test makes is one that the Hub takes."""
 
 import pytest
-from loopback_schema import refusals
+from loopback_hub import refusals
 
 from mhla_hf.share import card
 

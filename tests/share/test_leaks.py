@@ -1,4 +1,4 @@
-"""Keys, tokens, passwords and places on somebody's computer are found in what is shared, and names are not taken for them."""
+"""Keys, tokens, passwords and places on somebody's computer are found in what is shared; names are not taken for them."""
 
 import random
 import re

@@ -1,15 +1,13 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
 
-import hashlib
 import json
 import random
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load
 from small_repos import CARD, save_carded, save_model
 from small_scores import small_llama, small_tokenizer
@@ -145,22 +143,6 @@ def test_a_lost_answer_is_said_to_be_one_and_makes_no_second_commit(hub, checked
         send(checked["new"], NAME)
     assert held(hub.repos[NAME]) == content(checked["new"])
     assert not send(checked["new"], NAME).new and len(hub.repos[NAME].commits) == 2
-
-
-def test_by_way_of_xet(hub, checked, monkeypatch, tmp_path):
-    """The client's usual way today: large files go to hf_xet's storage and come back from it, none through the Hub."""
-    hf_xet = pytest.importorskip("hf_xet")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
-    hub.xet = tmp_path / "cas"
-    hub.xet.mkdir()
-    for file in checked["new"].files.values():
-        known = hf_xet.hash_files([str(file)])[0].hash
-        hub.xet_files[hashlib.sha256(file.read_bytes()).hexdigest()] = (file.read_bytes(), known)
-    made = send(checked["new"], NAME)
-    assert held(hub.repos[NAME]) == content(checked["new"]) and hub.sent("GET", "/xet-write-token/") == 1
-    here = Path(snapshot_download(NAME, revision=made.revision, cache_dir=tmp_path / "cache"))
-    assert {path: (here / path).read_bytes() for path in content(checked["new"])} == content(checked["new"])
-    assert hub.sent("GET", "/xet-read-token/") and not hub.sent("PUT", "") and not hub.sent("GET", "/cdn/")
 
 
 REFUSALS = {
