@@ -372,19 +372,18 @@ def _timed(facts: Facts) -> list[tuple[str, str, list[Row]]]:
     return found
 
 
-def _speed(facts: Facts) -> list[tuple[str, str, str]]:
-    """(title, table, who needs less where) of time and of memory."""
-    sections = []
+def _speed(facts: Facts) -> dict[str, str]:
+    """Title -> table of time and of memory."""
+    tables = {}
     for unit, (title, shown, _) in MEASURES.items():
-        table, notes = [], []
-        for what, _, rows in (entry for entry in _timed(facts) if entry[1] == unit):
-            notes.append(f"- {what}: {crossover(rows, unit)}")
-            for row in rows:
-                softmax, mhla = getattr(row, f"softmax_{unit}"), getattr(row, f"mhla_{unit}")
-                table.append([what, str(row.length), f"{softmax:.3g}", f"{mhla:.3g}", f"{softmax / mhla:.2f}"])
-        head = ["what", "length", f"softmax, {shown}", f"MHLA, {shown}", "softmax / MHLA"]
-        sections += [(title.capitalize(), markdown(head, table), "\n".join(notes))] if table else []
-    return sections
+        table = []
+        for what, row in ((what, row) for what, of, rows in _timed(facts) if of == unit for row in rows):
+            softmax, mhla = getattr(row, f"softmax_{unit}"), getattr(row, f"mhla_{unit}")
+            table.append([what, str(row.length), f"{softmax:.3g}", f"{mhla:.3g}", f"{softmax / mhla:.2f}"])
+        if table:
+            head = ["what", "length", f"softmax, {shown}", f"MHLA, {shown}", "softmax / MHLA"]
+            tables[title.capitalize()] = markdown(head, table)
+    return tables
 
 
 def crossover(rows: list[Row], unit: str = "ms") -> str:

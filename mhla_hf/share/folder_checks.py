@@ -296,35 +296,25 @@ def _check_components(path: str, content, files: dict[str, Path]) -> None:
 
 
 def check_weights(files: dict[str, Path]) -> str:
-    """Every safetensors file is whole and finite, and shards and index agree. Returns the usual dtype, e.g. "float32"."""
-    sizes, stored = Counter(), {}
+    """Every safetensors file is whole and finite, no index leads out. Returns the usual dtype, e.g. "float32"."""
+    sizes = Counter()
     for path, file in files.items():
         if path.endswith(".safetensors"):
-            stored[path] = _check_tensors(file, sizes)
-    for path in files:
-        if not path.endswith(".safetensors.index.json"):
-            continue
-        stem, beside = path.removesuffix(".safetensors.index.json"), path[: path.rfind("/") + 1]
-        if f"{stem}.safetensors" in files:
-            raise ValueError(f"{files[path]} and {stem}.safetensors are both there: delete the one that is not meant")
-        for name, shard in check_shards(files[path]).items():
-            if name not in stored.get(beside + shard, ()):
-                raise ValueError(f"{files[path]}: the weight {name!r} is not in {shard}")
-    for path in stored:
-        part = re.fullmatch(r"(.*)-\d+-of-\d+\.safetensors", path)
-        if part and f"{part[1]}.safetensors.index.json" not in files:
-            raise ValueError(f"{files[path]} is a part of a sharded model without its index: save the model again")
+            _check_tensors(file, sizes)
+        elif path.endswith(".safetensors.index.json"):
+            check_shards(file)
+            if path.removesuffix(".index.json") in files:
+                raise ValueError(f"{file} and the one file that it stands for are both there: delete one of them")
     return DTYPES.get(max(sizes, key=sizes.get, default="F32"), "float32")
 
 
-def _check_tensors(file: Path, sizes: Counter) -> set[str]:
-    """The names in one file, all of whose numbers are finite; `sizes` counts elements by dtype."""
+def _check_tensors(file: Path, sizes: Counter) -> None:
+    """All numbers in a file are finite; `sizes` counts elements by dtype."""
     try:
         with safe_open(file, framework="pt") as weights:
             for key, value in (weights.metadata() or {}).items():
                 check_leaks(file.name, f"{key} {value}".encode())
-            names = set(weights.keys())
-            for name in names:
+            for name in weights.keys():  # noqa: SIM118
                 tensor = weights.get_tensor(name)
                 if tensor.is_floating_point():
                     sizes[weights.get_slice(name).get_dtype()] += tensor.numel()
@@ -333,7 +323,6 @@ def _check_tensors(file: Path, sizes: Counter) -> set[str]:
                         raise ValueError(f"{file}: the weight {name!r} holds NaN or infinity, expected finite numbers")
     except SafetensorError as error:
         raise ValueError(f"{file} is no whole safetensors file: {error}") from None
-    return names
 
 
 def _check_card_of(folder: Path, files: dict[str, Path], card: str | None, repo_id: str | None) -> str:

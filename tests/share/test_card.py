@@ -87,7 +87,7 @@ SHOWN = (
     "Data: topics.txt.",
     "Measured on Some CPU, 2 cores, 1 thread; seed 5; torch 2.13.0; `mhla-hf demo --quick`",
     "| forward | 512 | 8 | 10 | 0.80 |\n| forward | 2048 | 90 | 30 | 3.00 |",
-    "- forward: softmax attention is faster at 512; MHLA from 2048 on.",
+    "| forward, time | softmax attention is faster at 512; MHLA from 2048 on. |",
     "| forward | 512 | 8 | 2 | 4.00 |",
     "| forward, memory | MHLA is smaller at every length measured, from 512 on. |",
     # how to load it, how it was measured, whose it is
