@@ -27,11 +27,12 @@ OWN = "MHLA"
 TEACHER = "teacher"
 DEPTH = "_back_"  # in a metric's name: a part of a score, by the distance to the fact
 # Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
-RECALL = ("recall", "niah", "needle", "ruler", "passage_retrieval", "fda", "swde", "squad_completion")
-GENERATION = (
-    "generation", "gsm8k", "ifeval", "humaneval", "mbpp", "triviaqa", "nq_open", "coqa", "drop", "qasper", "longbench",
-    "gov_report", "samsum", "qmsum", "multi_news", "truthfulqa_gen", "wmt",
-)  # fmt: skip
+WRITES = re.compile(r"_generation\d*_")
+RECALL = re.compile(r"_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_")
+GENERATION = re.compile(
+    r"_(gsm8k|ifeval|humaneval|mbpp|triviaqa|nq_open|coqa|drop|qasper|longbench|gov_report|samsum|qmsum|multi_news"
+    r"|truthfulqa_gen|wmt)\d*_"
+)
 AUTO_KINDS = {"AutoModelForCausalLM": "language", "AutoModelForImageClassification": "image", "AutoModel": "tower"}
 TASKS = {"language": "text-generation", "image": "image-classification", "tower": "image-feature-extraction"}
 PIPELINES = (  # in the name of a diffusion model's class -> the Hub's name for what it does
@@ -325,19 +326,19 @@ def read_person(folder) -> tuple[Person, dict]:
 
 def generates(record: Result) -> bool:
     """Whether a score says how well the model writes; no score of recall does."""
-    return DEPTH not in record.metric and (_named(record, ("generation",)) or _named(record, GENERATION, but=RECALL))
+    name = _name(record)
+    return bool(WRITES.search(name) or (GENERATION.search(name) and not RECALL.search(name)))
 
 
 def recalls(record: Result) -> bool:
     """Whether a score says how well the model finds one fact far back; `needle_generation_512` is one of writing."""
-    return DEPTH not in record.metric and _named(record, RECALL, but=("generation",))
+    return bool(RECALL.search(_name(record)) and not WRITES.search(_name(record)))
 
 
-def _named(record: Result, words: tuple, but: tuple = ()) -> bool:
-    """Whether a task's name has one of `words` as a part of its own (with digits behind it or not), and none of `but`."""
-    name = "_".join(["", *re.split(r"[^a-z0-9]+", record.task.lower()), ""])
-    has = [any(re.search(rf"_{word}[0-9]*_", name) for word in among) for among in (words, but)]
-    return has == [True, False]
+def _name(record: Result) -> str:
+    """The task's name between underscores; "" for a part of a score, by depth."""
+    parts = ["", *re.split(r"[^a-z0-9]+", record.task.lower()), ""]
+    return "" if DEPTH in record.metric else "_".join(parts)
 
 
 def not_measured(records) -> list[str]:
