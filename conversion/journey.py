@@ -16,9 +16,8 @@ import mhla_hf
 from mhla_hf.checkpoints.files import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import parse_settings
-from mhla_hf.hub.card import write_card
-from mhla_hf.hub.card_facts import find_licence
-from mhla_hf.hub.plain_card import plain_card
+from mhla_hf.share.card import plain_card, write_card
+from mhla_hf.share.facts import find_licence
 from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -34,7 +33,7 @@ def run(about, recipe, arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--judge", help="score recipe, such as table_5_vbench, or a YAML file; default: no judging")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one of its settings")
-    parser.add_argument("--license", help="licence of the card, where the base's card states none")
+    parser.add_argument("--license", help="license of the card, where the base's card states none")
     given = parser.parse_args(arguments)
     recipe = read_recipe(given.recipe)
     name = given.model or recipe.base

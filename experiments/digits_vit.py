@@ -28,7 +28,7 @@ from mhla_hf.analysis.inputs import load_digits
 from mhla_hf.checkpoints.files import folder_aside, write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
-from mhla_hf.hub.card import check_card, write_card
+from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.pictures import Preparation, open_pictures, share_right
 from mhla_hf.training.recipe import ImageStage
 

@@ -27,7 +27,7 @@ _PUBLIC = {
     "convert": "convert",
     "distill": "training.loop",
     "evaluate": "scores.evaluation",
-    "push": "hub.push",
+    "push": "share.push",
 }
 
 __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])

@@ -56,9 +56,9 @@ example:
 CARD = """\
 example:
   mhla-hf card out/mhla --name me/mhla --compare teacher=out/teacher --compare "plain linear=out/linear"
-  mhla-hf card out/mhla --check                 every number against the files beside it
+  mhla-hf card out/mhla --check                 rendered again from the files beside it, the same
   mhla-hf card out/mhla --shelve model_cards/demo              its facts and its card into this repository
-  mhla-hf card model_cards                      render every card anew; with --check, prove every one
+  mhla-hf card model_cards                      render every card anew; --check: say which differs
 """
 BENCH = """\
 example:
@@ -97,7 +97,7 @@ def build_parser():
     _convert_options(add("convert", run_convert, "Turn a softmax model into an MHLA model.", CONVERT))
     _distill_options(add("distill", run_distill, "Train an MHLA model from its softmax original.", DISTILL))
     _evaluate_options(add("evaluate", run_evaluate, "Score language, image and video models side by side.", EVALUATE))
-    _card_options(add("card", run_card, "Write a model's card from its scores, or prove one.", CARD))
+    _card_options(add("card", run_card, "Write a model's card from its scores, or check one.", CARD))
     _push_options(add("push", run_push, "Share a model on the Hub: checked whole, then one commit.", PUSH))
     _analyze_options(add("analyze", run_analyze, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE))
     _bench_options(add("bench", run_bench, "Time the operator, after checking that it is right.", BENCH))
@@ -181,13 +181,13 @@ def _card_options(sub):
     sub.add_argument(
         "folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards"
     )
-    sub.add_argument("--check", action="store_true", help="write nothing; every number must be the files'")
+    sub.add_argument("--check", action="store_true", help="write nothing; rendering it again must give the same")
     sub.add_argument("--name", help="Hub id that the model will have")
     sub.add_argument(
         "--compare", action="append", default=[], metavar="LABEL=DIR", help='such as "teacher=out/teacher"'
     )
     sub.add_argument("--base-model", metavar="ID", help="Hub id of the softmax original")
-    sub.add_argument("--license", help="licence of the weights, when the original's card states none")
+    sub.add_argument("--license", help="license of the weights, when the original's card states none")
     sub.add_argument("--about", default="", help="a sentence below the title")
     sub.add_argument("--limit", action="append", default=[], metavar="SENTENCE", help="a known failure")
     sub.add_argument("--shelve", metavar="CARDS/NAME", help="put its facts and its card into a folder of cards")
@@ -313,7 +313,7 @@ def run_evaluate(given, command):
 
 def run_push(given, command):
     """mhla-hf push"""
-    from .hub.push import push
+    from .share.push import push
 
     pushed = push(
         given.folder,
@@ -352,19 +352,20 @@ def run_card(given, command):
     """mhla-hf card"""
     from pathlib import Path
 
-    from .hub.card import check_card, write_card
-    from .hub.card_facts import read_json
-    from .hub.card_shelf import RESULTS, check, render, shelve, shelved
+    from .checkpoints.files import write_text
+    from .share.card import RESULTS, check_card, compare_card, render_card, shelf_facts, shelf_names, shelve, write_card
+    from .share.facts import read_json
 
     folder = Path(given.folder)
     if (folder / RESULTS).is_dir():
-        for name in shelved(folder):
-            check(folder, name) if given.check else render(folder, name)
-            print(f"{folder / name}.md: {'every number proven' if given.check else 'rendered'}")
+        for name in shelf_names(folder):
+            card, text = folder / f"{name}.md", render_card(shelf_facts(folder, name))
+            compare_card(card, text) if given.check else write_text(card, text)
+            print(f"{card}: {'says what its files say' if given.check else 'rendered'}")
         return
     if given.check:
         check_card(folder)
-        print(f"{folder / 'README.md'}: every number proven")
+        print(f"{folder / 'README.md'}: says what its files say")
     elif given.shelve:
         place = Path(given.shelve)
         further = {"over_seeds": read_json(*os.path.split(given.over_seeds))} if given.over_seeds else {}

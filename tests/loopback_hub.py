@@ -1,40 +1,68 @@
-"""A Hub on the loopback interface: what huggingface_hub 2.4 asks of huggingface.co for models, in memory, with faults.
+"""A Hub on the loopback interface: what a push and a load ask of huggingface.co for models, in memory, with faults.
 
-The real client talks to it over HTTP, so push, load by repo id, pinned revisions, resume and refusal are proven without
-the network. It is strict where a mistake of ours would hide: large files are hashed when they arrive and a commit may
-only name those that did, a commit is checked whole before the branch moves, `parentCommit` must be the head, a token may
-write only to its own user. Unusual: faults on demand, `hub.fault("503", path="commit")`, each used up when it has struck:
+The real client talks to it over HTTP. It is strict where a mistake of ours would hide: large files are hashed when they
+arrive and a commit may only name those that did, a commit is checked whole before the branch moves, `parentCommit` must be
+the head, a token may write only to its own user, a card must be one that the Hub takes. Faults on demand,
+`hub.fault("503", path="commit")`, each used up when it has struck:
 
     503          the request is refused as by a busy server
     401          the request is refused as by an expired token
     cut          half of the body is read, then the connection is closed
     cut after    the request is carried out, then the connection is closed without an answer
-    damage       a byte of the body changes on its way in (PUT) or out (GET)
-    short        the answer's body is cut in the middle (GET)
+    damage       a byte of the body changes on its way in (PUT)
 
-With `hub.xet`, a folder, hf_xet keeps its own storage there, and large files go to it and come from it; `hub.xet_files`
-(sha256 -> (bytes, hf_xet's hash)) tells the Hub beforehand what will arrive, because it cannot read that storage.
-
-Cards are refused as `loopback_schema.py` says. Not proven here: quotas, the server's own code for cards, the real Xet
-service.
+Not proven here: quotas, the server's own code for cards, the Xet service.
 """
 
 import base64
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from loopback_schema import LICENCES, refusals
+import yaml
 
 TOKEN = "hf_loopback"
 USER = "tester"
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 ROUTES = []
+LICENSES = {"apache-2.0", "mit", "afl-3.0", "cc-by-nc-4.0", "gemma", "llama3.2", "other"}
+TASKS = {
+    "text-generation", "image-classification", "image-feature-extraction", "text-to-image", "text-to-video",
+    "unconditional-image-generation", "other",
+}  # fmt: skip
+FRONT = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
+PATTERNS = {  # key of the front matter -> what its text, or every text in its list, must look like
+    "library_name": r"[a-z0-9][a-z0-9_.-]*",
+    "base_model": r"\w[\w.-]*/\w[\w.-]*",
+    "language": r"[a-z]{2,3}|multilingual|code",
+}
+
+
+def refusals(text, licenses=LICENSES):
+    """What the server would say against a card (the Hub's documentation, "Model Cards"); empty for one that it takes."""
+    front = FRONT.match(text)
+    data = yaml.safe_load(front[1]) if front else None
+    if not isinstance(data, dict):
+        return ["front matter is missing or no object"]
+    found = [f'"{key}" is not allowed to be empty' for key, value in data.items() if value in (None, "", [])]
+    if data.get("license", "mit") not in licenses:
+        found.append(f'"license" must be one of {sorted(licenses)}')
+    if data.get("license") == "other" and not data.get("license_name"):
+        found.append('"license_name" is required')
+    for key, pattern in PATTERNS.items():
+        value = data.get(key)
+        for entry in value if isinstance(value, list) else [value] * (value is not None):
+            if not isinstance(entry, str) or not re.fullmatch(pattern, entry):
+                found.append(f'"{key}": {entry!r} fails to match the required pattern {pattern}')
+    results = [result for model in data.get("model-index", []) for result in model["results"]]
+    if not {data.get("pipeline_tag", "other"), *(result["task"]["type"] for result in results)} <= TASKS:
+        found.append(f'"pipeline_tag" must be one of {sorted(TASKS)}')
+    values = [metric["value"] for result in results for metric in result["metrics"]]
+    return found + ['"model-index": a metric has no value'] * (not all(isinstance(v, int | float) for v in values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +102,6 @@ class Repo:
     commits: dict = dataclasses.field(default_factory=dict)
     refs: dict = dataclasses.field(default_factory=dict)
     lfs: dict = dataclasses.field(default_factory=dict)
-    parts: dict = dataclasses.field(default_factory=dict)
 
     def add(self, ref, parent, title, files):
         content = json.dumps([self.name, ref, parent, title, len(self.commits)]).encode()
@@ -116,16 +143,14 @@ class LoopbackHub:
     """`with LoopbackHub() as hub:` serves at `hub.endpoint` until the block ends.
 
     tokens: token -> user who may write below that name. lfs_above: files larger than this, and those that are no text,
-    are sent as large files. part_size: large files above this many bytes are sent in parts; None: never.
+    are sent as large files. licenses: those that it knows.
     log: (method, path, bytes of the body) of every request that arrived, whole or not.
     """
 
-    def __init__(self, lfs_above=100_000, part_size=None):
-        self.tokens = {TOKEN: USER}
-        self.lfs_above, self.part_size = lfs_above, part_size
+    def __init__(self, lfs_above=100_000):
+        self.tokens, self.lfs_above = {TOKEN: USER}, lfs_above
         self.repos, self.faults, self.log = {}, [], []
-        self.xet, self.xet_files = None, {}
-        self.licences = LICENCES
+        self.licenses = LICENSES
         self.lock = threading.RLock()
 
     def __enter__(self):
@@ -238,18 +263,12 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "cut after":
             self.close_connection = True
             return
-        if fault == "damage" and self.command == "GET" and answer:
-            answer = answer[:-1] + bytes([answer[-1] ^ 1])
-        self.reply(status, headers, answer, short=fault == "short" and self.command == "GET")
-
-    def reply(self, status, headers, answer, short):
         self.send_response(status)
         for name, value in {"Content-Length": str(len(answer)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer[: len(answer) // 2] if short else answer)
-        self.close_connection = self.close_connection or short
+            self.wfile.write(answer)
 
     def answer(self, method, where, body):
         """(status, headers, body) from the function of the first route that fits."""
@@ -300,7 +319,7 @@ def whoami(ask, body):
 
 @route("POST", "/api/validate-yaml")
 def validate_yaml(ask, body):
-    errors = [{"message": message} for message in refusals(json.loads(body)["content"], ask.hub.licences)]
+    errors = [{"message": message} for message in refusals(json.loads(body)["content"], ask.hub.licenses)]
     status = 400 if errors else 200
     return status, {"Content-Type": "application/json"}, json.dumps({"errors": errors, "warnings": []}).encode()
 
@@ -358,16 +377,7 @@ def tree(ask, body, repo, revision, folder):
         raise Refused(404, f"{folder} does not exist", "EntryNotFound", commit.oid)
     if ask.query.get("recursive", "").lower() in ("true", "1"):
         return [listed(path, entry) for path, entry in below.items()]
-    folders = {inside + path.removeprefix(inside).split("/")[0] for path in below if "/" in path.removeprefix(inside)}
-    files = [listed(path, entry) for path, entry in below.items() if "/" not in path.removeprefix(inside)]
-    return [{"type": "directory", "oid": "0" * 40, "size": 0, "path": path} for path in sorted(folders)] + files
-
-
-@route("POST", f"/api/models/{REPO}/paths-info/(?P<revision>.+)")
-def paths_info(ask, body, repo, revision):
-    commit = ask.commit(ask.repo(repo), revision)
-    wanted = json.loads(body)["paths"]
-    return [listed(path, commit.files[path]) for path in wanted if path in commit.files]
+    raise Refused(400, "only recursive listings here")
 
 
 @route("GET", f"/api/models/{REPO}/refs")
@@ -377,17 +387,6 @@ def refs(ask, body, repo):
         kind, name = ref.removeprefix("refs/").split("/", 1)
         shown[kind].append({"name": name, "ref": ref, "targetCommit": oid})
     return {"branches": shown["heads"], "tags": shown["tags"], "converts": [], "pullRequests": shown["pr"]}
-
-
-@route("GET", f"/api/models/{REPO}/commits/(?P<revision>.+)")
-def commits(ask, body, repo, revision):
-    found = ask.repo(repo)
-    commit, shown = ask.commit(found, revision), []
-    while commit is not None:
-        date = "2026-01-01T00:00:00.000Z"
-        shown.append({"id": commit.oid, "title": commit.title, "message": "", "date": date, "authors": []})
-        commit = found.commits.get(commit.parent)
-    return shown
 
 
 @route("POST", f"/api/models/{REPO}/tag/(?P<revision>.+)")
@@ -437,58 +436,16 @@ def lfs_batch(ask, body, repo):
         if asked["oid"] not in found.lfs:
             place = f"{ask.hub.endpoint}/storage/{repo}/{asked['oid']}"
             upload = {"href": place, "header": {}}
-            if ask.hub.part_size is not None and asked["size"] > ask.hub.part_size:
-                parts = range(1, math.ceil(asked["size"] / ask.hub.part_size) + 1)
-                upload["header"] = {f"{part:05d}": f"{place}/{part}" for part in parts}
-                upload["header"]["chunk_size"] = str(ask.hub.part_size)
-            verify = {"href": f"{ask.hub.endpoint}/{repo}.git/info/lfs/objects/verify", "header": {}}
-            shown["actions"] = {"upload": upload, "verify": verify}
+            shown["actions"] = {"upload": upload}
         answer.append(shown)
     return {"transfer": "basic", "objects": answer}
 
 
-def arrive(found, oid, data):
-    """Keep a large file if it is the one that was announced."""
-    if hashlib.sha256(data).hexdigest() != oid:
-        raise Refused(400, "BadDigest: the content does not match its sha256")
-    found.lfs[oid] = data
-
-
-@route("GET", f"/api/models/{REPO}/xet-(?P<kind>read|write)-token/(?P<revision>.+)")
-def xet_token(ask, body, repo, kind, revision):
-    ask.repo(repo, write=kind == "write")
-    if ask.hub.xet is None:
-        raise Refused(404, "no Xet here")
-    given = {"casUrl": f"local://{ask.hub.xet}", "accessToken": "xet", "exp": 4_000_000_000}
-    names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
-    return 200, dict(zip(names, map(str, given.values()), strict=True)), json.dumps(given).encode()
-
-
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
 def store(ask, body, repo, oid):
-    arrive(ask.hub.repos[repo], oid, body)
-    return {}
-
-
-@route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})/(?P<part>\\d+)")
-def store_part(ask, body, repo, oid, part):
-    ask.hub.repos[repo].parts[oid, int(part)] = body
-    return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
-
-
-@route("POST", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
-def store_complete(ask, body, repo, oid):
-    parts = ask.hub.repos[repo].parts
-    wanted = [part["partNumber"] for part in json.loads(body)["parts"]]
-    arrive(ask.hub.repos[repo], oid, b"".join(parts[oid, part] for part in wanted))
-    return {}
-
-
-@route("POST", f"/{REPO}.git/info/lfs/objects/verify")
-def lfs_verify(ask, body, repo):
-    asked, found = json.loads(body), ask.hub.repos[repo]
-    if len(found.lfs.get(asked["oid"], b"")) != asked["size"]:
-        raise Refused(404, "Object does not exist")
+    if hashlib.sha256(body).hexdigest() != oid:
+        raise Refused(400, "BadDigest: the content does not match its sha256")
+    ask.hub.repos[repo].lfs[oid] = body
     return {}
 
 
@@ -508,8 +465,6 @@ def create_commit(ask, body, repo, revision):
         if key == "file":
             files[value["path"]] = Entry(base64.b64decode(value["content"], validate=True), False)
         elif key == "lfsFile":
-            if value["oid"] in ask.hub.xet_files:
-                found.lfs[value["oid"]] = ask.hub.xet_files[value["oid"]][0]
             if value["oid"] not in found.lfs:
                 raise Refused(400, f"LFS pointer pointed to a file that does not exist: {value['path']}")
             files[value["path"]] = Entry(found.lfs[value["oid"]], True)
@@ -536,9 +491,6 @@ def resolve(ask, body, repo, revision, path):
     if not entry.lfs:
         return 200, headers, entry.data
     headers["X-Linked-ETag"], headers["X-Linked-Size"] = f'"{entry.sha256}"', str(len(entry.data))
-    if entry.sha256 in ask.hub.xet_files:
-        headers["X-Xet-Hash"] = ask.hub.xet_files[entry.sha256][1]
-        headers["X-Xet-Refresh-Route"] = f"{ask.hub.endpoint}/api/models/{repo}/xet-read-token/{commit.oid}"
     headers["Location"] = f"http://localhost:{ask.hub.port}/cdn/{repo}/{entry.sha256}"
     return 302, headers, b""
 
@@ -547,9 +499,4 @@ def resolve(ask, body, repo, revision, path):
 def download(ask, body, repo, oid):
     if ask.headers.get("Authorization"):
         raise Refused(400, "a token must not be sent to another host")
-    data = ask.hub.repos[repo].lfs[oid]
-    wanted = re.fullmatch(r"bytes=(\d+)-", ask.headers.get("Range") or "")
-    if wanted is None:
-        return 200, {"ETag": f'"{oid}"'}, data
-    start = int(wanted[1])
-    return 206, {"ETag": f'"{oid}"', "Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}, data[start:]
+    return 200, {"ETag": f'"{oid}"'}, ask.hub.repos[repo].lfs[oid]

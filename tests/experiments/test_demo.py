@@ -15,8 +15,8 @@ import pytest
 from experiments.demo.journey import MODELS, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
-from mhla_hf.hub.card import check_card
 from mhla_hf.scores.results import Results
+from mhla_hf.share.card import check_card
 
 ROOT = Path(__file__).parents[2]
 TEACHER = """

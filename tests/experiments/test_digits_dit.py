@@ -6,8 +6,8 @@ from diffusers import AutoModel
 
 import mhla_hf
 from experiments import digits_dit
-from mhla_hf.hub.card import check_card
 from mhla_hf.scores.results import Results
+from mhla_hf.share.card import check_card
 
 
 def test_digits_in_seconds(tmp_path, capsys):

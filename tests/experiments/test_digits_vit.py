@@ -5,8 +5,8 @@ import json
 import pytest
 
 from experiments import digits_vit
-from mhla_hf.hub.card import check_card
 from mhla_hf.scores.results import Results
+from mhla_hf.share.card import check_card
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 from small_scores import make_result, save_llama, save_mhla, small_llama
 
 import mhla_hf
-from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.scores.results import Results
 from mhla_hf.scores.timing import speed_of_records
+from mhla_hf.share.card import check_card, write_card
 from mhla_hf.speed import cache_bytes
 
 SETTINGS = {"lengths": [32, 64], "decode_tokens": 2, "rounds": 1}

@@ -1,8 +1,8 @@
 """What no file of a shared model may hold: secrets, and places on the computer of the one who shares it.
 
 The forms of keys that services hand out are detect-secrets' own; beside them stand what it leaves out, and words that no
-person makes up. Unusual: what was found is never repeated, and nothing is looked up on the network; vocabularies, in which
-any word may stand, are searched for the most telling forms only.
+person makes up. What was found is never repeated, and nothing is looked up on the network; vocabularies, in which any word
+may stand, are searched for the most telling forms only.
 """
 
 import json

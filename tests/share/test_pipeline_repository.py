@@ -1,7 +1,4 @@
-"""A converted pipeline becomes a repository by diffusers' own push_to_hub, and loads by its id.
-
-Run: pytest tests/hub/test_pipeline_repository.py
-"""
+"""A converted pipeline becomes a repository by diffusers' own push_to_hub, and loads by its id."""
 
 import json
 
@@ -12,7 +9,7 @@ from huggingface_hub import hf_api
 from tiny_pipelines import dit_pipeline, generate, wan_pipeline
 
 import mhla_hf
-from mhla_hf.hub import folder_checks
+from mhla_hf.share import folder_checks
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """A folded file does what it is for: transformers loads it where the package is missing, from a folder and from the Hub.
 
-Run: pytest tests/hub/test_remote.py
+Run: pytest tests/checkpoints/test_remote.py
 """
 
 import importlib

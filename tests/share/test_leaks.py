@@ -1,7 +1,4 @@
-"""Keys, tokens, passwords and places on somebody's computer are found in what is shared, and names are not taken for them.
-
-Run: pytest tests/hub/test_leaks.py
-"""
+"""Keys, tokens, passwords and places on somebody's computer are found in what is shared; names are not taken for them."""
 
 import random
 import re
@@ -9,7 +6,7 @@ import string
 
 import pytest
 
-from mhla_hf.hub.leaks import check_leaks
+from mhla_hf.share.leaks import check_leaks
 
 HARMLESS = (
     "see https://example.org/home/anna/data and http://a.b/tmp/x",

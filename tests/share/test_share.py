@@ -1,7 +1,5 @@
 """What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf; and what
 a hostile or broken repository can do, which is nothing without trust_remote_code.
-
-Run: pytest tests/hub/test_share.py
 """
 
 import io
@@ -24,8 +22,8 @@ from tiny_pipelines import PIPELINES, generate
 import mhla_hf
 from mhla_hf.checkpoints.checksums import SUMS_FILE
 from mhla_hf.checkpoints.load import load_language_model
-from mhla_hf.hub import folder_checks
-from mhla_hf.hub.push import push
+from mhla_hf.share import folder_checks
+from mhla_hf.share.push import push
 
 TESTS = Path(__file__).parents[1]
 ABSENT = """

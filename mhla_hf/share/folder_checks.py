@@ -1,8 +1,8 @@
 """What a model's folder has to be before it is shared: everything is looked at here, and nothing is sent.
 
 Only files on a list go out: what mhla_hf, transformers and diffusers write for a model, by exact name, each of its own
-format. Everything else stays where it is and is named. Unusual: the checks look at a copy of exactly what goes out, and the
-last one loads it in a process where mhla_hf cannot be imported, without network, as its users will.
+format. Everything else stays where it is and is named. The checks look at a copy of exactly what goes out, and the last one
+loads it in a process where mhla_hf cannot be imported, without network, as its users will.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
@@ -25,17 +23,16 @@ from ..checkpoints.checksums import NOTED, ORIGIN, SUMS_FILE, without_origin
 from ..checkpoints.clean_process import check_visit
 from ..checkpoints.files import SHARD_SIZE
 from ..checkpoints.load import check_shards
-from .card import CARD_FILE, check_card, render_card
-from .card_facts import AUTO_KINDS, PERSON_FILE, not_measured, read_facts, read_json, read_person, read_records
-from .leaks import VOCABULARIES, check_leaks, cut_places, cut_record, is_absolute, local_places, strings
-from .licences import LICENCES
+from .card import CARD_FILE, check_card, folder_card
+from .facts import AUTO_KINDS, PERSON_FILE, not_measured, read_json, read_person, read_records
+from .leaks import VOCABULARIES, check_leaks, cut_record, is_absolute, local_places, strings
 
 logger = logging.getLogger("mhla_hf")
 LARGEST = 5 * 10**9  # bytes of one file: SHARD_SIZE as a number
 RECORDS = ("train.json", "results.json", "speed.json", PERSON_FILE)  # what mhla_hf wrote, where a folder may be named
 INDEX = "model_index.json"
-LICENCE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
-TOP = (CARD_FILE, INDEX, *RECORDS, *LICENCE_TEXTS)  # beside a model or pipeline, not in a pipeline's components
+LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
+TOP = (CARD_FILE, INDEX, *RECORDS, *LICENSE_TEXTS)  # beside a model or pipeline, not in a pipeline's components
 NAMES = re.compile(r"modeling_mhla\w*\.py|(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 CONFIGURATIONS = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -131,14 +128,14 @@ def _check_copy(folder: Path, paths, card, repo_id, draft, here) -> tuple[str, d
     dtype = check_weights(files)
     rewritten = _without_origin(files) | _without_places(files, here)
     for path, file in files.items():
-        if file.suffix not in (".safetensors", ".py") and not FIGURE.fullmatch(path):
+        if file.suffix not in (".safetensors", ".py") and path != CARD_FILE and not FIGURE.fullmatch(path):
             check_leaks(path, rewritten[path] if path in rewritten else file.read_bytes(), here)
     card = _check_card_of(folder, files, card, repo_id)
-    rewritten = {CARD_FILE: card.encode()} | rewritten
     _put(folder, rewritten)
-    if PERSON_FILE in files and set(RECORDS) & set(rewritten):  # so that the card can be proven from what was sent
-        rewritten[CARD_FILE] = render_card(read_facts(folder, read_person(folder), weights=False)).encode()
-        _put(folder, rewritten)
+    if PERSON_FILE in files:  # of the records as they are sent, so that whoever gets them can check the card
+        card = folder_card(folder, weights=False)
+    rewritten[CARD_FILE] = card.encode()
+    _put(folder, rewritten)
     check_leaks(CARD_FILE, rewritten[CARD_FILE], here)
     _check_measured(folder, kind, draft)
     check_visit(folder, kind, dtype if kind == "pipeline" else "auto")
@@ -237,17 +234,13 @@ def _without_origin(files: dict[str, Path]) -> dict[str, bytes]:
 
 
 def _without_places(files: dict[str, Path], here: tuple[str, ...]) -> dict[str, bytes]:
-    """The records of mhla_hf, and the card that it made of them, with the last part of each absolute path only."""
+    """The records of mhla_hf with the last part of each absolute path only."""
     rewritten = {}
     for path in set(RECORDS) & set(files):
         content = read_json_file(files[path])
         if (cut := cut_record(content, here)) != content:
             logger.info("push: %s names folders of this computer; only the last part of each is sent", path)
             rewritten[path] = (json.dumps(cut, indent=1, ensure_ascii=False) + "\n").encode()
-    if {CARD_FILE, PERSON_FILE} <= set(files):
-        text = files[CARD_FILE].read_text(encoding="utf-8")
-        if (cut := cut_places(text, here)) != text:
-            rewritten[CARD_FILE] = cut.encode()
     return rewritten
 
 
@@ -311,35 +304,25 @@ def _check_components(path: str, content, files: dict[str, Path]) -> None:
 
 
 def check_weights(files: dict[str, Path]) -> str:
-    """Every safetensors file is whole and finite, and shards and index agree. Returns the usual dtype, e.g. "float32"."""
-    sizes, stored = Counter(), {}
+    """Every safetensors file is whole and finite, no index leads out. Returns the usual dtype, e.g. "float32"."""
+    sizes = Counter()
     for path, file in files.items():
         if path.endswith(".safetensors"):
-            stored[path] = _check_tensors(file, sizes)
-    for path in files:
-        if not path.endswith(".safetensors.index.json"):
-            continue
-        stem, beside = path.removesuffix(".safetensors.index.json"), path[: path.rfind("/") + 1]
-        if f"{stem}.safetensors" in files:
-            raise ValueError(f"{files[path]} and {stem}.safetensors are both there: delete the one that is not meant")
-        for name, shard in check_shards(files[path]).items():
-            if name not in stored.get(beside + shard, ()):
-                raise ValueError(f"{files[path]}: the weight {name!r} is not in {shard}")
-    for path in stored:
-        part = re.fullmatch(r"(.*)-\d+-of-\d+\.safetensors", path)
-        if part and f"{part[1]}.safetensors.index.json" not in files:
-            raise ValueError(f"{files[path]} is a part of a sharded model without its index: save the model again")
+            _check_tensors(file, sizes)
+        elif path.endswith(".safetensors.index.json"):
+            check_shards(file)
+            if path.removesuffix(".index.json") in files:
+                raise ValueError(f"{file} and the one file that it stands for are both there: delete one of them")
     return DTYPES.get(max(sizes, key=sizes.get, default="F32"), "float32")
 
 
-def _check_tensors(file: Path, sizes: Counter) -> set[str]:
-    """The names in one file, all of whose numbers are finite; `sizes` counts elements by dtype."""
+def _check_tensors(file: Path, sizes: Counter) -> None:
+    """All numbers in a file are finite; `sizes` counts elements by dtype."""
     try:
         with safe_open(file, framework="pt") as weights:
             for key, value in (weights.metadata() or {}).items():
                 check_leaks(file.name, f"{key} {value}".encode())
-            names = set(weights.keys())
-            for name in names:
+            for name in weights.keys():  # noqa: SIM118
                 tensor = weights.get_tensor(name)
                 if tensor.is_floating_point():
                     sizes[weights.get_slice(name).get_dtype()] += tensor.numel()
@@ -348,7 +331,6 @@ def _check_tensors(file: Path, sizes: Counter) -> set[str]:
                         raise ValueError(f"{file}: the weight {name!r} holds NaN or infinity, expected finite numbers")
     except SafetensorError as error:
         raise ValueError(f"{file} is no whole safetensors file: {error}") from None
-    return names
 
 
 def _check_card_of(folder: Path, files: dict[str, Path], card: str | None, repo_id: str | None) -> str:
@@ -357,50 +339,28 @@ def _check_card_of(folder: Path, files: dict[str, Path], card: str | None, repo_
         card = read_text(files[CARD_FILE])
     if card is None:
         raise ValueError(
-            f"{folder / CARD_FILE} does not exist: write it with mhla_hf.hub.card.write_card, or give license"
+            f"{folder / CARD_FILE} does not exist: write it with mhla_hf.share.card.write_card, or give license"
         )
-    check_front_matter(card, folder / CARD_FILE, files)
+    try:
+        license = ModelCard(card).data.to_dict().get("license")
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{folder / CARD_FILE} has front matter that cannot be read: {said}") from None
+    if not isinstance(license, str):
+        raise ValueError(
+            f"{folder / CARD_FILE}: license is {license!r}, expected a license of the Hub such as apache-2.0"
+        )
     if PERSON_FILE in files:
         try:
             check_card(folder)
         except ValueError as error:
             raise ValueError(f"{error}; write the card again (mhla-hf card {folder})") from error
-        name = read_person(folder)["name"]
+        name = read_person(folder)[0].name
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(
                 f"{folder / CARD_FILE} is the card of {name!r}, not of {repo_id!r}: write it with that name"
             )
     return card
-
-
-def check_front_matter(text: str, where, files=()) -> None:
-    """The metadata of a card is what the Hub accepts: a known licence, ids that are ids, lists that are lists."""
-    front = re.match(r"---[ \t]*\r?\n(.*?)\r?\n---", text, flags=re.DOTALL)
-    try:
-        ModelCard(text)
-        data = (yaml.safe_load(front[1]) if front else None) or {}
-    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-        raise ValueError(f"{where} has front matter that cannot be read: {' '.join(str(error).split())}") from None
-    licence = data.get("license")
-    if licence not in LICENCES if isinstance(licence, str) else True:
-        raise ValueError(f"{where}: license is {licence!r}, expected an identifier of the Hub such as apache-2.0")
-    if licence == "other" and not data.get("license_name"):
-        raise ValueError(f"{where}: license 'other' needs license_name")
-    if licence == "other" and not data.get("license_link") and not {"LICENSE", "LICENCE"} & set(files):
-        raise ValueError(f"{where}: license 'other' needs license_link, or the text in a file LICENSE")
-    for key in ("tags", "datasets", "language", "base_model"):
-        value = data.get(key)
-        entries = value if isinstance(value, list) else [value] * (value is not None and key != "tags")
-        if (value is not None and not entries) or not all(isinstance(entry, str) for entry in entries):
-            raise ValueError(f"{where}: {key} is {value!r}, expected a list of texts")
-        for entry in entries if key in ("datasets", "base_model") else ():
-            try:
-                validate_repo_id(entry)
-            except HFValidationError:
-                raise ValueError(f"{where}: {key} is {entry!r}, expected a Hub id such as user/name") from None
-    for key in ("library_name", "pipeline_tag"):
-        if not isinstance(data.get(key, "-"), str):
-            raise ValueError(f"{where}: {key} is {data[key]!r}, expected a text")
 
 
 def _check_measured(folder: Path, kind: str, draft: bool) -> None:
