@@ -31,7 +31,7 @@ _PUBLIC = {
     "analyze": "evidence.report",
     "convert": "patch",
     "distill": "training.loop",
-    "evaluate": "scores.evaluation",
+    "evaluate": "evaluation.evaluation",
     "push": "hub.push",
 }
 

@@ -339,8 +339,8 @@ def run_distill(given, command):
 
 def run_evaluate(given, command):
     """mhla-hf evaluate"""
-    from .scores.evaluation import evaluate
-    from .scores.figures import check_plot
+    from .evaluation.evaluation import evaluate
+    from .evaluation.figures import check_plot
 
     if given.plot:
         check_plot(given.plot)

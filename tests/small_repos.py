@@ -3,8 +3,8 @@
 from small_scores import make_result, small_tokenizer
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.evaluation.results import Results
 from mhla_hf.hub.card import write_card
-from mhla_hf.scores.results import Results
 
 CARD = """\
 ---

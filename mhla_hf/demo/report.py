@@ -10,8 +10,8 @@ import statistics
 from pathlib import Path
 
 from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..evaluation.results import Results
 from ..plots import LABELS
-from ..scores.results import Results
 from ..training.run_folder import RECORD
 
 FORMAT_VERSION = 1

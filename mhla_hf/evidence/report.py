@@ -10,8 +10,8 @@ from pathlib import Path
 from ..checkpoints.files import write_json
 from ..checkpoints.load import check_model_name, choose_device
 from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..evaluation.subjects import check_writable
 from ..plots import plot_mixing
-from ..scores.subjects import check_writable
 from .analysis import attention_maps, describe_mixing, measure_calls, record_model
 from .figures import plot_grid_mixing, plot_layers, plot_maps
 from .inputs import image_batch, is_pipeline_folder, kind_of, load_any, pipeline_call, text_batch

@@ -21,7 +21,7 @@ from mhla_hf.checkpoints.checksums import SUMS_FILE, hash_file, render_sums
 from mhla_hf.checkpoints.clean_process import check_visit
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import main
-from mhla_hf.scores.features import Extractor
+from mhla_hf.evaluation.features import Extractor
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 

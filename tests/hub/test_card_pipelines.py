@@ -15,11 +15,11 @@ from tiny_pipelines import dit_pipeline, wan_pipeline
 
 import mhla_hf
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.evaluation.features import Extractor
+from mhla_hf.evaluation.results import Results
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.folder_checks import check_front_matter
-from mhla_hf.scores.features import Extractor
-from mhla_hf.scores.results import Results
 
 
 def colours(images):

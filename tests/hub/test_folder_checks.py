@@ -19,11 +19,11 @@ from small_scores import make_result, small_llama
 import mhla_hf
 from mhla_hf.checkpoints.checksums import check_sums, read_sums
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.evaluation.results import Results
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.folder_checks import check_folder, check_front_matter
 from mhla_hf.hub.plain_card import plain_card
-from mhla_hf.scores.results import Results
 
 TOKEN = "hf_" + "aB3" * 12
 RUNS_CODE = {2: b"\x80\x02cposix\nsystem\nq\x00X\x02\x00\x00\x00idq\x01\x85Rq\x02.", 0: b"cposix\nsystem\n(S'id'\ntR."}

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tiny_pipelines import PIPELINES, generate
 
 import mhla_hf
+from mhla_hf.evaluation.results import Results
 from mhla_hf.hub.card import check_card
 from mhla_hf.models.dit_transformer import dit_preset
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.scores.results import Results
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]

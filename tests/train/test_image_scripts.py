@@ -19,8 +19,8 @@ from transformers import (
 )
 
 import mhla_hf
+from mhla_hf.evaluation.results import Results
 from mhla_hf.hub.card import check_card
-from mhla_hf.scores.results import Results
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]

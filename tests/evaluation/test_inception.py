@@ -4,7 +4,7 @@ The published weights cannot be fetched where tests run offline. torchvision's b
 build cannot promise; torch-fidelity needs it for other networks only, so that here a stand-in takes its place. `make test`
 puts torch-fidelity into a folder of its own, as torchmetrics imports it wherever it is installed.
 
-Run: pytest tests/scores/test_inception.py
+Run: pytest tests/evaluation/test_inception.py
 """
 
 import importlib.machinery
@@ -19,8 +19,8 @@ from PIL import Image
 from tiny_pipelines import dit_pipeline
 
 import mhla_hf
-from mhla_hf.scores import features
-from mhla_hf.scores.features import inception
+from mhla_hf.evaluation import features
+from mhla_hf.evaluation.features import inception
 
 IMAGES = 8  # of 299 x 299 inside, on a CPU
 

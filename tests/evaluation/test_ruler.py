@@ -1,6 +1,6 @@
 """RULER's tasks of the recipe by their names: the questions, prompts and numbers of lm-eval itself, task by task.
 
-Run: pytest tests/scores/test_ruler.py
+Run: pytest tests/evaluation/test_ruler.py
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ from small_scores import TRAINING, small_llama
 
 import mhla_hf
 from mhla_hf.demo.text import make_tokenizer
-from mhla_hf.scores.harness import load_tasks, task_hash
-from mhla_hf.scores.recipes import read_score_recipe
+from mhla_hf.evaluation.harness import load_tasks, task_hash
+from mhla_hf.evaluation.recipes import read_score_recipe
 
 RULER = (
     Path(lm_eval.tasks.__file__).parent / "ruler"

@@ -1,6 +1,6 @@
 """Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs.
 
-Run: pytest tests/scores/test_image.py
+Run: pytest tests/evaluation/test_image.py
 """
 
 import functools
@@ -31,13 +31,13 @@ from transformers import (
 )
 
 import mhla_hf
-from mhla_hf.scores import classification
-from mhla_hf.scores.features import Extractor
-from mhla_hf.scores.geneval import geneval_plan, geneval_scores
-from mhla_hf.scores.image_metrics import Moments, frechet_distance, precision_recall
-from mhla_hf.scores.recipes import read_score_recipe
-from mhla_hf.scores.results import Results
-from mhla_hf.scores.samples import draw_labels
+from mhla_hf.evaluation import classification
+from mhla_hf.evaluation.features import Extractor
+from mhla_hf.evaluation.geneval import geneval_plan, geneval_scores
+from mhla_hf.evaluation.image_metrics import Moments, frechet_distance, precision_recall
+from mhla_hf.evaluation.recipes import read_score_recipe
+from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.samples import draw_labels
 
 STEPS = {"sampling.num_inference_steps": 2}
 
@@ -200,7 +200,7 @@ def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, refere
 
 
 def test_shares_of_several_processes_are_all_of_them():
-    from mhla_hf.scores.processes import Processes
+    from mhla_hf.evaluation.processes import Processes
 
     items = list(range(10))
     shares = [Processes(rank, 3).share(items) for rank in range(3)]
@@ -209,7 +209,7 @@ def test_shares_of_several_processes_are_all_of_them():
 
 EXTRACTOR = """
 import torch
-from mhla_hf.scores.features import Extractor
+from mhla_hf.evaluation.features import Extractor
 
 
 def make():

@@ -1,7 +1,7 @@
 """The tasks of the paper's tables 6 and 8, lm-eval's own logic on small local data: by name, by object, by lm-eval itself.
 
 Only the data are ours: each task's YAML is included, so prompts, choices, scoring and metrics are those of the installed
-lm-eval. Run: pytest tests/scores/test_built_in_tasks.py
+lm-eval. Run: pytest tests/evaluation/test_built_in_tasks.py
 """
 
 import json
@@ -14,7 +14,7 @@ from small_scores import HELD_OUT, WINDOW, save_mhla
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.scores.recipes import read_score_recipe
+from mhla_hf.evaluation.recipes import read_score_recipe
 
 PAGE = " = Classes = \n\n A class is a statement , and classes have names . \n"
 FOUR = {"text": ["a name", "a block", "an object", "a number"], "label": ["A", "B", "C", "D"]}

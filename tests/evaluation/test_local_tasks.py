@@ -1,6 +1,6 @@
 """Tasks made from a text: nothing of it is lost, questions are fair, the folder is whole or not there.
 
-Run: pytest tests/scores/test_local_tasks.py
+Run: pytest tests/evaluation/test_local_tasks.py
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 from lm_eval.api.model import LM
 from small_scores import HELD_OUT, WINDOW, small_tokenizer
 
-from mhla_hf.scores.harness import HARNESS_SEEDS, load_tasks, score
-from mhla_hf.scores.local_tasks import find_sentences, make_cloze, make_recall, make_tasks, split_text
+from mhla_hf.evaluation.harness import HARNESS_SEEDS, load_tasks, score
+from mhla_hf.evaluation.local_tasks import find_sentences, make_cloze, make_recall, make_tasks, split_text
 
 BLOCK = 32
 TOKENIZER = small_tokenizer()

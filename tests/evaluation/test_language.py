@@ -1,6 +1,6 @@
 """evaluate(): the numbers of lm-eval itself, once each, with standard errors; a damaged model gets none.
 
-Run: pytest tests/scores/test_language.py
+Run: pytest tests/evaluation/test_language.py
 """
 
 import json
@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
-from mhla_hf.scores import harness
-from mhla_hf.scores.harness import ratio_stderr
-from mhla_hf.scores.local_tasks import make_tasks
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation import harness
+from mhla_hf.evaluation.harness import ratio_stderr
+from mhla_hf.evaluation.local_tasks import make_tasks
+from mhla_hf.evaluation.results import Results
 
 NAMES = ["here_bits_per_byte", "here_cloze", "here_recall", "here_generation"]
 FEWSHOT = """
@@ -428,8 +428,8 @@ def test_models_that_are_none_are_refused(world):
 
 
 def test_without_lm_eval_the_line_that_installs_it(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "mhla_hf.scores.harness")
-    monkeypatch.delattr(sys.modules["mhla_hf.scores"], "harness")
+    monkeypatch.delitem(sys.modules, "mhla_hf.evaluation.harness")
+    monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], "harness")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[eval\]'"):
         judge(world)

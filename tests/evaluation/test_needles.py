@@ -1,6 +1,6 @@
 """Needles: questions of the length asked for, answers that only memory gives, depth by depth.
 
-Run: pytest tests/scores/test_needles.py
+Run: pytest tests/evaluation/test_needles.py
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 from small_scores import WINDOW, small_llama, small_tokenizer
 
 import mhla_hf
-from mhla_hf.scores.needles import make_needles
+from mhla_hf.evaluation.needles import make_needles
 
 TOKENIZER = small_tokenizer()
 

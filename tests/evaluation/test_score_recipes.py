@@ -1,6 +1,6 @@
 """Score recipes: every task they name exists in the installed lm-eval, and the columns are those of the paper's tables.
 
-Run: pytest tests/scores/test_score_recipes.py
+Run: pytest tests/evaluation/test_score_recipes.py
 """
 
 import re
@@ -9,9 +9,9 @@ import pytest
 import yaml
 from small_scores import make_result
 
-from mhla_hf.scores.evaluation import Comparison
-from mhla_hf.scores.recipes import FOLDER, read_score_recipe, recipe_names, with_settings
-from mhla_hf.scores.results import Results, paper_rows
+from mhla_hf.evaluation.evaluation import Comparison
+from mhla_hf.evaluation.recipes import FOLDER, read_score_recipe, recipe_names, with_settings
+from mhla_hf.evaluation.results import Results, paper_rows
 
 # two rows of each table of the paper, as printed
 TABLE_6 = {

@@ -1,6 +1,6 @@
 """A hash of what a function does: equal for the same in any process, another when its weights or its code change.
 
-Run: pytest tests/scores/test_identity.py
+Run: pytest tests/evaluation/test_identity.py
 """
 
 import functools
@@ -11,7 +11,7 @@ import sys
 import numpy
 import torch
 
-from mhla_hf.scores.identity import hash_files, hash_thing
+from mhla_hf.evaluation.identity import hash_files, hash_thing
 
 SCALE = 2.0
 
@@ -83,7 +83,7 @@ def test_weights_code_and_what_is_reached_decide(monkeypatch):
 
 CODE = """
 import torch
-from mhla_hf.scores.identity import hash_thing
+from mhla_hf.evaluation.identity import hash_thing
 def judge(images):
     return [images in {"a", "b", "c", "d"}, judge, torch.nn.functional.relu, object]
 print(hash_thing(judge), hash_thing(type("Empty", (), {})()))

@@ -1,6 +1,6 @@
 """The picture of a comparison: a panel per score, curves by depth, nothing left out in silence.
 
-Run: pytest tests/scores/test_figures.py
+Run: pytest tests/evaluation/test_figures.py
 """
 
 import sys
@@ -10,11 +10,11 @@ from PIL import Image
 from small_scores import make_result
 
 from mhla_hf.cli import main
-from mhla_hf.scores import figures
-from mhla_hf.scores.evaluation import Comparison
-from mhla_hf.scores.figures import check_plot, colours_of, plot_scores
-from mhla_hf.scores.recipes import read_score_recipe
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation import figures
+from mhla_hf.evaluation.evaluation import Comparison
+from mhla_hf.evaluation.figures import check_plot, colours_of, plot_scores
+from mhla_hf.evaluation.recipes import read_score_recipe
+from mhla_hf.evaluation.results import Results
 
 
 def test_scores_and_depths_are_drawn(tmp_path):

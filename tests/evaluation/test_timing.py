@@ -1,6 +1,6 @@
 """Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them.
 
-Run: pytest tests/scores/test_timing.py
+Run: pytest tests/evaluation/test_timing.py
 """
 
 import re
@@ -9,9 +9,9 @@ import pytest
 from small_scores import make_result, save_llama, save_mhla, small_llama
 
 import mhla_hf
+from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.timing import speed_of_records
 from mhla_hf.hub.card import check_card, write_card
-from mhla_hf.scores.results import Results
-from mhla_hf.scores.timing import speed_of_records
 from mhla_hf.speed import cache_bytes
 
 SETTINGS = {"lengths": [32, 64], "decode_tokens": 2, "rounds": 1}
@@ -34,7 +34,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     }
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
-    monkeypatch.setattr("mhla_hf.scores.timing.measure_speed", None)
+    monkeypatch.setattr("mhla_hf.evaluation.timing.measure_speed", None)
     assert judge(folders)["mhla"].records == compared["mhla"].records, "what is known is not timed again"
     text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
     assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text

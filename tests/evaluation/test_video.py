@@ -1,7 +1,7 @@
 """VBench: names by its protocol, upstream's exact totals, no total of less than everything; a stop is resumed.
 
 The stand-in for vbench below has its interface and its way of writing results; the last test runs the real one where the
-variable MHLA_HF_VBENCH_PYTHON names an interpreter that has it. Run: pytest tests/scores/test_video.py
+variable MHLA_HF_VBENCH_PYTHON names an interpreter that has it. Run: pytest tests/evaluation/test_video.py
 """
 
 import importlib.util
@@ -18,9 +18,9 @@ import torch
 from tiny_pipelines import wan_pipeline
 
 import mhla_hf
-from mhla_hf.scores.recipes import read_score_recipe
-from mhla_hf.scores.results import Results
-from mhla_hf.scores.video import DIMENSIONS, QUALITY, SEMANTIC, part_score, read_vbench, save_video, vbench_totals
+from mhla_hf.evaluation.recipes import read_score_recipe
+from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.video import DIMENSIONS, QUALITY, SEMANTIC, part_score, read_vbench, save_video, vbench_totals
 
 # averages, and what upstream's scripts/cal_final_score.py (commit 45e79ec) prints for them
 RECORDED = [

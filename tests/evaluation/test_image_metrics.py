@@ -1,6 +1,6 @@
 """FID, IS, precision and recall against independent computations on random features; a CLIP score against its formula.
 
-Run: pytest tests/scores/test_image_metrics.py
+Run: pytest tests/evaluation/test_image_metrics.py
 """
 
 import math
@@ -14,8 +14,8 @@ from PIL import Image
 from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPConfig, CLIPModel
 
-from mhla_hf.scores.features import Extractor, find_extractor
-from mhla_hf.scores.image_metrics import (
+from mhla_hf.evaluation.features import Extractor, find_extractor
+from mhla_hf.evaluation.image_metrics import (
     Moments,
     clip_scores,
     frechet_distance,
