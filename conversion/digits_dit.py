@@ -43,11 +43,9 @@ from mhla_hf.checkpoints.files import file_aside, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
 from mhla_hf.cli import script
-from mhla_hf.evaluation.image import keep_scores
-from mhla_hf.evaluation.image_metrics import Moments, frechet_distance, share_error
-from mhla_hf.evaluation.results import Results
-from mhla_hf.evaluation.samples import hash_of
-from mhla_hf.evaluation.subjects import find_subjects
+from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
+from mhla_hf.evaluation.records import Results, hash_of
+from mhla_hf.evaluation.subjects import find_subjects, keep_scores
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.plots import STYLE, pyplot, save_figure
 from mhla_hf.training.denoising import NoiseProcess, predict, trajectory

@@ -31,7 +31,7 @@ _PUBLIC = {
     "analyze": "evidence.report",
     "convert": "patch",
     "distill": "training.loop",
-    "evaluate": "evaluation.evaluation",
+    "evaluate": "evaluation.runner",
     "push": "hub.push",
 }
 

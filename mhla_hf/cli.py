@@ -339,8 +339,8 @@ def run_distill(given, command):
 
 def run_evaluate(given, command):
     """mhla-hf evaluate"""
-    from .evaluation.evaluation import evaluate
     from .evaluation.figures import check_plot
+    from .evaluation.runner import evaluate
 
     if given.plot:
         check_plot(given.plot)

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.evaluation.results import Result, Results
+from mhla_hf.evaluation.records import Result, Results
 from mhla_hf.nn.settings import MHLASettings
 
 STAGE = {

@@ -27,9 +27,9 @@ from ..checkpoints.files import folder_aside, write_json, write_text
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.load import choose_device, load_language_model, without_bars
 from ..checkpoints.machine import describe_hardware, describe_versions
-from ..evaluation.evaluation import evaluate
 from ..evaluation.local_tasks import make_tasks
-from ..evaluation.results import Results
+from ..evaluation.records import Results
+from ..evaluation.runner import evaluate
 from ..evidence.matrices import mixing_matrices
 from ..hub.card import check_card, write_card
 from ..hub.card_facts import find_licence

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
-from ..evaluation.results import Results
+from ..evaluation.records import Results
 from ..plots import LABELS
 from ..training.run_folder import RECORD
 

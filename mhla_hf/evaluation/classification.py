@@ -1,17 +1,16 @@
-"""Judging image classifiers: top-1 accuracy on labelled images, as in table 2 of the paper.
+"""Judging image classifiers: top-1 accuracy on labeled images, as in table 2 of the paper.
 
-The model's own image processor prepares the images, in colour or, for a model of one channel, in grey. Unusual: folders
-of classes are matched to the model's labels by name, and only where no name matches by their order, which is how
-ImageNet's folders are numbered.
+The model's own image processor prepares the images, in color or, for a model of one channel, in gray. Folders of classes are
+matched to the model's labels by name, and only where no name matches by their order, which is how ImageNet's are numbered.
 """
 
 import dataclasses
 import hashlib
-import logging
 import time
 from pathlib import Path
 
 import torch
+from huggingface_hub.dataclasses import strict
 from PIL import Image
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -26,25 +25,22 @@ from ..checkpoints.load import (
     choose_device,
     first_line,
 )
-from .features import PICTURES
-from .identity import hash_files, hash_thing
-from .image import VERSION, PipelineJudge, read_protocol
-from .image_metrics import share_error
-from .processes import Processes
-from .results import Results
-from .samples import hash_of
-from .subjects import find_subjects
+from .image_scores import PICTURES, hash_files, share_error, version_of
+from .recipes import read_settings
+from .records import Results, hash_of
+from .subjects import VERSION, find_subjects, keep_scores, known_score
 
-logger = logging.getLogger("mhla_hf")
 READING = "data: reading"
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class ClassificationProtocol:
     """The settings of a recipe of kind "classification".
 
     name: of the task in tables. data: a folder with one folder of images per class, or the id of a data set with the
-    columns "image" and "label". split: of a data set. processor: folder or id of an image processor; None: the model's own.
+    columns "image" and "label". split: of a data set. processor: folder or id of an image processor, or one as an object,
+    of transformers or with a text `version` that changes when what it does changes; None: the model's own.
     """
 
     name: str = "images"
@@ -55,14 +51,26 @@ class ClassificationProtocol:
 
 def judge_classifiers(models, asked):
     """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
-    protocol = read_protocol(ClassificationProtocol, asked.recipe.settings)
+    protocol = read_settings(ClassificationProtocol, asked.recipe.settings)
     if list(asked.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
     if not protocol.data:
         raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
-    examples = read_examples(protocol, asked.limit, asked.progress)
-    return {subject.name: _Judge(subject, asked, protocol, Processes()).run(examples) for subject in subjects}
+    processor = _hash_processor(protocol.processor)
+    images, labels, names, data = read_examples(protocol, asked.limit, asked.progress)
+    task, task_hash = protocol.name, hash_of([VERSION, data, labels, names, processor])
+    compared = {}
+    for subject in subjects:
+        kept = subject.known(asked)
+        if not known_score(kept, subject, asked, task, "acc", task_hash):
+            started = time.perf_counter()
+            model, processor = _load(subject, asked, protocol.processor)
+            share = _count_right(model, processor, images, labels, names, asked, subject.name) / len(labels)
+            scores = {"acc": (share, share_error(share, len(labels)), True, len(labels))}
+            kept = keep_scores(kept, subject, asked, task, scores, task_hash, started, model.device)
+        compared[subject.name] = Results(r for r in kept if r.task == task and r.limit == asked.limit)
+    return compared
 
 
 def read_examples(protocol, limit=None, progress=False):
@@ -112,68 +120,55 @@ def _hash_stored(bytes, path):
     return hash_file(path) if bytes is None else hashlib.sha256(bytes).hexdigest()
 
 
-class _Judge(PipelineJudge):
-    """One classifier."""
+def _hash_processor(given):
+    """Of an image processor; None for the model's own, which the fingerprint of the model covers."""
+    if isinstance(given, (str, Path)) and Path(given).is_dir():
+        return hash_files([file for file in Path(given).iterdir() if file.is_file()], given)
+    if given is None or isinstance(given, str):
+        return given
+    if hasattr(given, "to_json_string"):
+        return [type(given).__name__, given.to_json_string()]
+    return version_of(given, "settings: processor")
 
-    def run(self, examples):
-        """The accuracy, from the records or computed."""
-        images, labels, names, data = examples
-        task, task_hash = self.protocol.name, hash_of([VERSION, data, labels, names, self._processor_hash()])
-        if not self.known(task, "acc", task_hash):
-            started = time.perf_counter()
-            right = self._right(images, labels, names)
-            share = right / len(labels)
-            scores = {"acc": (share, share_error(share, len(labels)), True, len(labels))}
-            self.keep(task, scores, task_hash, started)
-        return Results(r for r in self.kept if r.task == task and r.limit == self.asked.limit)
 
-    def _processor_hash(self):
-        """Of the image processor; None for the model's own, which the fingerprint of the model covers."""
-        given = self.protocol.processor
-        if isinstance(given, (str, Path)) and Path(given).is_dir():
-            return hash_files([file for file in Path(given).iterdir() if file.is_file()], given)
-        return given if given is None or isinstance(given, str) else hash_thing(given)
+def _count_right(model, processor, images, labels, names, asked, what):
+    """How many images the model names right. what: a word for the bar."""
+    order = label_order(model.config, names)
+    mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
+    right, size = 0, asked.batch_size
+    with tqdm(total=len(labels), desc=what, disable=not asked.progress) as bar:
+        for start in range(0, len(labels), size):
+            batch = [_opened(image, mode) for image in images[start : start + size]]
+            pixels = processor(images=batch, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
+            with torch.inference_mode():
+                said = model(pixel_values=pixels).logits.argmax(-1).tolist()
+            right += sum(order[label] == one for label, one in zip(labels[start : start + size], said, strict=True))
+            bar.update(len(batch))
+    return right
 
-    def _right(self, images, labels, names):
-        """How many images the model names right."""
-        model, processor = self._load()
-        order = label_order(model.config, names)
-        mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
-        right, size = 0, self.asked.batch_size
-        with tqdm(total=len(labels), desc=self.subject.name, disable=not self.asked.progress) as bar:
-            for start in range(0, len(labels), size):
-                batch = [_opened(image, mode) for image in images[start : start + size]]
-                pixels = processor(images=batch, return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
-                with torch.inference_mode():
-                    found = model(pixel_values=pixels).logits.argmax(-1).tolist()
-                right += sum(
-                    order[label] == said for label, said in zip(labels[start : start + size], found, strict=True)
-                )
-                bar.update(len(batch))
-        return right
 
-    def _load(self):
-        source, processor, where = self.subject.source, self.protocol.processor, self.subject.where(self.asked)
-        if processor is None and self.subject.loaded:
-            raise ValueError(f"settings: processor is None; a loaded model such as {self.subject.name!r} needs one")
-        try:
-            if isinstance(processor, (str, Path)):
-                trust = where["trust_remote_code"]
-                processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=trust)
-            if self.subject.loaded:
-                return source.eval(), processor
-            with checked_files(check_model_name(source), where["revision"]) as files:
-                where |= files
-                processor = processor or AutoImageProcessor.from_pretrained(str(source), **where)
-                options = {"dtype": DTYPES.get(self.subject.dtype, "auto"), "use_safetensors": True, **where}
-                model, info = AutoModelForImageClassification.from_pretrained(
-                    str(source), output_loading_info=True, **options
-                )
-            model = model.to(choose_device(self.asked.device)).eval()
-        except LOADING_ERRORS as error:
-            raise ValueError(f"model {self.subject.name!r} cannot be loaded: {first_line(error)}") from error
-        check_whole(self.subject.name, info)
-        return model, processor
+def _load(subject, asked, processor):
+    """(model, image processor); ValueError when one of them cannot be loaded."""
+    source, where = subject.source, subject.where(asked)
+    if processor is None and subject.loaded:
+        raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
+    try:
+        if isinstance(processor, (str, Path)):
+            processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=where["trust_remote_code"])
+        if subject.loaded:
+            return source.eval(), processor
+        with checked_files(check_model_name(source), where["revision"]) as files:
+            where |= files
+            processor = processor or AutoImageProcessor.from_pretrained(str(source), **where)
+            options = {"dtype": DTYPES.get(subject.dtype, "auto"), "use_safetensors": True, **where}
+            model, info = AutoModelForImageClassification.from_pretrained(
+                str(source), output_loading_info=True, **options
+            )
+        model = model.to(choose_device(asked.device)).eval()
+    except LOADING_ERRORS as error:
+        raise ValueError(f"model {subject.name!r} cannot be loaded: {first_line(error)}") from error
+    check_whole(subject.name, info)
+    return model, processor
 
 
 def label_order(config, names):

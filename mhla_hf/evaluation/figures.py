@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from ..plots import COLOURS, STYLE, pyplot, save_figure
-from .results import paper_values
-from .timing import TASK as SPEED
+from .records import paper_values
+from .speed import TASK as SPEED
 
 MOST = 24
 EXTRA = ("#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a", "#33363d")

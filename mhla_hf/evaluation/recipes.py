@@ -1,38 +1,55 @@
 """Score recipes: which tasks, how many shots, which protocol, and how the paper's tables are laid out.
 
-A recipe is a YAML file; those of this package are in `recipes/` beside this file and go by their names. Unusual: its
-`columns` say what each column of a published table is, as (task, metric), so that our scores can be put in that layout.
+A recipe is a YAML file; those of this package are in `recipes/` beside this file and go by their names. Its `columns` say
+what each column of a published table is, as (task, metric), so that our scores can be put in that layout.
 """
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Literal
+
+from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.errors import StrictDataclassError
 
 from ..checkpoints.files import read_yaml
 
 FOLDER = Path(__file__).parent / "recipes"
-KINDS = ("language", "classification", "image", "video", "speed")
-KEYS = ("about", "kind", "tasks", "settings", "columns")
-COLUMN_KEYS = ("task", "metric", "percent", "mean_of", "higher_is_better")
+COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class ScoreRecipe:
     """How to judge.
 
-    name: of a recipe of this package, else its file's. kind: of the models, one of `KINDS`. about: what it is for.
-    tasks: task -> examples in the prompt, or None for the task's own number; for images and videos the metrics, with None.
-    settings: the protocol of this kind of model; see `ImageProtocol`, `VideoProtocol`, `ClassificationProtocol`,
-        `make_needles`. changed: those that are not the file's.
-    columns: label -> {"task", "metric", "percent"} or {"mean_of": labels}; empty: no such layout.
+    kind: of the models. tasks: task -> examples in the prompt, or None for the task's own number; for other kinds than
+    language the metrics, with None. settings: the protocol of this kind of model, see `ImageProtocol`, `VideoProtocol`,
+    `ClassificationProtocol`, `SpeedProtocol`, `make_needles`. columns: label -> {"task", "metric", "percent",
+    "higher_is_better"} or {"mean_of": labels}; empty: no such layout. name: of a recipe of this package, else its file's.
+    changed: the settings that are not the file's.
     """
 
-    name: str
-    kind: str
-    about: str
-    tasks: dict
-    settings: dict
-    columns: dict
+    kind: Literal["language", "classification", "image", "video", "speed"]
+    tasks: dict[str, int | None]
+    about: str = ""
+    settings: dict = dataclasses.field(default_factory=dict)
+    columns: dict[str, dict] = dataclasses.field(default_factory=dict)
+    name: str = ""
     changed: dict = dataclasses.field(default_factory=dict)
+
+    def validate_tasks(self):
+        """At least one, none with fewer than no examples."""
+        if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
+            raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
+
+    def validate_columns(self):
+        """Each is a score, or the mean of such columns."""
+        for label, column in self.columns.items():
+            parts = column.get("mean_of", [])
+            scored = {"task", "metric"} <= set(column)
+            if set(column) - COLUMN_KEYS or set(parts) - set(self.columns) or bool(parts) == scored:
+                raise ValueError(f"column {label!r} is {column!r}; expected task and metric, or mean_of other columns")
 
     def words(self, shown=str):
         """The words after `mhla-hf evaluate MODEL` that mean this recipe; shown: how a text among the settings is told."""
@@ -42,6 +59,27 @@ class ScoreRecipe:
                 value = ",".join(map(str, value))
             words += ["--set", f"{name}={shown(value) if isinstance(value, str) else getattr(value, 'name', value)}"]
         return words
+
+
+@as_validated_field
+def at_least_one(value):
+    """A field of a protocol that counts something."""
+    if value is True or value < 1:
+        raise ValueError(f"expected a whole number of at least 1, got {value}")
+
+
+def read_settings(cls, values, what="settings"):
+    """`values` by name as the strict dataclass `cls`; ValueError in one sentence that begins with `what`."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"{what}: unknown {unknown[0]!r}; expected {', '.join(known)}")
+    try:
+        return cls(**values)
+    except (StrictDataclassError, TypeError) as error:
+        field = re.match(r"Validation error for field '(\w+)'", str(error))
+        while error.__cause__:
+            error = error.__cause__
+        raise ValueError(": ".join([what, *([field[1]] if field else []), " ".join(str(error).split())])) from None
 
 
 def recipe_names():
@@ -56,54 +94,17 @@ def read_score_recipe(name):
     path = FOLDER / f"{name}.yaml" if str(name) in recipe_names() else Path(name)
     if not path.is_file():
         raise ValueError(f"recipe {str(name)!r} is no file; expected one, or a name: {', '.join(recipe_names())}")
-    content = read_yaml(path, "recipe")
+    content, what = read_yaml(path, "recipe"), f"recipe {str(name)!r}"
     if not isinstance(content, dict):
-        raise ValueError(f"recipe {str(name)!r} holds a {type(content).__name__}; expected keys {', '.join(KEYS)}")
-    _check(str(name), content)
-    own = path.parent == FOLDER
-    return ScoreRecipe(
-        name=path.stem if own else str(name),
-        kind=content["kind"],
-        about=content.get("about", ""),
-        tasks=_tasks(content.get("tasks")),
-        settings=dict(content.get("settings") or {}),
-        columns=dict(content.get("columns") or {}),
-    )
-
-
-def _tasks(tasks):
-    return dict(tasks) if isinstance(tasks, dict) else dict.fromkeys(tasks)
-
-
-def _check(name, content):
-    where = f"recipe {name!r}"
-    if unknown := sorted(set(content) - set(KEYS)):
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; a score recipe has {', '.join(KEYS)}")
-    if content.get("kind") not in KINDS:
-        raise ValueError(f"{where}: kind is {content.get('kind')!r}; expected {', '.join(KINDS)}")
-    tasks = content.get("tasks")
-    if not tasks or not isinstance(tasks, (dict, list)) or not all(isinstance(task, str) for task in tasks):
-        raise ValueError(f"{where}: tasks is {tasks!r}; expected names, or names with the examples in the prompt")
-    for task, shots in _tasks(tasks).items():
-        if shots is not None and (isinstance(shots, bool) or not isinstance(shots, int) or shots < 0):
-            raise ValueError(f"{where}: task {task!r} has {shots!r} shots; expected a whole number")
-    if not isinstance(content.get("settings") or {}, dict):
-        raise ValueError(f"{where}: settings is {content['settings']!r}; expected names and values")
-    columns = content.get("columns") or {}
-    for label, column in columns.items():
-        if not isinstance(column, dict) or set(column) - set(COLUMN_KEYS):
-            raise ValueError(f"{where}: column {label!r} is {column!r}; expected keys {', '.join(COLUMN_KEYS)}")
-        parts = column.get("mean_of", [])
-        if any(part not in columns for part in parts) or bool(parts) == ("metric" in column):
-            raise ValueError(
-                f"{where}: column {label!r} needs task and metric, or mean_of with labels of other columns"
-            )
+        raise ValueError(f"{what} holds a {type(content).__name__}; expected kind, tasks, settings and columns")
+    if isinstance(content.get("tasks"), list):
+        content["tasks"] = dict.fromkeys(content["tasks"])
+    return read_settings(ScoreRecipe, {**content, "name": path.stem if path.parent == FOLDER else str(name)}, what)
 
 
 def with_settings(recipe, settings):
     """`recipe` with some of its settings replaced; "sampling.height" is one value of the setting "sampling"."""
-    changed = dict(settings or {})
-    merged = dict(recipe.settings)
+    changed, merged = dict(settings or {}), dict(recipe.settings)
     for name, value in changed.items():
         outer, dot, inner = name.partition(".")
         if dot and not isinstance(merged.get(outer, {}), dict):

@@ -1,22 +1,25 @@
 """What is judged: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
 
-Unusual: a name is turned into a fingerprint of what decides the numbers, so that a score can be told from that of other
-weights, and into the file its scores go to; both are known before the first model is read.
+A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
+the model's results file; what is known there for exactly this question is not run again.
 """
 
 import dataclasses
 import logging
 import os
+import shlex
+import time
 from pathlib import Path
 
 import torch
 
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
 from ..checkpoints.load import check_model_name, stored_dtype
-from .measured import measured_here, note_measured
-from .results import Results, results_path
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
+VERSION = "1"  # of our own metrics: part of every task hash
 
 
 @dataclasses.dataclass
@@ -70,6 +73,62 @@ class Subject:
     def shown(self):
         """What records call the model: the path or id, else the name."""
         return self.name if self.loaded else shown_path(self.source)
+
+
+def known_score(kept, subject, asked, task, metric, task_hash):
+    """Whether `kept` has the score for the same weights, protocol, number, seed and precision."""
+    return not asked.force and any(
+        (record.task, record.metric, record.task_hash) == (task, metric, task_hash)
+        and (record.limit, record.seed, record.dtype) == (asked.limit, asked.seed or 0, subject.dtype)
+        and record.fingerprint == subject.fingerprint
+        for record in kept
+    )
+
+
+def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
+    """`kept` with new scores, written to the model's file where it has one.
+
+    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
+    other numbers of samples stay.
+    """
+    facts = {
+        "task": task,
+        "shots": 0,
+        "limit": asked.limit,
+        "task_version": VERSION,
+        "task_hash": task_hash,
+        "dtype": subject.dtype,
+        "seed": asked.seed or 0,
+        "command": asked.command or command_of(subject.shown, asked),
+        "seconds": round(time.perf_counter() - started, 3),
+        **common_facts(subject, device),
+    }
+    records = [
+        Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
+        for metric, (value, error, better, samples) in scores.items()
+    ]
+    if writes:
+        subject.store(records, beside)
+    return kept.merge(records, beside)
+
+
+def common_facts(subject, device):
+    """The `Result` fields that do not depend on the task."""
+    return {
+        "model": subject.shown,
+        "revision": subject.commit,
+        "fingerprint": subject.fingerprint,
+        "versions": describe_versions(),
+        "commit": source_commit(),
+        "hardware": describe_hardware(device),
+        "date": now(),
+    }
+
+
+def command_of(model, asked):
+    """The shell line that gives the scores of a recipe again."""
+    tasks = ["--tasks", ",".join(asked.recipe.tasks)]
+    return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
 
 
 def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):

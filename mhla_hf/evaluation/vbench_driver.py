@@ -3,7 +3,7 @@
     PYTHON -c SOURCE info                                         prints a JSON object about the installation
     PYTHON -c SOURCE judge VIDEOS INFO OUT NAME DIMENSION DEVICE  writes OUT/NAME_eval_results.json
 
-Unusual: it knows nothing of mhla_hf and runs on a CPU too, which vbench's own command line does not.
+It knows nothing of mhla_hf and runs on a CPU too, which vbench's own command line does not.
 """
 
 import importlib.metadata

@@ -1,6 +1,6 @@
 """Judging video pipelines with VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
 
-Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. Unusual: vbench needs
+Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. vbench needs
 an old stack of its own, so it runs in the interpreter that the recipe's `python` names; its prompts are read from there, and
 a total is refused while one of the dimensions it is made of is missing (upstream's script takes a missing one for zero).
 """
@@ -17,12 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from huggingface_hub.dataclasses import strict
+
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import folder_aside, write_json
-from .image import PipelineJudge, read_protocol
-from .processes import joined_processes
-from .results import Results, finite
-from .samples import Sample, hash_of, make_samples, seed_of_sample
+from .recipes import at_least_one, read_settings
+from .records import Results, finite, hash_of
+from .sampling import PipelineJudge, Sample, joined_processes, make_samples, seed_of_sample
 from .subjects import find_subjects
 
 logger = logging.getLogger("mhla_hf")
@@ -39,11 +40,9 @@ QUALITY = {
     "dynamic_degree": (0.5, 0.0, 1.0),
 }
 SEMANTIC = {
-    "object_class": (1, 0.0, 1.0),
-    "multiple_objects": (1, 0.0, 1.0),
-    "human_action": (1, 0.0, 1.0),
-    "color": (1, 0.0, 1.0),
-    "spatial_relationship": (1, 0.0, 1.0),
+    **dict.fromkeys(
+        ("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), (1, 0.0, 1.0)
+    ),
     "scene": (1, 0.0, 0.8222),
     "appearance_style": (1, 0.0009, 0.2855),
     "temporal_style": (1, 0.0, 0.364),
@@ -52,7 +51,8 @@ SEMANTIC = {
 DIMENSIONS = (*QUALITY, *SEMANTIC)
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class VideoProtocol:
     """How videos are made and judged; the settings of a recipe of kind "video".
 
@@ -63,21 +63,18 @@ class VideoProtocol:
     """
 
     python: str | None = None
-    videos: int = 5
-    fps: int = 16
+    videos: int = at_least_one(default=5)
+    fps: int = at_least_one(default=16)
     sampling: dict = dataclasses.field(default_factory=dict)
     augmented: str | None = None
     samples: str = "out/samples"
 
-    def __post_init__(self):
-        if isinstance(self.videos, bool) or self.videos not in range(1, 6):
-            raise ValueError(f"settings: videos is {self.videos!r}; expected 1 to 5, of which 5 is VBench's protocol")
-        if not isinstance(self.fps, int) or self.fps < 1:
-            raise ValueError(f"settings: fps is {self.fps!r}; expected a whole number of at least 1")
-        if not isinstance(self.sampling, dict):
-            raise ValueError(f"settings: sampling is {self.sampling!r}; expected the pipeline's arguments by name")
+    def validate_videos(self):
+        """At most what VBench judges, and prompts that are there."""
+        if self.videos > 5:
+            raise ValueError(f"videos is {self.videos}; expected 1 to 5, of which 5 is VBench's protocol")
         if self.augmented is not None and not Path(self.augmented).is_file():
-            raise ValueError(f"settings: augmented is {self.augmented!r}; expected a text file of longer prompts")
+            raise ValueError(f"augmented is {self.augmented!r}; expected a text file of longer prompts")
 
 
 def vbench_totals(averages):
@@ -99,16 +96,13 @@ def part_score(averages, dimensions):
 
 def judge_video_pipelines(models, asked):
     """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
-    protocol = read_protocol(VideoProtocol, asked.recipe.settings)
+    protocol = read_settings(VideoProtocol, asked.recipe.settings)
     if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
         raise ValueError(f"task {unknown[0]!r} is no dimension of VBench; expected {', '.join(DIMENSIONS)}")
     bench = Bench(protocol.python)
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
-    compared = {}
     with joined_processes() as processes:
-        for subject in subjects:
-            compared[subject.name] = _Judge(subject, asked, protocol, processes, bench).run()
-    return compared
+        return {subject.name: _Judge(subject, asked, protocol, processes, bench).run() for subject in subjects}
 
 
 class Bench:
@@ -204,7 +198,7 @@ class _Judge(PipelineJudge):
             self.pipeline,
             self.folder / TASK,
             plan,
-            identity={**self.identity(), "seed": self.seed, "fps": self.protocol.fps, "prompts": hash_of(self.spoken)},
+            identity={**self.identity, "seed": self.seed, "fps": self.protocol.fps, "prompts": hash_of(self.spoken)},
             sampling={"output_type": "np", **self.protocol.sampling},
             batch_size=1,
             processes=self.processes,

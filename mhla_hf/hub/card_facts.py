@@ -17,8 +17,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.fingerprint import fingerprint_folder
-from ..evaluation.results import Result, Results
-from ..evaluation.timing import speed_of_records
+from ..evaluation.records import Result, Results
+from ..evaluation.speed import speed_of_records
 from ..nn.settings import MHLASettings
 from .licences import LICENCES
 

@@ -6,8 +6,8 @@ Unusual: where MHLA lost or is the slower one, the same section says so; nothing
 import math
 from pathlib import Path
 
-from ..evaluation.results import Result, Results, format_score, render_rows, render_table
-from ..evaluation.timing import TASK as SPEED
+from ..evaluation.records import Result, Results, format_score, render_rows, render_table
+from ..evaluation.speed import TASK as SPEED
 from .card_facts import DEPTH, OWN, TEACHER, CardFacts, count_layers, generates, not_measured, recalls
 from .plain_card import LOADING, STOCK_CLASS, hub_task
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from ..checkpoints.files import write_json, write_text
-from ..evaluation.results import Result
+from ..evaluation.records import Result
 from .card import check_front, compare_cards, render_card
 from .card_facts import PERSON_KEYS, CardFacts, check_measured, check_person, check_told, read_facts, read_person
 

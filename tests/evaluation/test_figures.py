@@ -11,10 +11,10 @@ from small_scores import make_result
 
 from mhla_hf.cli import main
 from mhla_hf.evaluation import figures
-from mhla_hf.evaluation.evaluation import Comparison
 from mhla_hf.evaluation.figures import check_plot, colours_of, plot_scores
 from mhla_hf.evaluation.recipes import read_score_recipe
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.runner import Comparison
 
 
 def test_scores_and_depths_are_drawn(tmp_path):

@@ -20,7 +20,7 @@ from tiny_pipelines import dit_pipeline
 
 import mhla_hf
 from mhla_hf.evaluation import features
-from mhla_hf.evaluation.features import inception
+from mhla_hf.evaluation.image_scores import inception
 
 IMAGES = 8  # of 299 x 299 inside, on a CPU
 

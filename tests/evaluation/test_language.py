@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
-from mhla_hf.evaluation import harness
-from mhla_hf.evaluation.harness import ratio_stderr
+from mhla_hf.evaluation import language
+from mhla_hf.evaluation.language import ratio_stderr
 from mhla_hf.evaluation.local_tasks import make_tasks
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 
 NAMES = ["here_bits_per_byte", "here_cloze", "here_recall", "here_generation"]
 FEWSHOT = """
@@ -74,13 +74,13 @@ def fresh(world, tmp_path):
 def runs(monkeypatch):
     """Names of the tasks that are really run, in order."""
     seen = []
-    true = harness.score
+    true = language.score
 
     def counted(model, item, **options):
         seen.append(item.name)
         return true(model, item, **options)
 
-    monkeypatch.setattr(harness, "score", counted)
+    monkeypatch.setattr(language, "score", counted)
     return seen
 
 
@@ -260,7 +260,7 @@ def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
 
 
 def test_a_stop_keeps_the_tasks_that_are_done(fresh, monkeypatch):
-    true, seen = harness.score, []
+    true, seen = language.score, []
 
     def stopped(model, item, **options):
         if seen:
@@ -268,7 +268,7 @@ def test_a_stop_keeps_the_tasks_that_are_done(fresh, monkeypatch):
         seen.append(item.name)
         return true(model, item, **options)
 
-    monkeypatch.setattr(harness, "score", stopped)
+    monkeypatch.setattr(language, "score", stopped)
     with pytest.raises(KeyboardInterrupt):
         judge(fresh)
     assert {record.task for record in Results.read(fresh / "llama")} == set(NAMES[:1])
@@ -428,8 +428,8 @@ def test_models_that_are_none_are_refused(world):
 
 
 def test_without_lm_eval_the_line_that_installs_it(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "mhla_hf.evaluation.harness")
-    monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], "harness")
+    monkeypatch.delitem(sys.modules, "mhla_hf.evaluation.language")
+    monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], "language")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[eval\]'"):
         judge(world)

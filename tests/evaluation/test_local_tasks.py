@@ -13,7 +13,7 @@ import pytest
 from lm_eval.api.model import LM
 from small_scores import HELD_OUT, WINDOW, small_tokenizer
 
-from mhla_hf.evaluation.harness import HARNESS_SEEDS, load_tasks, score
+from mhla_hf.evaluation.language import HARNESS_SEEDS, load_tasks, score
 from mhla_hf.evaluation.local_tasks import find_sentences, make_cloze, make_recall, make_tasks, split_text
 
 BLOCK = 32

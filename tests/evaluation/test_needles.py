@@ -11,7 +11,7 @@ import pytest
 from small_scores import WINDOW, small_llama, small_tokenizer
 
 import mhla_hf
-from mhla_hf.evaluation.needles import make_needles
+from mhla_hf.evaluation.local_tasks import make_needles
 
 TOKENIZER = small_tokenizer()
 

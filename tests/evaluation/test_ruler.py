@@ -14,7 +14,7 @@ from small_scores import TRAINING, small_llama
 
 import mhla_hf
 from mhla_hf.demo.text import make_tokenizer
-from mhla_hf.evaluation.harness import load_tasks, task_hash
+from mhla_hf.evaluation.language import load_tasks, task_hash
 from mhla_hf.evaluation.recipes import read_score_recipe
 
 RULER = (

@@ -19,7 +19,7 @@ from tiny_pipelines import wan_pipeline
 
 import mhla_hf
 from mhla_hf.evaluation.recipes import read_score_recipe
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.video import DIMENSIONS, QUALITY, SEMANTIC, part_score, read_vbench, save_video, vbench_totals
 
 # averages, and what upstream's scripts/cal_final_score.py (commit 45e79ec) prints for them
@@ -215,8 +215,8 @@ def test_a_diffusers_video_pipeline_as_it_is(tmp_path, python):
         ({"settings": {"python": "/nowhere/python"}}, "python is '/nowhere/python'"),
         ({"settings": {"python": sys.executable}}, "vbench is not installed for this interpreter"),
         ({"settings": {"videos": 6}}, "videos is 6; expected 1 to 5"),
-        ({"settings": {"fps": 0}}, "fps is 0"),
-        ({"settings": {"sampling": 4}}, "sampling is 4"),
+        ({"settings": {"fps": 0}}, "fps: expected a whole number of at least 1, got 0"),
+        ({"settings": {"sampling": 4}}, "sampling: Field 'sampling' expected dict, got int"),
         ({"settings": {"augmented": "none.txt"}}, "augmented is 'none.txt'"),
         ({"settings": {"length": 4}}, "settings: unknown 'length'"),
         ({"tasks": ["beauty"]}, "task 'beauty' is not in recipe"),

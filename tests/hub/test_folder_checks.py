@@ -19,7 +19,7 @@ from small_scores import make_result, small_llama
 import mhla_hf
 from mhla_hf.checkpoints.checksums import check_sums, read_sums
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.hub import folder_checks
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.hub.folder_checks import check_folder, check_front_matter

@@ -25,7 +25,7 @@ from transformers import (
 
 from mhla_hf.cli import main, parse_layers, parse_settings
 from mhla_hf.evaluation.local_tasks import make_tasks
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

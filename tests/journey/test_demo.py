@@ -19,7 +19,7 @@ from mhla_hf.checkpoints.files import folder_aside
 from mhla_hf.demo.journey import MODELS, run_demo
 from mhla_hf.demo.report import collect, render_report, tokens_to_loss
 from mhla_hf.demo.text import hold_out, make_tokenizer, read_text
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_pipelines import PIPELINES, generate
 
 import mhla_hf
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 from mhla_hf.models.dit_transformer import dit_preset
 from mhla_hf.nn.settings import MHLASettings

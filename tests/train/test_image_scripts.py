@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import mhla_hf
-from mhla_hf.evaluation.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 from mhla_hf.training.recipe import read_recipe
 

@@ -1,6 +1,6 @@
 """FID, IS, precision and recall against independent computations on random features; a CLIP score against its formula.
 
-Run: pytest tests/evaluation/test_image_metrics.py
+Run: pytest tests/evaluation/test_image_scores.py
 """
 
 import math
@@ -14,11 +14,13 @@ from PIL import Image
 from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPConfig, CLIPModel
 
-from mhla_hf.evaluation.features import Extractor, find_extractor
-from mhla_hf.evaluation.image_metrics import (
+from mhla_hf.evaluation.image_scores import (
+    Extractor,
     Moments,
     clip_scores,
+    find_extractor,
     frechet_distance,
+    hash_files,
     inception_score,
     precision_recall,
     share_error,
@@ -117,17 +119,35 @@ def test_a_clip_score_is_the_cosine_of_the_projected_embeddings():
 
 
 def test_a_name_is_earned():
-    judge = Extractor("digits judge", lambda images: images.flatten(1))
+    def flat(images):
+        return images.flatten(1)
+
+    with pytest.raises(ValueError, match="extractor 'judge': version is None; expected a text that changes when"):
+        Extractor("judge", flat)
+    flat.version = "2"
+    judge = Extractor("digits judge", flat)
+    assert judge.version == "2" and Extractor("judge", flat, "3").version == "3"
     assert judge.label("FID") == "Fréchet distance (digits judge)"
     assert judge.label("IS") == "classifier score (digits judge)"
-    assert Extractor("Inception", lambda images: images).label("FID") == "Fréchet distance (Inception)"
-    assert Extractor("Inception", lambda images: images, genuine=True).label("FID") == "FID"
+    assert Extractor("Inception", flat).label("FID") == "Fréchet distance (Inception)"
+    assert Extractor("Inception", flat, genuine=True).label("FID") == "FID"
     with pytest.raises(ValueError, match=re.escape("name is 'a|b'")):
-        Extractor("a|b", lambda images: images)
+        Extractor("a|b", flat)
     with pytest.raises(ValueError, match="expected 'inception', 'module:function'"):
         find_extractor("digits")
     with pytest.raises(ValueError, match="extractor 'math:nothing' is not there"):
         find_extractor("math:nothing")
+
+
+def test_names_below_the_folder_and_bytes_of_files_decide_their_hash(tmp_path):
+    def made(name, content):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text(content)
+        found = hash_files(list((tmp_path / "a").iterdir()), tmp_path)
+        (tmp_path / "a" / name).unlink()
+        return found
+
+    assert made("x", "1") == made("x", "1") and len({made("x", "1"), made("x", "2"), made("y", "1")}) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,64 @@
 """Judging image pipelines: FID, sFID, IS, precision, recall, CLIP score, GenEval, by a protocol of the recipe.
 
 Any diffusers pipeline that takes class labels or prompts is sampled into a folder, resumably and on several processes;
-scores are computed from the files. Unusual: a score counts as known only for the same weights, protocol, reference, number
-of images and seed, and a distance in other features than Inception's is never called FID.
+scores are computed from the files. A score counts as known only for the same weights, protocol, reference, number of
+images and seed.
 """
 
 import dataclasses
+import json
 import logging
 import math
-import shlex
+import subprocess
 import time
 import zipfile
 from pathlib import Path
 
 import numpy
 import torch
+from huggingface_hub.dataclasses import strict
 from PIL import Image
 
 from ..checkpoints.checksums import hash_file
-from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, load_pipeline, without_questions
-from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
-from .features import PICTURES, extract_features, find_extractor, read_image
-from .geneval import judge_geneval
-from .identity import hash_files, hash_thing
-from .image_metrics import Moments, clip_scores, frechet_distance, inception_score, precision_recall, share_error
-from .processes import joined_processes
-from .results import Result, Results
-from .samples import Sample, draw_labels, hash_of, make_samples, plan_hash, read_prompts, seed_of_sample
-from .subjects import find_subjects, shown_path
+from ..checkpoints.files import write_text
+from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, without_questions
+from .image_scores import (
+    PICTURES,
+    Moments,
+    clip_scores,
+    extract_features,
+    find_extractor,
+    frechet_distance,
+    hash_files,
+    inception_score,
+    precision_recall,
+    read_image,
+    share_error,
+)
+from .recipes import at_least_one, read_settings
+from .records import Results, hash_of
+from .sampling import (
+    PipelineJudge,
+    Sample,
+    claim_folder,
+    draw_labels,
+    joined_processes,
+    make_samples,
+    plan_hash,
+    read_json_lines,
+    read_prompts,
+    seed_of_sample,
+)
+from .subjects import VERSION, find_subjects
 
 logger = logging.getLogger("mhla_hf")
-FEATURE_METRICS = ("FID", "sFID", "IS", "precision", "recall")
-METRICS = (*FEATURE_METRICS, "CLIP score", "GenEval")
 NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
-VERSION = "1"
+METRICS = (*NEEDS, "CLIP score", "GenEval")
+GENEVAL = "geneval"
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class ImageProtocol:
     """How images are made and scored; the settings of a recipe of kind "image".
 
@@ -50,7 +72,7 @@ class ImageProtocol:
     """
 
     name: str = "images"
-    images: int = 50_000
+    images: int = at_least_one(default=50_000)
     classes: int | None = None
     prompts: str | None = None
     sampling: dict = dataclasses.field(default_factory=dict)
@@ -58,50 +80,37 @@ class ImageProtocol:
     extractor: object = "inception"
     weights: str | None = None
     clip: str = "openai/clip-vit-large-patch14"
-    neighbours: int = 3
-    splits: int = 10
+    neighbours: int = at_least_one(default=3)
+    splits: int = at_least_one(default=10)
     samples: str = "out/samples"
     geneval_python: str | None = None
     geneval_script: str | None = None
     geneval_detector: str | None = None
     geneval_prompts: str | None = None
-    geneval_images: int = 4
+    geneval_images: int = at_least_one(default=4)
 
-    def __post_init__(self):
-        for name in ("images", "neighbours", "splits", "geneval_images"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"settings: {name} is {value!r}; expected a whole number of at least 1")
+    def validate_conditions(self):
+        """Of one kind."""
         if self.classes is not None and self.prompts is not None:
-            raise ValueError(f"settings: classes is {self.classes} and prompts {self.prompts!r}; expected one of them")
-        if not isinstance(self.sampling, dict):
-            raise ValueError(f"settings: sampling is {self.sampling!r}; expected the pipeline's arguments by name")
-
-
-def read_protocol(cls, settings):
-    """Settings of a recipe as a protocol of class `cls`; ValueError names what it does not have."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(f"settings: unknown {unknown[0]!r}; this recipe has {', '.join(known)}")
-    return cls(**settings)
+            raise ValueError(f"classes is {self.classes} and prompts {self.prompts!r}; expected one of them")
 
 
 def judge_image_pipelines(models, asked):
     """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
-    protocol = read_protocol(ImageProtocol, asked.recipe.settings)
+    protocol = read_settings(ImageProtocol, asked.recipe.settings)
     _check(protocol, asked)
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
-    compared = {}
     with joined_processes() as processes:
         extractor = None
-        if set(asked.recipe.tasks) & set(FEATURE_METRICS):
+        if set(asked.recipe.tasks) & set(NEEDS):
             device = choose_device(processes.device(asked.device))
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
-            _try_extractor(extractor, protocol, asked.recipe.tasks)
+            image = None if extractor.genuine or protocol.reference is None else _first_image(protocol.reference)
+            if image is not None:  # else it is known only when there are samples
+                _check_given(extractor, extractor(image[None]), asked.recipe.tasks)
         content = _content(protocol, extractor, asked.progress and processes.first)
-        for subject in subjects:
-            compared[subject.name] = _Judge(subject, asked, protocol, processes, extractor, content).run()
-    return compared
+        shared = (asked, protocol, processes, extractor, content)
+        return {subject.name: _Judge(subject, *shared).run() for subject in subjects}
 
 
 def _check(protocol, asked):
@@ -109,36 +118,24 @@ def _check(protocol, asked):
     wanted = set(asked.recipe.tasks)
     if unknown := sorted(wanted - set(METRICS)):
         raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
-    if wanted & {"FID", "sFID", "precision", "recall"}:
-        path = Path(protocol.reference) if protocol.reference else None
-        if path is None or not (path.is_dir() or (path.suffix == ".npz" and path.is_file())):
-            raise ValueError(
-                f"settings: reference is {protocol.reference!r}; expected a folder of images or ADM's .npz file"
-            )
+    if wanted & set(NEEDS) - {"IS"}:
+        path = Path(protocol.reference or "")
+        if not protocol.reference or not (path.is_dir() or (path.suffix == ".npz" and path.is_file())):
+            given = protocol.reference
+            raise ValueError(f"settings: reference is {given!r}; expected a folder of images or ADM's .npz file")
     if "CLIP score" in wanted and protocol.prompts is None:
         raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
-    if "GenEval" in wanted:
-        for name in ("geneval_python", "geneval_script", "geneval_prompts"):
-            path = getattr(protocol, name)
-            if path is None or not Path(path).is_file():
-                raise ValueError(f"settings: {name} is {path!r}; expected a file of a GenEval installation")
-
-
-def _try_extractor(extractor, protocol, wanted):
-    """ValueError when a user's extractor does not give what a score needs: tried on one image of the reference.
-
-    Without one, as for IS alone or with ADM's moments, it is known only when there are samples.
-    """
-    image = None if extractor.genuine or protocol.reference is None else _first_image(Path(protocol.reference))
-    if image is not None:
-        _check_given(extractor, extractor(image[None]), wanted)
+    for name in ("geneval_python", "geneval_script", "geneval_prompts") if "GenEval" in wanted else ():
+        path = getattr(protocol, name)
+        if path is None or not Path(path).is_file():
+            raise ValueError(f"settings: {name} is {path!r}; expected a file of a GenEval installation")
 
 
 def _first_image(path):
     """uint8 `[3, H, W]`, the first of a reference, without reading the others; None where there is none."""
+    path = Path(path)
     if path.is_dir():
-        files = _images(path)
-        return read_image(files[0]) if files else None
+        return next((read_image(file) for file in _images(path)), None)
     if not zipfile.is_zipfile(path):
         raise ValueError(f"reference: {str(path)!r} is no .npz file that can be read")
     with zipfile.ZipFile(path) as archive:
@@ -161,108 +158,11 @@ def _check_given(extractor, found, wanted):
             raise ValueError(f"extractor {extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
 
 
-class PipelineJudge:
-    """What judges of pipelines share: which scores are missing, the pipeline, and the records."""
-
-    def __init__(self, subject, asked, protocol, processes):
-        self.subject, self.asked, self.protocol, self.processes = subject, asked, protocol, processes
-        self.seed = asked.seed or 0
-        given = getattr(subject.source, "device", None) if subject.loaded else None
-        self.device = choose_device(given or processes.device(asked.device))
-        self.kept = processes.same(subject.known(asked) if processes.first else None)
-        self._pipeline = None
-
-    @property
-    def pipeline(self):
-        """Loaded when it is first needed; an object that was given stays where it is."""
-        if self._pipeline is None:
-            asked = self.asked
-            self._pipeline = self.subject.source
-            if not self.subject.loaded:
-                self._pipeline = load_pipeline(
-                    self.subject.source,
-                    dtype=self.subject.dtype,
-                    device=self.device,
-                    **self.subject.where(asked),
-                )
-        return self._pipeline
-
-    @property
-    def folder(self):
-        """Where this model's samples lie."""
-        return Path(self.protocol.samples) / self.subject.name.replace("/", "--")
-
-    def known(self, task, metric, task_hash):
-        """Whether the score is there for the same weights, protocol, number, seed and precision."""
-        return known_score(self.kept, self.subject, self.asked, task, metric, task_hash)
-
-    def identity(self):
-        """What decides samples besides their plan and the pipeline's arguments."""
-        return {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype}
-
-    def keep(self, task, scores, task_hash, started, beside=False):
-        """Put scores into the model's file. scores: metric -> (value, standard error, higher is better, samples)."""
-        how = {"writes": self.processes.first, "beside": beside}
-        self.kept = keep_scores(
-            self.kept, self.subject, self.asked, task, scores, task_hash, started, self.device, **how
-        )
-
-
-def known_score(kept, subject, asked, task, metric, task_hash):
-    """Whether `kept` has the score for the same weights, protocol, number, seed and precision."""
-    return not asked.force and any(
-        (record.task, record.metric, record.task_hash) == (task, metric, task_hash)
-        and (record.limit, record.seed, record.dtype) == (asked.limit, asked.seed or 0, subject.dtype)
-        and record.fingerprint == subject.fingerprint
-        for record in kept
-    )
-
-
-def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
-    """`kept` with new scores, written to the model's file where it has one.
-
-    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
-    other numbers of samples stay.
-    """
-    facts = {
-        "task": task,
-        "shots": 0,
-        "limit": asked.limit,
-        "task_version": VERSION,
-        "task_hash": task_hash,
-        "model": subject.shown,
-        "revision": subject.commit,
-        "fingerprint": subject.fingerprint,
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "dtype": subject.dtype,
-        "hardware": describe_hardware(device),
-        "seed": asked.seed or 0,
-        "command": asked.command or command_of(subject.shown, asked),
-        "date": now(),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-    records = [
-        Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
-        for metric, (value, error, better, samples) in scores.items()
-    ]
-    if writes:
-        subject.store(records, beside)
-    return kept.merge(records, beside)
-
-
-def command_of(model, asked):
-    """The shell line that gives the scores of a recipe again."""
-    tasks = ["--tasks", ",".join(asked.recipe.tasks)]
-    return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
-
-
 def _content(protocol, extractor, progress):
     """What of a protocol decides the scores besides model, number and seed: a dict, with hashes in place of files."""
-    content = dataclasses.asdict(dataclasses.replace(protocol, extractor=None))
-    for name in ("samples", "images", *(key for key in content if key.startswith("geneval"))):
-        content.pop(name)
-    content["extractor"] = extractor and [extractor.name, extractor.genuine, hash_thing(extractor.function)]
+    content = {key: value for key, value in vars(protocol).items() if not key.startswith("geneval")}
+    del content["samples"], content["images"]
+    content["extractor"] = extractor and [extractor.name, extractor.genuine, extractor.version]
     for name in ("reference", "prompts", "weights", "clip"):
         path = Path(content[name] or "")
         if content[name] and path.is_file():
@@ -284,20 +184,22 @@ class _Judge(PipelineJudge):
 
     def run(self):
         """The scores asked for; what is known is not run again."""
-        wanted, protocol, extractor = list(self.asked.recipe.tasks), self.protocol, self.extractor
-        labels = {
-            name: extractor.label(name) if name in FEATURE_METRICS else name for name in wanted if name != "GenEval"
-        }
-        missing = [name for name, label in labels.items() if not self.known(protocol.name, label, self.hash)]
+        wanted, task = list(self.asked.recipe.tasks), self.protocol.name
+        labels = {name: self.extractor.label(name) if name in NEEDS else name for name in wanted if name != "GenEval"}
+        missing = [name for name, label in labels.items() if not self.known(task, label, self.hash)]
         if missing:
             self._score(missing)
         if "GenEval" in wanted:
-            judge_geneval(self)
-        names = {(protocol.name, label) for label in labels.values()}
-        shown = [
-            r for r in self.kept if ((r.task, r.metric) in names and r.samples == self.count) or r.task == "geneval"
-        ]
-        return Results(r for r in shown if r.limit == self.asked.limit and ("GenEval" in wanted or r.task != "geneval"))
+            self._geneval()
+        return Results(
+            r
+            for r in self.kept
+            if r.limit == self.asked.limit
+            and (
+                (r.task == task and r.metric in labels.values() and r.samples == self.count)
+                or (r.task == GENEVAL and "GenEval" in wanted)
+            )
+        )
 
     def plan(self):
         """One `Sample` per image."""
@@ -316,7 +218,7 @@ class _Judge(PipelineJudge):
             self.pipeline,
             folder,
             plan,
-            identity={**self.identity(), "plan": plan_hash(plan)},
+            identity={**self.identity, "plan": plan_hash(plan)},
             sampling={"output_type": "pil", **self.protocol.sampling},
             batch_size=self.asked.batch_size,
             processes=self.processes,
@@ -331,9 +233,8 @@ class _Judge(PipelineJudge):
         if self.processes.first:
             logger.info("%s: %d images in %s", self.subject.name, len(plan), folder)
         self.make(folder, plan, f"{self.subject.name}: images")
-        paths = [folder / sample.name for sample in plan]
-        scores = {}
-        if set(missing) & set(FEATURE_METRICS):
+        paths, scores = [folder / sample.name for sample in plan], {}
+        if set(missing) & set(NEEDS):
             scores |= self._feature_scores(missing, paths, folder / f"features-{self.hash}")
         if "CLIP score" in missing and self.processes.first:
             scores["CLIP score"] = self._clip(plan, paths)
@@ -348,16 +249,15 @@ class _Judge(PipelineJudge):
         }  # fmt: skip
         sample = extract_features(paths, extractor, cache / "samples", what=f"{self.subject.name}: features", **how)
         reference = {}
-        if set(missing) - {"IS", "CLIP score"}:
-            reference = _reference(protocol.reference, extractor, cache / "reference", how, missing)
+        if set(missing) & set(NEEDS) - {"IS"}:
+            reference = _reference(Path(protocol.reference), extractor, cache / "reference", how, missing)
         if not self.processes.first:
             return {}
         _check_given(extractor, sample, missing)
         scores, count = {}, len(paths)
-        for name, part in (("FID", "features"), ("sFID", "spatial")):
-            if name in missing:
-                distance = frechet_distance(Moments.of(sample[part]), reference[f"{part} moments"])
-                scores[extractor.label(name)] = (distance, None, False, count)
+        for name in set(missing) & {"FID", "sFID"}:
+            distance = frechet_distance(Moments.of(sample[NEEDS[name]]), reference[f"{NEEDS[name]} moments"])
+            scores[extractor.label(name)] = (distance, None, False, count)
         if "IS" in missing:
             mean, error = inception_score(sample["logits"], protocol.splits, self.seed)
             scores[extractor.label("IS")] = (mean, error, True, count)
@@ -387,6 +287,26 @@ class _Judge(PipelineJudge):
         error = (found.std() / len(found) ** 0.5).item() if len(found) > 1 else None
         return (found.mean().item(), error, True, len(found))
 
+    def _geneval(self):
+        """GenEval (arXiv 2310.11513): images laid out as its own script wants them, judged by it in its interpreter."""
+        protocol, started = self.protocol, time.perf_counter()
+        rows = read_json_lines(protocol.geneval_prompts, "prompt")[: self.asked.limit]
+        task_hash = hash_of([GENEVAL, rows, protocol.geneval_images, protocol.sampling])
+        if self.known(GENEVAL, "overall", task_hash):
+            return
+        plan = geneval_plan(rows, protocol.geneval_images, self.seed)
+        folder = self.folder / f"{GENEVAL}-{len(rows)}"
+        if self.processes.first:
+            sampling = {"output_type": "pil", **protocol.sampling}
+            claim_folder(folder, {**self.identity, "sampling": sampling, "plan": plan_hash(plan)})
+            for number, row in enumerate(rows):
+                (folder / f"{number:05d}" / "samples").mkdir(parents=True, exist_ok=True)
+                write_text(folder / f"{number:05d}" / "metadata.jsonl", json.dumps(row))
+        self.processes.wait()
+        self.make(folder, plan, f"{self.subject.name}: GenEval")
+        if self.processes.first:
+            self.keep(GENEVAL, geneval_scores(_run_geneval(protocol, folder), len(plan)), task_hash, started)
+
 
 def _images(folder):
     """Image files of a folder and the folders in it, sorted."""
@@ -398,20 +318,20 @@ def _reference(path, extractor, cache, how, missing):
 
     The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
     """
-    path = Path(path)
+    given, images = {}, None
     if path.is_dir():
-        found = extract_features(_images(path), extractor, cache, what="reference", **how) if _images(path) else None
-        if found is None and how["processes"].first:
+        images = _images(path)
+        if not images:
             raise ValueError(f"reference: {str(path)!r} holds no images; expected {', '.join(PICTURES)}")
-        given = {}
     else:
         with numpy.load(path, allow_pickle=False) as file:
-            given = {name: file[name] for name in file.files if name in ("mu", "sigma", "mu_s", "sigma_s")}
-            given = given if extractor.genuine else {}
-            need = {"precision", "recall"} & set(missing) or not given
-            if need and "arr_0" not in file.files:
-                raise ValueError(f"reference: {str(path)!r} has no images (arr_0), which {extractor.name!r} needs")
-            found = extract_features(file["arr_0"], extractor, cache, what="reference", **how) if need else {}
+            if extractor.genuine:
+                given = {name: file[name] for name in file.files if name in ("mu", "sigma", "mu_s", "sigma_s")}
+            if {"precision", "recall"} & set(missing) or not given:
+                if "arr_0" not in file.files:
+                    raise ValueError(f"reference: {str(path)!r} has no images (arr_0), which {extractor.name!r} needs")
+                images = file["arr_0"]
+    found = {} if images is None else extract_features(images, extractor, cache, what="reference", **how)
     reference = dict(found or {})
     for part, mean, covariance in (("features", "mu", "sigma"), ("spatial", "mu_s", "sigma_s")):
         if mean in given and covariance in given:
@@ -419,3 +339,46 @@ def _reference(path, extractor, cache, how, missing):
         elif part in reference:
             reference[f"{part} moments"] = Moments.of(reference[part])
     return reference
+
+
+def geneval_plan(rows, images, seed):
+    """`Sample`s in GenEval's layout, `00012/samples/0003.png`, for the rows of its evaluation_metadata.jsonl."""
+    return [
+        Sample(f"{row:05d}/samples/{index:04d}.png", rows[row]["prompt"], seed_of_sample(seed, row * images + index))
+        for row in range(len(rows))
+        for index in range(images)
+    ]
+
+
+def geneval_scores(found, expected):
+    """metric -> (value, standard error, higher is better, images) of the script's results, a list of dicts.
+
+    expected: number of images; ValueError when the results are of another. "overall" is the mean over tags, as in GenEval's
+    own summary.
+    """
+    if len(found) != expected:
+        raise ValueError(f"GenEval judged {len(found)} images of {expected}: run it again when all are there")
+    tags = {}
+    for row in found:
+        if not isinstance(row.get("correct"), bool):
+            raise ValueError(f"GenEval: a result is {row!r:.80}; expected 'tag' and 'correct'")
+        tags.setdefault(row["tag"], []).append(row["correct"])
+    scores = {}
+    for tag, right in tags.items():
+        share = sum(right) / len(right)
+        scores[tag] = (share, share_error(share, len(right)), True, len(right))
+    overall = sum(score[0] for score in scores.values()) / len(scores)
+    error = math.hypot(*(score[1] for score in scores.values())) / len(scores)
+    return {"overall": (overall, error, True, expected), **scores}
+
+
+def _run_geneval(protocol, folder):
+    """The script's results for the images in `folder`."""
+    out = folder.with_name(f"{folder.name}-results.jsonl")
+    command = [protocol.geneval_python, protocol.geneval_script, str(folder), "--outfile", str(out)]
+    command += ["--model-path", str(protocol.geneval_detector)] if protocol.geneval_detector else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not out.is_file():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"GenEval's script failed ({last}): {' '.join(command)}")
+    return read_json_lines(out, "tag")

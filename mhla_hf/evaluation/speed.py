@@ -1,61 +1,65 @@
 """Speed and memory of language models by length, as records beside their other scores.
 
-Unusual: a time is worth something only next to another, so the models of one call are timed by turns, and the records of all
-of them carry one hash of who took part; where it differs, the card does not put them side by side.
+A time is worth something only next to another, so the models of one call are timed by turns, and the records of all of them
+carry one hash of who took part; where it differs, the card does not put them side by side.
 """
 
-import logging
+import dataclasses
 import time
 
 import torch
+from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
-from .image import keep_scores, known_score
-from .results import Results
-from .samples import hash_of
-from .subjects import find_subjects
+from .recipes import at_least_one, read_settings
+from .records import Results, hash_of
+from .subjects import find_subjects, keep_scores, known_score
 
-logger = logging.getLogger("mhla_hf")
 TASK = "speed"
-SETTINGS = ("lengths", "decode_tokens", "rounds")
 METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
+
+
+@strict
+@dataclasses.dataclass
+class SpeedProtocol:
+    """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
+
+    lengths: list[int] | int
+    decode_tokens: int = at_least_one(default=64)
+    rounds: int = at_least_one(default=3)
+
+    def validate_lengths(self):
+        """At least one, each of a token or more."""
+        lengths = self.lengths if isinstance(self.lengths, list) else [self.lengths]
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
 
 
 def judge_speed(models, asked):
     """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
-    settings = asked.recipe.settings
-    if unknown := sorted(set(settings) - set(SETTINGS)):
-        raise ValueError(f"settings: unknown {unknown[0]!r}; the speed recipe has {', '.join(SETTINGS)}")
-    lengths = settings["lengths"] if isinstance(settings["lengths"], list) else [settings["lengths"]]
-    if not lengths or not all(isinstance(length, int) and length > 0 for length in lengths):
-        raise ValueError(f"settings: lengths is {settings['lengths']!r}; expected whole numbers of tokens")
+    protocol = read_settings(SpeedProtocol, asked.recipe.settings)
+    lengths = protocol.lengths if isinstance(protocol.lengths, list) else [protocol.lengths]
     subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
     together = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_of([together, lengths, settings["decode_tokens"], settings["rounds"], asked.device])
+    task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
     kept = {subject.name: subject.known(asked) for subject in subjects}
     metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
     if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
         started = time.perf_counter()
         loaded = {subject.name: _load(subject, asked) for subject in subjects}
-        rows = measure_speed(
-            loaded,
-            lengths,
-            decode_tokens=settings["decode_tokens"],
-            rounds=settings["rounds"],
-            progress=asked.progress,
-        )
+        how = {"decode_tokens": protocol.decode_tokens, "rounds": protocol.rounds, "progress": asked.progress}
+        rows = measure_speed(loaded, lengths, **how)
         for subject in subjects:
+            name = subject.name
             scores = {
-                f"{metric}_{row['length']}": (row[f"{subject.name}_{unit}"], None, False, settings["rounds"])
+                f"{metric}_{row['length']}": (row[f"{name}_{unit}"], None, False, protocol.rounds)
                 for (what, unit), metric in METRICS.items()
                 for row in rows
                 if row["what"] == what
             }
-            device = loaded[subject.name].device
-            kept[subject.name] = keep_scores(
-                kept[subject.name], subject, asked, TASK, scores, task_hash, started, device
-            )
+            device = loaded[name].device
+            kept[name] = keep_scores(kept[name], subject, asked, TASK, scores, task_hash, started, device)
     return {subject.name: Results(r for r in kept[subject.name] if r.task_hash == task_hash) for subject in subjects}
 
 

@@ -1,6 +1,6 @@
 """Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them.
 
-Run: pytest tests/evaluation/test_timing.py
+Run: pytest tests/evaluation/test_speed.py
 """
 
 import re
@@ -9,8 +9,8 @@ import pytest
 from small_scores import make_result, save_llama, save_mhla, small_llama
 
 import mhla_hf
-from mhla_hf.evaluation.results import Results
-from mhla_hf.evaluation.timing import speed_of_records
+from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.speed import speed_of_records
 from mhla_hf.hub.card import check_card, write_card
 from mhla_hf.speed import cache_bytes
 
@@ -34,7 +34,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     }
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
-    monkeypatch.setattr("mhla_hf.evaluation.timing.measure_speed", None)
+    monkeypatch.setattr("mhla_hf.evaluation.speed.measure_speed", None)
     assert judge(folders)["mhla"].records == compared["mhla"].records, "what is known is not timed again"
     text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
     assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text
@@ -61,9 +61,9 @@ def test_a_cache_counts_each_storage_once():
     ("settings", "says"),
     [
         ({"lengths": []}, "lengths is []"),
-        ({"lengths": ["long"]}, "lengths is ['long']"),
+        ({"lengths": ["long"]}, "lengths: Field 'lengths'"),
         ({"warmup": 1}, "settings: unknown 'warmup'"),
-        ({"rounds": 0}, "rounds 0"),
+        ({"rounds": 0}, "rounds: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_one_sentence(settings, says):

@@ -1,6 +1,6 @@
 """The record of a score, its file, the table, the fingerprint of a model.
 
-Run: pytest tests/evaluation/test_results.py
+Run: pytest tests/evaluation/test_records.py
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from small_scores import make_result, save_llama, small_llama
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder, fingerprint_model
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
-from mhla_hf.evaluation.results import Result, Results, finite, format_score, render_table, score_rows
+from mhla_hf.evaluation.records import Result, Results, finite, format_score, render_table, score_rows
 
 SAMPLES = make_result().samples
 

@@ -1,6 +1,6 @@
 """Score recipes: every task they name exists in the installed lm-eval, and the columns are those of the paper's tables.
 
-Run: pytest tests/evaluation/test_score_recipes.py
+Run: pytest tests/evaluation/test_recipes.py
 """
 
 import re
@@ -9,9 +9,9 @@ import pytest
 import yaml
 from small_scores import make_result
 
-from mhla_hf.evaluation.evaluation import Comparison
 from mhla_hf.evaluation.recipes import FOLDER, read_score_recipe, recipe_names, with_settings
-from mhla_hf.evaluation.results import Results, paper_rows
+from mhla_hf.evaluation.records import Results, paper_rows
+from mhla_hf.evaluation.runner import Comparison
 
 # two rows of each table of the paper, as printed
 TABLE_6 = {
@@ -96,14 +96,14 @@ def test_recipes_say_what_they_are_for(name):
     [
         ("nothing", "holds a str"),
         ("{", "is not YAML"),
-        ({"kind": "music", "tasks": ["a"]}, "kind is 'music'"),
-        ({"kind": "language"}, "tasks is None"),
-        ({"kind": "language", "tasks": {"a": "many"}}, "task 'a' has 'many' shots"),
-        ({"kind": "language", "tasks": ["a"], "colour": 1}, "unknown key 'colour'"),
-        ({"kind": "language", "tasks": ["a"], "settings": [1]}, "settings is [1]"),
+        ({"kind": "music", "tasks": ["a"]}, "kind: Field 'kind' expected one of"),
+        ({"kind": "language"}, "missing 1 required positional argument: 'tasks'"),
+        ({"kind": "language", "tasks": {"a": "many"}}, "tasks: Field 'tasks"),
+        ({"kind": "language", "tasks": ["a"], "colour": 1}, "unknown 'colour'"),
+        ({"kind": "language", "tasks": ["a"], "settings": [1]}, "settings: Field 'settings' expected dict, got list"),
         (
             {"kind": "language", "tasks": ["a"], "columns": {"x": {"mean_of": ["y"]}}},
-            "column 'x' needs task and metric",
+            "column 'x' is {'mean_of': ['y']}; expected task and metric",
         ),
         ({"kind": "language", "tasks": ["a"], "columns": {"x": {"taks": "a"}}}, "column 'x' is"),
     ],

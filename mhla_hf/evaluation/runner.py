@@ -1,7 +1,7 @@
 """evaluate(): one call that judges language models, classifiers, image and video pipelines, one or several side by side.
 
-The recipe's kind decides who judges: `language.py` (lm-eval), `classification.py`, `image.py` or `video.py` (VBench).
-All of them give `Result` records, run only what is missing, and write after each task. Unusual: the judges and what they
+The recipe's kind decides who judges: `language.py` (lm-eval), `classification.py`, `images.py`, `video.py` (VBench) or
+`speed.py`. All of them give `Result` records, run only what is missing, and write after each task. The judges and what they
 need are imported when they are asked for.
 """
 
@@ -12,15 +12,15 @@ import math
 
 from ..checkpoints.load import DTYPES, choose_device
 from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
-from .results import paper_rows, render_rows, render_table
+from .records import paper_rows, render_rows, render_table
 
 logger = logging.getLogger("mhla_hf")
 JUDGES = {
     "language": (".language", "judge_language_models"),
     "classification": (".classification", "judge_classifiers"),
-    "image": (".image", "judge_image_pipelines"),
+    "image": (".images", "judge_image_pipelines"),
     "video": (".video", "judge_video_pipelines"),
-    "speed": (".timing", "judge_speed"),
+    "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "num_fewshot", "max_length")
 
@@ -140,31 +140,27 @@ def evaluate(
         ValueError, TypeError: one sentence; whatever can be checked is checked before a model runs. ImportError: a
         library is missing; the text has the line that installs it.
     """
+    given = dict(locals())
     names = None if tasks is None else split_names(tasks)
+    found = _find_recipe(recipe, names, settings)
     asked = Asked(
-        recipe=_find_recipe(recipe, names, settings),
-        tokenizer=tokenizer,
-        output=output,
-        include_path=include_path,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        max_length=max_length,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        force=force,
-        trust_scores=trust_scores,
-        progress=progress,
-        command=command,
+        found, **{field.name: given[field.name] for field in dataclasses.fields(Asked) if field.name != "recipe"}
     )
     _check(asked)
-    module, judge = JUDGES[asked.recipe.kind]
-    compared = Comparison(getattr(importlib.import_module(module, __package__), judge)(models, asked))
-    compared.recipe = asked.recipe
+    compared = Comparison(_find_judge(found.kind)(models, asked))
+    compared.recipe = found
     return compared
+
+
+def _find_judge(kind):
+    """The function that judges models of a kind. ImportError with the line that installs what is missing."""
+    module, judge = JUDGES[kind]
+    try:
+        return getattr(importlib.import_module(module, __package__), judge)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mhla_hf"):
+            raise
+        raise ImportError(f"evaluate needs {error.name}, which is missing: pip install 'mhla_hf[eval]'") from error
 
 
 def split_names(tasks):
@@ -188,7 +184,7 @@ def _find_recipe(recipe, names, settings):
             )
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
-        return ScoreRecipe("", "language", "", dict.fromkeys(names), {}, {})
+        return ScoreRecipe("language", dict.fromkeys(names))
     recipe = with_settings(read_score_recipe(recipe), settings)
     if names is None:
         return recipe

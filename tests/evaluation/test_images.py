@@ -1,6 +1,6 @@
 """Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs.
 
-Run: pytest tests/evaluation/test_image.py
+Run: pytest tests/evaluation/test_images.py
 """
 
 import functools
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import numpy
 import pytest
 import torch
@@ -25,19 +24,14 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     CLIPTokenizer,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessorPil,
 )
 
 import mhla_hf
-from mhla_hf.evaluation import classification
-from mhla_hf.evaluation.features import Extractor
-from mhla_hf.evaluation.geneval import geneval_plan, geneval_scores
-from mhla_hf.evaluation.image_metrics import Moments, frechet_distance, precision_recall
+from mhla_hf.evaluation.image_scores import Extractor, Moments, frechet_distance, precision_recall
+from mhla_hf.evaluation.images import geneval_plan, geneval_scores
 from mhla_hf.evaluation.recipes import read_score_recipe
-from mhla_hf.evaluation.results import Results
-from mhla_hf.evaluation.samples import draw_labels
+from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.sampling import draw_labels
 
 STEPS = {"sampling.num_inference_steps": 2}
 
@@ -48,7 +42,7 @@ def colours(images):
     return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
 
 
-JUDGE = Extractor("colour judge", colours)
+JUDGE = Extractor("colour judge", colours, "1")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +153,7 @@ def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, t
     assert many != few and len(list((tmp_path / "samples").rglob("*.png"))) == 18
     kept = {record.samples: record.value for record in Results.read(tmp_path / "dit.json")}
     assert kept == {6: few, 12: many}, "fewer images are no new measurement of more, nor more of fewer"
-    other = Extractor("colour judge", lambda images: 3 * colours(images)["features"])
+    other = Extractor("colour judge", lambda images: 3 * colours(images)["features"], "3")
     assert distance(pipeline, tmp_path, reference) == few
     assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
 
@@ -176,13 +170,13 @@ def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(p
     (tmp_path / "pictures").mkdir()
     Image.fromarray(reference[0][0]).save(tmp_path / "pictures" / "0.png")
     where = (None, {"npz": reference[1], "folder": str(tmp_path / "pictures")}[place])
-    features = Extractor("only features", lambda images: images.float().mean((2, 3)))
+    features = Extractor("only features", lambda images: images.float().mean((2, 3)), "1")
     for task, part in (("sFID", "spatial"), ("IS", "logits")):
         with pytest.raises(ValueError, match=f"extractor 'only features' gives no {part}, which {task} needs"):
             judge(pipeline, tmp_path, where, settings={"extractor": features}, tasks=["FID", task])
     assert not (tmp_path / "samples").exists()
     given = []
-    seen = Extractor("seen", lambda images: given.append(images) or colours(images))
+    seen = Extractor("seen", lambda images: given.append(images) or colours(images), "1")
     judge(pipeline, tmp_path, where, settings={"extractor": seen}, tasks=["IS"])
     assert torch.equal(given[0], torch.from_numpy(reference[0][:1]).permute(0, 3, 1, 2))
 
@@ -200,7 +194,7 @@ def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, refere
 
 
 def test_shares_of_several_processes_are_all_of_them():
-    from mhla_hf.evaluation.processes import Processes
+    from mhla_hf.evaluation.sampling import Processes
 
     items = list(range(10))
     shares = [Processes(rank, 3).share(items) for rank in range(3)]
@@ -209,7 +203,7 @@ def test_shares_of_several_processes_are_all_of_them():
 
 EXTRACTOR = """
 import torch
-from mhla_hf.evaluation.features import Extractor
+from mhla_hf.evaluation.image_scores import Extractor
 
 
 def make():
@@ -217,7 +211,7 @@ def make():
         pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
         return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
 
-    return Extractor("colour judge", extract)
+    return Extractor("colour judge", extract, version="1")
 """
 
 
@@ -353,9 +347,9 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
     [
         ({"settings": {"reference": "nowhere.npz"}}, "reference is 'nowhere.npz'"),
         ({"settings": {"colour": 1}}, "settings: unknown 'colour'"),
-        ({"settings": {"images": 0}}, "images is 0"),
+        ({"settings": {"images": 0}}, "images: expected a whole number of at least 1, got 0"),
         ({"settings": {"prompts": "list.txt"}}, "classes is 1000 and prompts 'list.txt'"),
-        ({"settings": {"sampling": 3}}, "sampling is 3"),
+        ({"settings": {"sampling": 3}}, "sampling: Field 'sampling' expected dict, got int"),
         ({"settings": {"name.x": 3}}, "name holds no values by name"),
         ({"tasks": ["KID"]}, "task 'KID' is not in recipe"),
         ({"limit": 0.5}, "limit is 0.5; expected a whole number"),
@@ -392,105 +386,3 @@ def test_columns_are_those_of_the_paper(name, labels, tasks):
     for column, task in zip(recipe.columns.values(), tasks, strict=True):
         assert (column["task"], column["metric"]) in {(recipe.settings["name"], task), ("geneval", "overall")}
     assert recipe.settings.get("images", 0) in (0, 30_000, 50_000)
-
-
-class Square:
-    """An image processor of one line."""
-
-    def __call__(self, images, return_tensors):
-        arrays = [torch.from_numpy(numpy.array(image)).permute(2, 0, 1) / 255 for image in images]
-        return {"pixel_values": torch.stack(arrays)}
-
-
-class Negative(Square):
-    """The same, upside down."""
-
-    def __call__(self, images, return_tensors):
-        return {"pixel_values": 1 - super().__call__(images, return_tensors)["pixel_values"]}
-
-
-def save_pictures(folder, seed=1):
-    """Four pictures of each of three classes."""
-    random = numpy.random.default_rng(seed)
-    for name in ("ant", "bee", "cat"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for number in range(4):
-            image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
-            image.save(folder / name / f"{number}.png")
-
-
-def small_vit():
-    torch.manual_seed(0)
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    labels = {0: "cat", 1: "ant", 2: "bee"}
-    config = ViTConfig(**small, image_size=8, patch_size=4, id2label=labels, initializer_range=3.0)
-    return ViTForImageClassification(config).eval()
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_classifier_of_one_channel_sees_grey_pictures(tmp_path, channels):
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = ViTConfig(**small, image_size=8, patch_size=4, num_channels=channels, num_labels=3)
-    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    normal = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
-    ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal).save_pretrained(tmp_path / "vit")
-    save_pictures(tmp_path / "data")
-    options = {"recipe": "table_2_imagenet", "settings": {"data": str(tmp_path / "data")}, "progress": False}
-    (record,) = mhla_hf.evaluate(tmp_path / "vit", **options)["vit"]
-    assert 0 <= record.value <= 1 and record.samples == len(list((tmp_path / "data").rglob("*.png")))
-
-
-def test_top_1_is_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
-    runs, true = [], classification._Judge._right
-    monkeypatch.setattr(classification._Judge, "_right", lambda self, *given: runs.append(1) or true(self, *given))
-    model, found = {"vit": small_vit()}, []
-
-    def accuracy(processor=Square, data=tmp_path / "data"):
-        settings = {"data": str(data), "processor": processor()}
-        options = {"recipe": "table_2_imagenet", "output": tmp_path / "vit.json", "progress": False}
-        (record,) = mhla_hf.evaluate(model, settings=settings, **options)["vit"]
-        found.append(record.value)
-        return len(runs)
-
-    save_pictures(tmp_path / "data")
-    assert accuracy() == accuracy() == 1
-    file = tmp_path / "vit.json"
-    kept = file.read_text()
-    file.write_text(kept.replace(f'"value": {found[0]}', '"value": 0.12'))
-    assert file.read_text() != kept and accuracy() == 2 and found.pop() == found[0]  # nobody's word is taken for it
-    runs.pop()
-    assert accuracy(Negative) == accuracy(Negative) == 2
-    save_pictures(tmp_path / "data", seed=2)
-    assert accuracy() == accuracy() == 3
-    files = sorted((tmp_path / "data").rglob("*.png"))
-    names = ["ant", "bee", "cat"]
-    columns = {"image": list(map(str, files)), "label": [names.index(file.parent.name) for file in files]}
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
-    rows = datasets.Dataset.from_dict(columns, features=features)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    assert accuracy(data="some/data") == accuracy(data="some/data") == 4 and found[-1] == found[-3]
-    save_pictures(tmp_path / "data", seed=3)
-    assert accuracy(data="some/data") == 5
-
-
-def test_top_1_is_the_share_of_images_named_right(tmp_path):
-    save_pictures(tmp_path / "data")
-    model = small_vit()
-    labels = model.config.id2label
-    settings = {"data": str(tmp_path / "data"), "processor": Square()}
-    options = {"recipe": "table_2_imagenet", "settings": settings, "progress": False, "batch_size": 5}
-    compared = mhla_hf.evaluate({"vit": model}, output=tmp_path / "vit.json", **options)
-    (record,) = compared["vit"]
-    right = 0
-    for file in sorted((tmp_path / "data").rglob("*.png")):
-        with torch.no_grad():
-            said = model(**Square()([Image.open(file)], "pt")).logits.argmax().item()
-        right += labels[said] == file.parent.name
-    assert record.value == right / 12 and record.samples == 12 and 0 < record.value < 1
-    assert record.stderr == pytest.approx((record.value * (1 - record.value) / 12) ** 0.5)
-    assert f"| vit | {100 * record.value:.2f} ±" in compared.paper_table("markdown")
-    assert len(mhla_hf.evaluate({"vit": model}, limit=3, **options)["vit"]) == 1
-    (tmp_path / "data" / "dog").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "dog" / "0.png")
-    with pytest.raises(ValueError, match="the model has no label 'dog'"):
-        mhla_hf.evaluate({"vit": model}, **options)

@@ -1,21 +1,26 @@
-"""The one record of a score, the file that keeps a model's scores, the table of several models side by side.
+"""The record of a score, the file that keeps a model's scores, and tables of several models side by side.
 
-Everything that is printed about quality (tables, cards, README) is read from `results.json` in the model's folder, and
-every number in it carries what is needed to judge and to repeat it: standard error, shots, samples, versions, commit,
-precision, hardware, seed, command, date, and a fingerprint of the weights it belongs to. Unusual: a record is a flat
-dataclass without defaults for its identity, so a score without one of these cannot be built by accident.
+Everything printed about quality (tables, cards, README) is read from `results.json` in the model's folder. Every number
+in it carries what is needed to judge and to repeat it. A results file comes along with a downloaded model and anybody can
+edit it, so a digest of each record made here is noted in Hugging Face's cache, `$HF_HOME/assets/mhla_hf/scores`.
 """
 
 import dataclasses
+import hashlib
 import json
+import logging
 import math
 import re
 from pathlib import Path
+
+from huggingface_hub import constants
 
 from ..checkpoints.files import write_json
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
+
+logger = logging.getLogger("mhla_hf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +147,31 @@ class Results:
 
     def __len__(self):
         return len(self.records)
+
+
+def hash_of(content):
+    """First 16 hex digits of the sha256 of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _notes():
+    return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
+
+
+def note_measured(records):
+    """Note that `records` were measured here; a cache that cannot be written to is warned of."""
+    try:
+        _notes().parent.mkdir(parents=True, exist_ok=True)
+        with _notes().open("a", encoding="utf-8") as notes:
+            notes.write("".join(f"{hash_of(dataclasses.asdict(record))}\n" for record in records))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): these scores will be run again", _notes(), error.strerror)
+
+
+def measured_here(records):
+    """`Results` with those of `records` that this machine measured."""
+    noted = set(_notes().read_text(encoding="utf-8").split()) if _notes().is_file() else set()
+    return Results(record for record in records if hash_of(dataclasses.asdict(record)) in noted)
 
 
 def results_path(path):
