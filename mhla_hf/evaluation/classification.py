@@ -25,6 +25,7 @@ from ..checkpoints.load import (
     choose_device,
     first_line,
 )
+from ..training.pictures import label_order
 from .image_scores import PICTURES, hash_files, share_error, version_of
 from .recipes import read_settings
 from .records import Results, hash_of
@@ -169,19 +170,6 @@ def _load(subject, asked, processor):
         raise ValueError(f"model {subject.name!r} cannot be loaded: {first_line(error)}") from error
     check_whole(subject.name, info)
     return model, processor
-
-
-def label_order(config, names):
-    """The model's index of each class in `names`: by name where the model knows them, else by place."""
-    known = {str(label): int(index) for index, label in config.id2label.items()}
-    if all(name in known for name in names):
-        return [known[name] for name in names]
-    if any(name in known for name in names):
-        odd = next(name for name in names if name not in known)
-        raise ValueError(f"data: the model has no label {odd!r}, though it has others of these classes")
-    if len(names) != len(known):
-        raise ValueError(f"data: {len(names)} classes for a model with {len(known)} labels; expected equally many")
-    return list(range(len(names)))
 
 
 def _opened(image, mode):

@@ -1,10 +1,8 @@
 """Scores as a picture: one panel per score with the models as points and their standard errors; curves where a score was
 taken at several places: recall by depth, speed and memory by length.
-
-Unusual: with a recipe that has the layout of a published table, its columns are the panels, where any of them has a score;
-otherwise every task and metric is one, and what is more than can be read in one picture goes into further ones.
 """
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -13,47 +11,34 @@ from ..plots import COLOURS, STYLE, pyplot, save_figure
 from .records import paper_values
 from .speed import TASK as SPEED
 
-MOST = 24
 EXTRA = ("#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a", "#33363d")
 DEPTH = "_back_"
 
 
 def plot_scores(path, models, columns=None):
-    """Write a PNG of a comparison; where it has more than 24 panels, further ones: scores.png, scores-2.png. Returns all.
+    """Write a PNG of a comparison. Returns its path.
 
-    path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; every task
-    and metric where it is None or empty, or none of its columns has a score: such as those of a part of VBench's
-    dimensions. ValueError: there is nothing to draw.
+    path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; they are the
+    panels where any of them has a score, otherwise every task and metric is one. ValueError: there is nothing to draw.
     """
-    path = Path(path)
     panels = _column_panels(models, columns or {}) or _panels(models)
     curves = _curves(models)
-    if not panels and not curves:
-        raise ValueError("plot: no score is there to draw; expected at least one")
-    colours = colours_of(models)
     parts = [(_draw_points, panel) for panel in panels] + [(_draw_curves, curve) for curve in curves.items()]
-    pages = [parts[start : start + MOST] for start in range(0, len(parts), MOST)]
-    paths = [path, *(path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(pages) + 1))]
-    for page, place in zip(pages, paths, strict=True):
-        _draw_page(page, place, colours)
-    return paths
-
-
-def _draw_page(parts, path, colours):
-    """One PNG. parts: (function that draws a panel, what it draws)."""
+    if not parts:
+        raise ValueError("plot: no score is there to draw; expected at least one")
+    colors = colors_of(models)
     plt = pyplot()
     with plt.rc_context(STYLE):
         across = min(4, len(parts))
         down = math.ceil(len(parts) / across)
-        curves = any(draw is _draw_curves for draw, _ in parts)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colours), 2.2 if curves else 0) * down + 0.5)
+        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        axes = [cell for row in grid for cell in row]
-        for cell, (draw, part) in zip(axes, parts, strict=False):
-            draw(cell, *part, colours)
-        for cell in axes[len(parts) :]:
+        for cell, (draw, part) in zip(grid.flat, parts, strict=False):
+            draw(cell, *part, colors)
+        for cell in grid.flat[len(parts) :]:
             cell.set_visible(False)
         save_figure(figure, path)
+    return Path(path)
 
 
 def check_plot(path):
@@ -64,13 +49,12 @@ def check_plot(path):
         raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 
 
-def colours_of(models):
-    """A colour for each model: the ones of all our figures where a name says which it is, else others in order."""
-    found, free = {}, list(EXTRA)
+def colors_of(models):
+    """A color for each model: that of all our figures where a name says which it is, else the next of the others."""
+    found, free = {}, itertools.cycle(EXTRA)
     for name in models:
-        known = next((key for key in ("teacher", "linear", "hybrid", "mhla") if key in name.lower()), None)
-        taken = known is None or COLOURS[known] in found.values()
-        found[name] = free.pop(0) if taken and free else COLOURS[known] if not taken else EXTRA[-1]
+        own = next((COLOURS[key] for key in ("teacher", "linear", "hybrid", "mhla") if key in name.lower()), None)
+        found[name] = next(free) if own is None or own in found.values() else own
     return found
 
 
@@ -114,37 +98,34 @@ def _curves(models):
     return found
 
 
-def _draw_points(axes, title, values, better, colours):
-    for place, (name, colour) in enumerate(colours.items()):
+def _draw_points(axes, title, values, better, colors):
+    for place, (name, color) in enumerate(colors.items()):
         if name in values:
             value, error = values[name]
-            axes.errorbar(value, place, xerr=error, fmt="o", color=colour, markersize=6, capsize=3, linewidth=1.6)
-            axes.annotate(
-                f"{value:.4g}", (value, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
-    arrow = {True: " ↑", False: " ↓", None: ""}[better]
-    axes.set_title(title + arrow, fontsize=9.5)
-    axes.set_yticks(range(len(colours)), list(colours))
-    axes.set_ylim(len(colours) - 0.4, -0.8)
+            axes.errorbar(value, place, xerr=error, fmt="o", color=color, markersize=6, capsize=3, linewidth=1.6)
+            how = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(f"{value:.4g}", (value, place), **how)
+    axes.set_title(title + {True: " ↑", False: " ↓", None: ""}[better], fontsize=9.5)
+    axes.set_yticks(range(len(colors)), list(colors))
+    axes.set_ylim(len(colors) - 0.4, -0.8)
     axes.grid(True, axis="x")
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.2)
 
 
-def _draw_curves(axes, title, curves, colours):
+def _draw_curves(axes, title, curves, colors):
     task, score = title
     for name, points in curves.items():
         places, values, errors = zip(*sorted(points), strict=True)
-        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colours[name], "label": name}
+        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
         axes.errorbar(places, values, yerr=errors, **look)
     axes.grid(True)
     axes.legend(fontsize=8)
-    if task != SPEED:
+    if task == SPEED:
+        places = sorted({place for points in curves.values() for place, _, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [str(place) for place in places], fontsize=8)
+        axes.set(xlabel="tokens", ylim=(0, None))
+    else:
         axes.set(xlabel="tokens from the fact to the question", ylim=(-0.05, 1.05))
-        axes.set_title(f"{task}\n{score}, by depth", fontsize=9.5)
-        return
-    places = sorted({place for points in curves.values() for place, _, _ in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [str(place) for place in places], fontsize=8)
-    axes.set(xlabel="tokens", ylim=(0, None))
-    axes.set_title(f"{task}\n{score}, by length ↓", fontsize=9.5)
+    axes.set_title(f"{task}\n{score}, by length ↓" if task == SPEED else f"{task}\n{score}, by depth", fontsize=9.5)

@@ -40,7 +40,7 @@ class Comparison(dict):
         return render_rows(header, rows, style=style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path):
-        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns all PNGs."""
+        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
         from .figures import plot_scores
 
         return plot_scores(path, self, self.recipe and self.recipe.columns)

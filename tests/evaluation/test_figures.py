@@ -11,7 +11,7 @@ from small_scores import make_result
 
 from mhla_hf.cli import main
 from mhla_hf.evaluation import figures
-from mhla_hf.evaluation.figures import check_plot, colours_of, plot_scores
+from mhla_hf.evaluation.figures import check_plot, colors_of, plot_scores
 from mhla_hf.evaluation.recipes import read_score_recipe
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import Comparison
@@ -87,18 +87,12 @@ def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch, capsys):
         check_plot(tmp_path / "plot.png")
 
 
-def test_what_is_too_much_for_one_picture_goes_on_in_the_next(tmp_path):
-    """25 panels in two pictures, none left out; nothing to draw is refused."""
-    scores = [make_result(task=f"t{number}") for number in range(25)]
-    paths = Comparison({"mhla": Results(scores)}).plot(tmp_path / "a.png")
-    assert paths == [tmp_path / "a.png", tmp_path / "a-2.png"] == sorted(tmp_path.iterdir(), reverse=True)
-    sizes = [Image.open(path).size for path in paths]
-    assert sizes[0][1] > 3 * sizes[1][1] and sizes[0][0] > 3 * sizes[1][0]
+def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no score is there to draw"):
         plot_scores(tmp_path / "b.png", {"mhla": [make_result(value=None)]})
     assert not (tmp_path / "b.png").exists()
 
 
-def test_a_model_has_the_colour_of_all_our_figures():
-    colours = colours_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
-    assert len(set(colours.values())) == 5 and colours["mhla"] == "#2563c9"
+def test_a_model_has_the_color_of_all_our_figures():
+    colors = colors_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
+    assert len(set(colors.values())) == 5 and colors["mhla"] == "#2563c9"

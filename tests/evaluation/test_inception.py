@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_pipelines import dit_pipeline
 
 import mhla_hf
-from mhla_hf.evaluation import features
+from mhla_hf.evaluation import image_scores
 from mhla_hf.evaluation.image_scores import inception
 
 IMAGES = 8  # of 299 x 299 inside, on a CPU
@@ -126,7 +126,9 @@ def test_every_part_is_torch_fidelitys_and_spatial_features_have_adms_order(weig
 
 def test_the_scores_of_a_pipeline_are_torch_fidelitys(fidelity, weights, folders, tmp_path, monkeypatch):
     """`evaluate` samples, reads and scores; torch-fidelity scores the same files by itself."""
-    monkeypatch.setattr(features, "INCEPTION_SHA256", features.hash_file(weights))  # as if they were the published ones
+    monkeypatch.setattr(
+        image_scores, "INCEPTION_SHA256", image_scores.hash_file(weights)
+    )  # as if published
     reference = folders[1]
     settings = {
         "reference": str(reference), "samples": str(tmp_path / "samples"), "weights": str(weights), "images": IMAGES,
