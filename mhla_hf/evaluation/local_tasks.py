@@ -1,12 +1,12 @@
-"""lm-eval tasks from any held-out text: bits per byte, a cloze, recall from an earlier block, and generation.
+"""lm-eval tasks made here: from any held-out text, and needles in a haystack from none.
 
-`make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
-small loader, all found relative to the folder, so it can be moved and shared. Unusual: the recall task asks for memory
-alone. A word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
-and the model is asked in which of four passages, equal but for that one word, it expects it most. Every passage scores
-the same word after the same last block, so what a model thinks of the word itself, or of the words around it, cancels: a
-model that cannot look back over a block scores 25 %, and small models can already score more. Recall is also reported by
-depth: `acc_back_256` is the share of right answers where the fact lies about 256 tokens back.
+`make_tasks` and `make_needles` write a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL
+per task and a small loader, all found relative to the folder, so it can be moved and shared. The recall task asks for memory
+alone: a word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
+and the model is asked in which of four passages, equal but for that one word, it expects it most. What a model thinks of the
+word itself cancels: without memory it scores 25 %. Needles (after RULER's multi-key task, arXiv 2404.06654) hide codes of
+several things in a text that says nothing and ask for one of them; the wrong answers stand in the text as well. Both are
+also reported by depth: `acc_back_256` is the share of right answers where the fact lies about 256 tokens back.
 """
 
 import dataclasses
@@ -65,13 +65,7 @@ def copy(doc, results):
     return {"exact_match": float(right == 1), "right_words": right, "distinct_threes": distinct}
 '''
 MANIFEST = "tasks.json"
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 THINGS = tuple(
     """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
     quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
@@ -98,31 +92,16 @@ _WRITING = {
     "doc_to_target": "target",
     "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
 }
-# kind of task -> (its part of the YAML, metric -> aggregation; the first metric is also given by depth)
+# kind of task -> (its part of the YAML, function of the loader that scores, metric -> aggregation, the first also by depth)
+_ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+_PASSAGES = {"doc_to_text": "answer", "doc_to_choice": "contexts", "doc_to_target": "word"}
 KINDS = {
-    "bits_per_byte": (
-        {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"},
-        {"bits_per_byte": "bits_per_byte"},
-    ),
-    "cloze": (_QUESTION, {"acc": "mean", "acc_mutual_info": "mean"}),
-    "needle_recall": ({**_QUESTION, "process_results": _FunctionTag("local_data.choice")}, {"acc": "mean"}),
-    "recall": (
-        {
-            "doc_to_text": "answer",
-            "doc_to_choice": "contexts",
-            "doc_to_target": "word",
-            "process_results": _FunctionTag("local_data.recall"),
-        },
-        {"acc": "mean", "gain_bits": "mean"},
-    ),
-    "needle_generation": (
-        {**_WRITING, "process_results": _FunctionTag("local_data.answer")},
-        {"exact_match": "mean"},
-    ),
-    "generation": (
-        {**_WRITING, "process_results": _FunctionTag("local_data.copy")},
-        {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"},
-    ),
+    "bits_per_byte": (_ROLLING, None, {"bits_per_byte": "bits_per_byte"}),
+    "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
+    "recall": (_PASSAGES, "recall", {"acc": "mean", "gain_bits": "mean"}),
+    "generation": (_WRITING, "copy", {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"}),
+    "needle_recall": (_QUESTION, "choice", {"acc": "mean"}),
+    "needle_generation": (_WRITING, "answer", {"exact_match": "mean"}),
 }
 
 
@@ -147,12 +126,17 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     The same arguments give the same bytes. ValueError: the text is too short for 16 questions, the prefix is not a
     name, or `folder` holds something that this function did not write.
     """
-    _check_arguments(text, prefix, window, items, block)
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"text is {type(text).__name__} {str(text)[:20]!r}; expected a text with words in it")
+    if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)):
+        raise ValueError(f"prefix is {prefix!r}; expected letters, digits and underscores, a letter first")
+    for name, value, least in (("window", window, 128), ("items", items, 16), ("block", block, 1)):
+        whole_numbers(name, value, least, 10**9)
+    if window < 2 * block + 64:
         raise ValueError(
-            f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty folder"
+            f"window is {window} and block is {block}; expected a window of at least 2 * block + 64 tokens"
         )
+    _check_folder(folder)
     count = _token_counter(tokenizer)
     shape = {"window": window, "items": items, "block": block, "seed": seed}
     made = {
@@ -170,23 +154,16 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     return write_tasks(folder, documents, {"prefix": prefix, **shape})
 
 
-def _check_arguments(text, prefix, window, items, block):
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"text is {type(text).__name__} {str(text)[:20]!r}; expected a text with words in it")
-    if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)):
-        raise ValueError(f"prefix is {prefix!r}; expected letters, digits and underscores, a letter first")
-    for name, value, least in (("window", window, 128), ("items", items, 16), ("block", block, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
-    if window < 2 * block + 64:
-        raise ValueError(
-            f"window is {window} and block is {block}; expected a window of at least 2 * block + 64 tokens"
-        )
+def _check_folder(folder):
+    """ValueError when `folder` holds something that was not written here."""
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
 
 
 def _token_counter(tokenizer):
     """text -> number of tokens without special ones."""
-    return lambda piece: len(tokenizer(piece, add_special_tokens=False)["input_ids"])
+    return lambda piece: len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def split_text(text, tokens, count):
@@ -384,7 +361,9 @@ def write_tasks(folder, documents, arguments):
 
 def _task_yaml(name, kind, rows):
     """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
-    own, metrics = KINDS[kind]
+    own, scoring, metrics = KINDS[kind]
+    if scoring:
+        own = {**own, "process_results": _FunctionTag(f"local_data.{scoring}")}
     depths = sorted({row["back"] for row in rows if "back" in row})
     metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
     listed = [
@@ -418,18 +397,14 @@ def make_needles(folder, tokenizer, *, lengths=(512, 1024, 2048), depths=(0, 25,
     whole_numbers("items", [items], 1, 10**6)
     if not 2 <= len(depths) <= len(THINGS):
         raise ValueError(f"depths is {depths}; expected between 2 and {len(THINGS)} of them")
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
-    documents = {}
+    _check_folder(folder)
+    documents, count = {}, _token_counter(tokenizer)
     for length in lengths:
-        haystack = _Haystack(tokenizer, length - ANSWER_TOKENS, len(depths))
+        haystack = _haystack(count, length - ANSWER_TOKENS, len(depths))
         rows = [
-            _question(
-                haystack, length, depths, number, random.Random(f"needle {seed} {length} {depths[number]} {item}")
-            )
+            _question(haystack, length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
             for item in range(items)
-            for number in range(len(depths))
+            for number, depth in enumerate(depths)
         ]
         documents[f"{PREFIX}_recall_{length}"] = ("needle_recall", rows)
         documents[f"{PREFIX}_generation_{length}"] = ("needle_generation", rows)
@@ -446,28 +421,22 @@ def whole_numbers(name, values, least, most):
     return sorted(set(values))
 
 
-class _Haystack:
-    """How many sentences of noise fit, found once per length: every question of a length is nearly equally long."""
+def _haystack(count, tokens, needles):
+    """As many sentences of noise as fit, so that every question of a length is nearly equally long."""
+    longest = sorted(THINGS, key=count)[-needles:]
+    facts = [_fact(thing, "8888") for thing in longest]
 
-    def __init__(self, tokenizer, tokens, needles):
-        self.tokens, self.count = (
-            tokens,
-            lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-        )
-        low, high = 0, tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(middle, needles) else (low, middle - 1)
-        if low < needles:
-            raise ValueError(f"lengths: {tokens + ANSWER_TOKENS} tokens are too few for {needles} depths")
-        self.sentences = [NOISE[number % len(NOISE)] for number in range(low)]
+    def noise(sentences):
+        return [NOISE[number % len(NOISE)] for number in range(sentences)]
 
-    def _fits(self, sentences, needles):
-        longest = sorted(THINGS, key=self.count)[-needles:]
-        text = " ".join(
-            [NOISE[number % len(NOISE)] for number in range(sentences)] + [_fact(t, "8888") for t in longest]
-        )
-        return self.count(text + _ask(longest[-1])) <= self.tokens
+    low, high = 0, tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = count(" ".join(noise(middle) + facts) + _ask(longest[-1])) <= tokens
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if low < needles:
+        raise ValueError(f"lengths: {tokens + ANSWER_TOKENS} tokens are too few for {needles} depths")
+    return noise(low)
 
 
 def _fact(thing, code):
@@ -482,9 +451,9 @@ def _question(haystack, length, depths, asked, rng):
     """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
     things = rng.sample(THINGS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
-    sentences = list(haystack.sentences)
+    sentences = list(haystack)
     for number in reversed(range(len(depths))):
-        place = round(depths[number] / 100 * len(haystack.sentences))
+        place = round(depths[number] / 100 * len(haystack))
         sentences.insert(place, _fact(things[number], codes[number]))
     return {
         "context": " ".join(sentences) + _ask(things[asked]),

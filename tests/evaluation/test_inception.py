@@ -126,9 +126,7 @@ def test_every_part_is_torch_fidelitys_and_spatial_features_have_adms_order(weig
 
 def test_the_scores_of_a_pipeline_are_torch_fidelitys(fidelity, weights, folders, tmp_path, monkeypatch):
     """`evaluate` samples, reads and scores; torch-fidelity scores the same files by itself."""
-    monkeypatch.setattr(
-        image_scores, "INCEPTION_SHA256", image_scores.hash_file(weights)
-    )  # as if published
+    monkeypatch.setattr(image_scores, "INCEPTION_SHA256", image_scores.hash_file(weights))  # as if published
     reference = folders[1]
     settings = {
         "reference": str(reference), "samples": str(tmp_path / "samples"), "weights": str(weights), "images": IMAGES,

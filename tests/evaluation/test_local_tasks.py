@@ -191,11 +191,11 @@ def refusals():
     yield {"text": None}, "text is NoneType"
     yield {"text": "Too short a text for questions."}, "expected at least 16, so a longer text"
     yield {"prefix": "a/b"}, "prefix is 'a/b'"
-    yield {"window": 100}, "window is 100"
+    yield {"window": 100}, "window: got 100"
     yield {"window": 128, "block": 64}, "2 \\* block \\+ 64"
-    yield {"items": 3}, "items is 3"
-    yield {"items": True}, "items is True"
-    yield {"block": 0}, "block is 0"
+    yield {"items": 3}, "items: got 3"
+    yield {"items": True}, "items: got True"
+    yield {"block": 0}, "block: got 0"
 
 
 @pytest.mark.parametrize(("changes", "says"), list(refusals()))
