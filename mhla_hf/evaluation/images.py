@@ -35,7 +35,7 @@ from .image_scores import (
     read_image,
     share_error,
 )
-from .recipes import at_least_one, read_settings
+from .recipes import at_least, read_settings
 from .records import Results, hash_of
 from .sampling import (
     PipelineJudge,
@@ -72,7 +72,7 @@ class ImageProtocol:
     """
 
     name: str = "images"
-    images: int = at_least_one(default=50_000)
+    images: int = at_least(1, 50_000)
     classes: int | None = None
     prompts: str | None = None
     sampling: dict = dataclasses.field(default_factory=dict)
@@ -80,14 +80,14 @@ class ImageProtocol:
     extractor: object = "inception"
     weights: str | None = None
     clip: str = "openai/clip-vit-large-patch14"
-    neighbours: int = at_least_one(default=3)
-    splits: int = at_least_one(default=10)
+    neighbours: int = at_least(1, 3)
+    splits: int = at_least(1, 10)
     samples: str = "out/samples"
     geneval_python: str | None = None
     geneval_script: str | None = None
     geneval_detector: str | None = None
     geneval_prompts: str | None = None
-    geneval_images: int = at_least_one(default=4)
+    geneval_images: int = at_least(1, 4)
 
     def validate_conditions(self):
         """Of one kind."""
@@ -132,23 +132,18 @@ def _check(protocol, asked):
 
 
 def _first_image(path):
-    """uint8 `[3, H, W]`, the first of a reference, without reading the others; None where there is none."""
-    path = Path(path)
-    if path.is_dir():
+    """uint8 `[3, H, W]`, the first of a reference; None where there is none."""
+    if Path(path).is_dir():
         return next((read_image(file) for file in _images(path)), None)
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"reference: {str(path)!r} is no .npz file that can be read")
-    with zipfile.ZipFile(path) as archive:
-        if "arr_0.npy" not in archive.namelist():
-            return None
-        with archive.open("arr_0.npy") as stream:
-            version = numpy.lib.format.read_magic(stream)
-            read = {(1, 0): numpy.lib.format.read_array_header_1_0}.get(version, numpy.lib.format.read_array_header_2_0)
-            shape, by_columns, dtype = read(stream)
-            if by_columns or dtype != numpy.uint8 or len(shape) != 4 or not shape[0]:
-                return None
-            pixels = stream.read(math.prod(shape[1:]))
-    return read_image(numpy.frombuffer(bytearray(pixels), dtype).reshape(shape[1:]))
+    with _open_npz(path) as file:
+        return read_image(file["arr_0"][0]) if "arr_0" in file.files else None
+
+
+def _open_npz(path):
+    try:
+        return numpy.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"reference: {str(path)!r} is no .npz file that can be read: {first_line(error)}") from None
 
 
 def _check_given(extractor, found, wanted):
@@ -324,7 +319,7 @@ def _reference(path, extractor, cache, how, missing):
         if not images:
             raise ValueError(f"reference: {str(path)!r} holds no images; expected {', '.join(PICTURES)}")
     else:
-        with numpy.load(path, allow_pickle=False) as file:
+        with _open_npz(path) as file:
             if extractor.genuine:
                 given = {name: file[name] for name in file.files if name in ("mu", "sigma", "mu_s", "sigma_s")}
             if {"precision", "recall"} & set(missing) or not given:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassError
 
 from ..checkpoints.files import read_yaml
@@ -61,11 +61,14 @@ class ScoreRecipe:
         return words
 
 
-@as_validated_field
-def at_least_one(value):
-    """A field of a protocol that counts something."""
-    if value is True or value < 1:
-        raise ValueError(f"expected a whole number of at least 1, got {value}")
+def at_least(least, default):
+    """A field of a strict dataclass that counts something, or is None."""
+
+    def check(value):
+        if value is not None and (isinstance(value, bool) or value < least):
+            raise ValueError(f"expected a whole number of at least {least}, got {value!r}")
+
+    return validated_field(check, default=default)
 
 
 def read_settings(cls, values, what="settings"):

@@ -7,14 +7,16 @@ need are imported when they are asked for.
 
 import dataclasses
 import importlib
-import logging
 import math
+from pathlib import Path
+from typing import Literal
 
-from ..checkpoints.load import DTYPES, choose_device
-from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
+from huggingface_hub.dataclasses import strict
+
+from ..checkpoints.load import choose_device
+from .recipes import ScoreRecipe, at_least, read_score_recipe, read_settings, recipe_names, with_settings
 from .records import paper_rows, render_rows, render_table
 
-logger = logging.getLogger("mhla_hf")
 JUDGES = {
     "language": (".language", "judge_language_models"),
     "classification": (".classification", "judge_classifiers"),
@@ -49,27 +51,40 @@ class Comparison(dict):
         return self.table()
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
+@dataclasses.dataclass
 class Asked:
     """How the user wants it done; the fields are the arguments of `evaluate`."""
 
     recipe: ScoreRecipe
     tokenizer: object
-    output: object
+    output: str | Path | None
     include_path: object
-    num_fewshot: int | None
     limit: int | float | None
-    batch_size: object
-    seed: int | None
-    dtype: str
-    device: str | None
-    max_length: int | None
+    batch_size: int | Literal["auto"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: object
     revision: str | None
     trust_remote_code: bool
     force: bool
     trust_scores: bool
     progress: bool
     command: str | None
+    num_fewshot: int | None = at_least(0, None)
+    seed: int | None = at_least(0, None)
+    max_length: int | None = at_least(2, None)
+
+    def validate_for_kind(self):
+        """What only language models take is not given for others."""
+        language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
+        share = " of documents, or a share below 1" if language else ""
+        if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (language and limit < 1))):
+            raise ValueError(f"limit is {limit!r}; expected a whole number{share}")
+        if (size == "auto" and not language) or (size != "auto" and size < 1):
+            raise ValueError(f"batch_size is {size!r}; expected an integer of at least 1" + ' or "auto"' * language)
+        for name in () if language else LANGUAGE_ONLY:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is given, which the recipe {self.recipe.name!r} does not take; expected None")
 
     def words(self):
         """The words of the command line that are the same for all kinds of models."""
@@ -143,10 +158,10 @@ def evaluate(
     given = dict(locals())
     names = None if tasks is None else split_names(tasks)
     found = _find_recipe(recipe, names, settings)
-    asked = Asked(
-        found, **{field.name: given[field.name] for field in dataclasses.fields(Asked) if field.name != "recipe"}
-    )
-    _check(asked)
+    known = {field.name for field in dataclasses.fields(Asked)}
+    asked = {name: value for name, value in given.items() if name in known}
+    asked = read_settings(Asked, {**asked, "recipe": found}, "evaluate")
+    choose_device(device)
     compared = Comparison(_find_judge(found.kind)(models, asked))
     compared.recipe = found
     return compared
@@ -191,26 +206,3 @@ def _find_recipe(recipe, names, settings):
     if unknown := [name for name in names if name not in recipe.tasks]:
         raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
     return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})
-
-
-def _check(asked):
-    whole = {"num_fewshot": (asked.num_fewshot, 0), "seed": (asked.seed, 0), "max_length": (asked.max_length, 2)}
-    for name, (value, least) in whole.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}")
-    language = asked.recipe.kind == "language"
-    limit, size = asked.limit, asked.batch_size
-    number = isinstance(limit, (int, float)) and not isinstance(limit, bool) and math.isfinite(limit)
-    shares = language and number and limit < 1
-    if limit is not None and not (number and limit > 0 and (shares or limit == int(limit))):
-        share = " of documents, or a share below 1" if language else ""
-        raise ValueError(f"limit is {limit!r}; expected a whole number{share}")
-    auto = language and size == "auto"
-    if not auto and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"batch_size is {size!r}; expected an integer of at least 1" + ' or "auto"' * language)
-    if asked.dtype != "auto" and asked.dtype not in DTYPES:
-        raise ValueError(f"dtype is {asked.dtype!r}; expected auto, {', '.join(DTYPES)}")
-    for name in () if language else LANGUAGE_ONLY:
-        if getattr(asked, name) is not None:
-            raise ValueError(f"{name} is given, which the recipe {asked.recipe.name!r} does not take; expected None")
-    choose_device(asked.device)

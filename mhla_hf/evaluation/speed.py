@@ -12,7 +12,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
-from .recipes import at_least_one, read_settings
+from .recipes import at_least, read_settings
 from .records import Results, hash_of
 from .subjects import find_subjects, keep_scores, known_score
 
@@ -26,8 +26,8 @@ class SpeedProtocol:
     """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
 
     lengths: list[int] | int
-    decode_tokens: int = at_least_one(default=64)
-    rounds: int = at_least_one(default=3)
+    decode_tokens: int = at_least(1, 64)
+    rounds: int = at_least(1, 3)
 
     def validate_lengths(self):
         """At least one, each of a token or more."""

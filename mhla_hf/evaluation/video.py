@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import folder_aside, write_json
-from .recipes import at_least_one, read_settings
+from .recipes import at_least, read_settings
 from .records import Results, finite, hash_of
 from .sampling import PipelineJudge, Sample, joined_processes, make_samples, seed_of_sample
 from .subjects import find_subjects
@@ -63,8 +63,8 @@ class VideoProtocol:
     """
 
     python: str | None = None
-    videos: int = at_least_one(default=5)
-    fps: int = at_least_one(default=16)
+    videos: int = at_least(1, 5)
+    fps: int = at_least(1, 16)
     sampling: dict = dataclasses.field(default_factory=dict)
     augmented: str | None = None
     samples: str = "out/samples"

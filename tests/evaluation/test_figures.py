@@ -27,14 +27,6 @@ def test_scores_and_depths_are_drawn(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["scores.png"]
 
 
-def test_a_recipe_gives_the_panels(tmp_path):
-    recipe = read_score_recipe("table_6_language")
-    records = [make_result(task=c["task"], metric=c["metric"]) for c in recipe.columns.values() if "metric" in c]
-    plot_scores(tmp_path / "table.png", {"mhla": records}, recipe.columns)
-    with Image.open(tmp_path / "table.png") as picture:
-        assert picture.size[1] > 600
-
-
 @pytest.fixture
 def drawn(monkeypatch):
     """The figure that was written last."""
