@@ -244,27 +244,27 @@ def inception_score(logits, splits=10, seed=0):
     return mean.item(), spread.item() / math.sqrt(splits) if splits > 1 else None
 
 
-def precision_recall(sample, reference, neighbours=3, chunk=2048):
+def precision_recall(sample, reference, neighbors=3, chunk=2048):
     """(precision, recall) of features `[N, D]` and `[R, D]`.
 
-    precision: share of samples that lie within the distance of some reference to its `neighbours`-th nearest reference;
+    precision: share of samples that lie within the distance of some reference to its `neighbors`-th nearest reference;
     recall: the same with the roles exchanged (arXiv 1904.06991).
     """
-    least = neighbours + 1
+    least = neighbors + 1
     if min(len(sample), len(reference)) < least:
         raise ValueError(
             f"features: {len(sample)} samples, {len(reference)} references; expected {least} or more of each"
         )
     sample, reference = sample.double(), reference.double()
     pairs = ((sample, reference), (reference, sample))
-    return tuple(_covered(points, others, neighbours, chunk) for points, others in pairs)
+    return tuple(_covered(points, others, neighbors, chunk) for points, others in pairs)
 
 
-def _covered(points, centres, neighbours, chunk):
-    """Share of `points` within the distance of some of the `centres` to its `neighbours`-th nearest other one."""
-    radii = [torch.cdist(part, centres).kthvalue(neighbours + 1, dim=1).values for part in centres.split(chunk)]
+def _covered(points, centers, neighbors, chunk):
+    """Share of `points` within the distance of some of the `centers` to its `neighbors`-th nearest other one."""
+    radii = [torch.cdist(part, centers).kthvalue(neighbors + 1, dim=1).values for part in centers.split(chunk)]
     radii = torch.cat(radii)
-    inside = [(torch.cdist(part, centres) <= radii).any(1) for part in points.split(chunk)]
+    inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
     return torch.cat(inside).double().mean().item()
 
 

@@ -66,7 +66,7 @@ class ImageProtocol:
     conditions are the lines of this file, in order and again from the start. sampling: further arguments of the pipeline.
     reference: ADM's .npz (arr_0; mu, sigma, mu_s, sigma_s) or a folder of images of one size. extractor: "inception",
     "module:function", or an `Extractor`; weights: a local file of Inception's. clip: folder or id of a CLIP model.
-    neighbours, splits: of precision and recall, of IS. samples: folder to make; each model has its own in it.
+    neighbors, splits: of precision and recall, of IS. samples: folder to make; each model has its own in it.
     geneval_*: the interpreter, script and detector folder of GenEval, its prompts (evaluation_metadata.jsonl), and
     images per prompt.
     """
@@ -80,7 +80,7 @@ class ImageProtocol:
     extractor: object = "inception"
     weights: str | None = None
     clip: str = "openai/clip-vit-large-patch14"
-    neighbours: int = at_least(1, 3)
+    neighbors: int = at_least(1, 3)
     splits: int = at_least(1, 10)
     samples: str = "out/samples"
     geneval_python: str | None = None
@@ -257,7 +257,7 @@ class _Judge(PipelineJudge):
             mean, error = inception_score(sample["logits"], protocol.splits, self.seed)
             scores[extractor.label("IS")] = (mean, error, True, count)
         if {"precision", "recall"} & set(missing):
-            found = precision_recall(sample["features"], reference["features"], protocol.neighbours)
+            found = precision_recall(sample["features"], reference["features"], protocol.neighbors)
             sizes = (count, len(reference["features"]))
             for name, value, size in zip(("precision", "recall"), found, sizes, strict=True):
                 if name in missing:

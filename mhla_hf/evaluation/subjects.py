@@ -142,9 +142,9 @@ def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=
         raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
     found = []
     for name, model in models.items():
-        target = None
-        if output is not None:
-            target = Path(output) if single_file else Path(output) / f"{str(name).replace('/', '--')}.json"
+        target = output and Path(output)
+        if target and not single_file:
+            target = target / f"{str(name).replace('/', '--')}.json"
         found.append(_subject(str(name), model, target, dtype, revision, pipeline))
     return found
 
@@ -153,22 +153,16 @@ def _named(models):
     """name -> model: folders of one name get that of the folder above in front, and what is left a number."""
     named = {}
     for model in models:
-        name = _default_name(model)
-        if name in named and isinstance(model, (str, Path)) and Path(model).exists():
-            name = "/".join(Path(model).resolve().parts[-2:])
+        parts = (type(model).__name__,)
+        if isinstance(model, (str, Path)):
+            parts = Path(model).resolve().parts if Path(model).exists() else (str(model),)
+        name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
         unique, number = name, 1
         while unique in named:
             number += 1
             unique = f"{name}-{number}"
         named[unique] = model
     return named
-
-
-def _default_name(model):
-    if isinstance(model, (str, Path)):
-        path = Path(model)
-        return path.resolve().name if path.exists() else str(model)
-    return type(model).__name__
 
 
 def _subject(name, model, target, dtype, revision, pipeline):
@@ -183,9 +177,9 @@ def _subject(name, model, target, dtype, revision, pipeline):
         else:
             fingerprint = _hub_fingerprint(source, revision)
     elif pipeline and callable(model) and isinstance(getattr(model, "components", None), dict):
-        fingerprint, dtype = fingerprint_pipeline(model), _name(model.dtype)
+        fingerprint, dtype = fingerprint_pipeline(model), str(model.dtype).removeprefix("torch.")
     elif not pipeline and isinstance(model, torch.nn.Module):
-        fingerprint, dtype = fingerprint_model(model), _name(model.dtype)
+        fingerprint, dtype = fingerprint_model(model), str(model.dtype).removeprefix("torch.")
     else:
         what = "diffusers pipeline" if pipeline else "model of transformers"
         raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
@@ -193,10 +187,6 @@ def _subject(name, model, target, dtype, revision, pipeline):
         check_writable(target)
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target)
-
-
-def _name(dtype):
-    return str(dtype).removeprefix("torch.")
 
 
 def _hub_fingerprint(name, revision):

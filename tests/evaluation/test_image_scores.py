@@ -79,7 +79,7 @@ def test_inception_score_is_the_formula():
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_precision_and_recall_are_the_definition(chunk):
     sample, reference = features(60, 4, 6), features(50, 4, 7, 0.8)
-    found = precision_recall(torch.from_numpy(sample), torch.from_numpy(reference), neighbours=3, chunk=chunk)
+    found = precision_recall(torch.from_numpy(sample), torch.from_numpy(reference), neighbors=3, chunk=chunk)
 
     def share(points, centres):
         inside = 0
