@@ -43,12 +43,10 @@ from mhla_hf.checkpoints.files import file_aside, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
+from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
+from mhla_hf.evaluation.records import Results, hash_of
+from mhla_hf.evaluation.subjects import find_subjects, keep_scores
 from mhla_hf.plots import STYLE, pyplot, save_figure
-from mhla_hf.scores.image import keep_scores
-from mhla_hf.scores.image_metrics import Moments, frechet_distance, share_error
-from mhla_hf.scores.results import Results
-from mhla_hf.scores.samples import hash_of
-from mhla_hf.scores.subjects import find_subjects
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.denoising import NoiseProcess, predict, trajectory
 from mhla_hf.training.recipe import DiffusionStage

@@ -26,7 +26,7 @@ _PUBLIC = {
     "analyze": "analysis",
     "convert": "convert",
     "distill": "training.loop",
-    "evaluate": "scores.evaluation",
+    "evaluate": "evaluation.runner",
     "push": "share.push",
 }
 

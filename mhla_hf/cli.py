@@ -277,8 +277,8 @@ def run_distill(given, command):
 
 def run_evaluate(given, command):
     """mhla-hf evaluate"""
-    from .scores.evaluation import evaluate
-    from .scores.figures import check_plot
+    from .evaluation.figures import check_plot
+    from .evaluation.runner import evaluate
 
     if given.plot:
         check_plot(given.plot)

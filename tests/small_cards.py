@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.evaluation.records import Result, Results
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.scores.results import Result, Results
 
 STAGE = {
     "loss": "logits",

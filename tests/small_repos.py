@@ -3,7 +3,7 @@
 from small_scores import make_result, small_tokenizer
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import write_card
 
 CARD = """\

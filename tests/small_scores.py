@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
-from mhla_hf.scores.results import Result
+from mhla_hf.evaluation.records import Result
 
 WINDOW = 192
 HELD_OUT = "\n\n".join(topics[name] for name in ("assert", "calls", "class", "execmodel", "naming", "try"))

@@ -30,9 +30,9 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
 from mhla_hf.convert import convert
-from mhla_hf.scores.evaluation import evaluate
-from mhla_hf.scores.local_tasks import make_tasks
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.local_tasks import make_tasks
+from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.share.facts import find_licence
 from mhla_hf.speed import measure_speed

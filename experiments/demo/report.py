@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.training.run_folder import RECORD
 
 from .figures import LABELS

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..checkpoints.files import write_json
 from ..checkpoints.load import check_model_name, choose_device, is_pipeline, kind_of_class
 from ..checkpoints.machine import describe_run
-from ..scores.subjects import check_writable
+from ..evaluation.subjects import check_writable
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import image_batch, load_any, prompt_batch, text_batch
 from .measures import attention_maps, describe_mixing, measure_calls, record_model

@@ -18,8 +18,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..checkpoints.files import read_yaml, write_json, write_text
-from ..scores.results import Result, Results, format_score, render_rows, render_table
-from ..scores.timing import TASK as SPEED
+from ..evaluation.records import Result, Results, format_score, render_rows, render_table
+from ..evaluation.speed import TASK as SPEED
 from .facts import (
     DEPTH,
     FORMAT_VERSION,

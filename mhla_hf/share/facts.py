@@ -17,9 +17,9 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.fingerprint import fingerprint_folder
+from ..evaluation.records import Result, Results
+from ..evaluation.speed import speed_of_records
 from ..nn.settings import MHLASettings
-from ..scores.results import Result, Results
-from ..scores.timing import speed_of_records
 
 PERSON_FILE = "card.json"
 FORMAT_VERSION = 1

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..scores.classification import label_order
-from .pictures import PictureReader, Preparation, open_pictures, share_right
+from .pictures import PictureReader, Preparation, label_order, open_pictures, share_right
 from .tasks import Task
 from .trainable import mhla_attentions, with_dtype_of
 

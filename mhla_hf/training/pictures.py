@@ -352,6 +352,19 @@ def random_box(random, least: float, most: float = 1.0):
     return left, top, left + width, top + height
 
 
+def label_order(config, names):
+    """The model's index of each class in `names`: by name where the model knows them, else by place."""
+    known = {str(label): int(index) for index, label in config.id2label.items()}
+    if all(name in known for name in names):
+        return [known[name] for name in names]
+    if any(name in known for name in names):
+        odd = next(name for name in names if name not in known)
+        raise ValueError(f"data: the model has no label {odd!r}, though it has others of these classes")
+    if len(names) != len(known):
+        raise ValueError(f"data: {len(names)} classes for a model with {len(known)} labels; expected equally many")
+    return list(range(len(names)))
+
+
 @torch.no_grad()
 def share_right(model, pictures: Pictures, preparation: Preparation, *, size=None, batch_size=128) -> float:
     """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode."""

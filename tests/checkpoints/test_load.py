@@ -21,7 +21,7 @@ from mhla_hf.checkpoints.checksums import SUMS_FILE, hash_file, render_sums
 from mhla_hf.checkpoints.clean_process import check_visit
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import main
-from mhla_hf.scores.features import Extractor
+from mhla_hf.evaluation.image_scores import Extractor
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -56,7 +56,7 @@ def judge(saved, kind, model, place):
             model, recipe="table_2_imagenet", settings={"data": str(saved / "data")}, output=place, progress=False
         )
     settings = {"reference": str(saved / "reference.npz"), "samples": str(place / "samples"), "images": 4}
-    settings |= {"extractor": Extractor("mean", lambda images: images.float().mean((2, 3)))}
+    settings |= {"extractor": Extractor("mean", lambda images: images.float().mean((2, 3)), "1")}
     settings |= {"sampling.num_inference_steps": 1}
     options = {"recipe": "table_9_class_to_image", "tasks": ["FID"], "settings": settings, "progress": False}
     return mhla_hf.evaluate(model, output=place, **options)

@@ -15,7 +15,7 @@ import pytest
 from experiments.demo.journey import MODELS, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
 ROOT = Path(__file__).parents[2]

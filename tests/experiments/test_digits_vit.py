@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import digits_vit
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
 

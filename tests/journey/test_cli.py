@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from mhla_hf.cli import main, parse_layers, parse_settings
-from mhla_hf.scores.local_tasks import make_tasks
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.local_tasks import make_tasks
+from mhla_hf.evaluation.records import Results
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

@@ -12,8 +12,8 @@ from tiny_pipelines import dit_pipeline, wan_pipeline
 
 import mhla_hf
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.scores.features import Extractor
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.image_scores import Extractor
+from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
 
@@ -33,7 +33,7 @@ def folders(tmp_path):
     images = numpy.random.default_rng(0).integers(0, 255, (24, 16, 16, 3), dtype=numpy.uint8)
     numpy.savez(tmp_path / "reference.npz", arr_0=images)
     settings = {"reference": str(tmp_path / "reference.npz"), "samples": str(tmp_path / "samples"), "images": 24}
-    settings |= {"extractor": Extractor("colour judge", colours), "sampling.num_inference_steps": 2}
+    settings |= {"extractor": Extractor("colour judge", colours, "1"), "sampling.num_inference_steps": 2}
     options = {"recipe": "table_9_class_to_image", "settings": settings, "progress": False}
     with pytest.raises(ValueError, match="mhla' holds the source of its MHLA model; give trust_remote_code to run it"):
         mhla_hf.evaluate(tmp_path / "mhla", **options)

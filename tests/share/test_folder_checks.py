@@ -16,7 +16,7 @@ from small_scores import small_llama
 
 import mhla_hf
 from mhla_hf.checkpoints.bundle import check_bundle
-from mhla_hf.scores.results import Results
+from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.share.folder_checks import check_folder

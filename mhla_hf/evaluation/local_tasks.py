@@ -1,0 +1,464 @@
+"""lm-eval tasks made here: from any held-out text, and needles in a haystack from none.
+
+`make_tasks` and `make_needles` write a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL
+per task and a small loader, all found relative to the folder, so it can be moved and shared. The recall task asks for memory
+alone: a word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
+and the model is asked in which of four passages, equal but for that one word, it expects it most. What a model thinks of the
+word itself cancels: without memory it scores 25 %. Needles (after RULER's multi-key task, arXiv 2404.06654) hide codes of
+several things in a text that says nothing and ask for one of them; the wrong answers stand in the text as well. Both are
+also reported by depth: `acc_back_256` is the share of right answers where the fact lies about 256 tokens back.
+"""
+
+import dataclasses
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from ..checkpoints.files import folder_aside
+
+OPTIONS = 4
+ANSWER_TOKENS = 32
+LOADER = '''"""Reads the JSONL files beside this one for lm-eval, wherever the folder lies, and scores answers by depth."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+
+def load(file, **_):
+    with Path(__file__).with_name(file).open(encoding="utf-8") as lines:
+        return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
+
+
+def by_depth(doc, metric, value):
+    return {metric: value, f"{metric}_back_{doc['back']}": value}
+
+
+def choice(doc, results):
+    scores = [loglikelihood for loglikelihood, _ in results]
+    return by_depth(doc, "acc", (scores[doc["answer"]] == max(scores)) / scores.count(max(scores)))
+
+
+def recall(doc, results):
+    scores = [loglikelihood for loglikelihood, _ in results]
+    true = scores[doc["answer"]]
+    others = (sum(scores) - true) / (len(scores) - 1)
+    return {**choice(doc, results), "gain_bits": (true - others) / math.log(2)}
+
+
+def answer(doc, results):
+    return by_depth(doc, "exact_match", float(results[0].strip().startswith(doc["target"].strip())))
+
+
+def copy(doc, results):
+    said, meant = results[0].split(), doc["target"].split()
+    right = len(os.path.commonprefix([said, meant])) / len(meant)
+    threes = list(zip(said, said[1:], said[2:]))
+    distinct = len(set(threes)) / len(threes) if threes else 1.0
+    return {"exact_match": float(right == 1), "right_words": right, "distinct_threes": distinct}
+'''
+MANIFEST = "tasks.json"
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+THINGS = tuple(
+    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
+    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
+    river""".split()  # noqa: SIM905
+)
+PREFIX = "needle"
+LEAST = 128
+
+
+class _FunctionTag(str):
+    """Text that YAML writes as `!function text`."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that knows lm-eval's `!function` tag."""
+
+
+_Dumper.add_representer(_FunctionTag, lambda dumper, value: dumper.represent_scalar("!function", str(value)))
+
+_QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
+_WRITING = {
+    "output_type": "generate_until",
+    "doc_to_text": "context",
+    "doc_to_target": "target",
+    "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
+}
+# kind of task -> (its part of the YAML, function of the loader that scores, metric -> aggregation, the first also by depth)
+_ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+_PASSAGES = {"doc_to_text": "answer", "doc_to_choice": "contexts", "doc_to_target": "word"}
+KINDS = {
+    "bits_per_byte": (_ROLLING, None, {"bits_per_byte": "bits_per_byte"}),
+    "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
+    "recall": (_PASSAGES, "recall", {"acc": "mean", "gain_bits": "mean"}),
+    "generation": (_WRITING, "copy", {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"}),
+    "needle_recall": (_QUESTION, "choice", {"acc": "mean"}),
+    "needle_generation": (_WRITING, "answer", {"exact_match": "mean"}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTasks:
+    """What `make_tasks` wrote. folder: for `include_path`. names: the tasks. sizes: task -> documents."""
+
+    folder: str
+    names: tuple
+    sizes: dict
+
+
+def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=150, block=64, seed=0):
+    """Write the four tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
+
+    text: str, held out from training; some 20,000 characters of prose with paragraphs give good tasks.
+    tokenizer: a transformers tokenizer; only lengths in tokens are taken from it, the tasks themselves are plain text.
+    prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`, `<prefix>_generation`.
+    window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
+    block: the fact of a recall question lies at least this many tokens before the question. seed: of every choice.
+
+    The same arguments give the same bytes. ValueError: the text is too short for 16 questions, the prefix is not a
+    name, or `folder` holds something that this function did not write.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"text is {type(text).__name__} {str(text)[:20]!r}; expected a text with words in it")
+    if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)):
+        raise ValueError(f"prefix is {prefix!r}; expected letters, digits and underscores, a letter first")
+    for name, value, least in (("window", window, 128), ("items", items, 16), ("block", block, 1)):
+        whole_numbers(name, value, least, 10**9)
+    if window < 2 * block + 64:
+        raise ValueError(
+            f"window is {window} and block is {block}; expected a window of at least 2 * block + 64 tokens"
+        )
+    _check_folder(folder)
+    count = _token_counter(tokenizer)
+    shape = {"window": window, "items": items, "block": block, "seed": seed}
+    made = {
+        "bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
+        "cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
+        "recall": make_recall(text, count, **shape),
+        "generation": make_generation(text, count, **shape),
+    }
+    for kind, rows in made.items():
+        if kind != "bits_per_byte" and len(rows) < 16:
+            raise ValueError(
+                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least 16, so a longer text"
+            )
+    documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in made.items()}
+    return write_tasks(folder, documents, {"prefix": prefix, **shape})
+
+
+def _check_folder(folder):
+    """ValueError when `folder` holds something that was not written here."""
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
+
+
+def _token_counter(tokenizer):
+    """text -> number of tokens without special ones."""
+    return lambda piece: len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def split_text(text, tokens, count):
+    """Cut `text` into parts of at most `tokens` tokens, at line ends where there is one; joined they are `text` again."""
+    parts, current = [], ""
+    for line in text.splitlines(keepends=True):
+        while count(line) > tokens:
+            cut = next(size for size in _halves(len(line)) if count(line[:size]) <= tokens)
+            parts += [current] if current else []
+            parts, current, line = [*parts, line[:cut]], "", line[cut:]
+        if current and count(current + line) > tokens:
+            parts, current = [*parts, current], ""
+        current += line
+    return parts + ([current] if current else [])
+
+
+def _halves(size):
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def find_sentences(text):
+    """(start, end) of the prose sentences of `text`: 8 words or more, at most 300 characters, inside one paragraph."""
+    found = []
+    for paragraph in re.finditer(r"\S(?:.|\n(?![ \t]*\n))*", text):
+        whole, offset = paragraph.group(), paragraph.start()
+        starts = [0] + [match.end() for match in re.finditer(r"[.!?]\s+(?=[A-Z])", whole)]
+        for start, after in zip(starts, [*starts[1:], len(whole)], strict=True):
+            sentence = whole[start:after].rstrip()
+            letters = sum(character.isalpha() or character == " " for character in sentence)
+            prose = re.fullmatch(r"[A-Z].*[.!?]", sentence, re.DOTALL) and letters > 0.85 * len(sentence)
+            if prose and len(sentence.split()) >= 8 and len(sentence) <= 300:
+                found.append((offset + start, offset + start + len(sentence)))
+    return found
+
+
+def _context_before(text, end, tokens, count):
+    """The last lines of `text[:end]` that fit in `tokens` tokens; the first is whole, the last ends at `end`."""
+    start = max(0, end - 12 * tokens)
+    lines, taken = text[start:end].splitlines(keepends=True), ""
+    for line in reversed(lines[1:] if start else lines):
+        if count(line + taken) > tokens:
+            break
+        taken = line + taken
+    return taken.lstrip("\n")
+
+
+def make_cloze(text, count, *, context, items, seed):
+    """Questions of the form: the text up to the middle of a sentence; which of four sentence ends follows?
+
+    The other three are the ends of other sentences of the text with nearly the same number of characters, broken into
+    lines where the true one is, so that neither length nor layout gives it away. context: tokens before the gap.
+    Returns rows {"context", "choices", "answer"}; choices begin with the space that separates them from the context.
+    """
+    rng, rows = random.Random(f"cloze {seed}"), []
+    endings = []
+    for start, end in find_sentences(text):
+        if text.find(text[start:end]) < start:
+            continue
+        gaps = [start + match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text[start:end])]
+        gaps = [gap for gap in gaps if len(text[start:gap].split()) >= 4 and 30 <= end - gap <= 90]
+        if gaps:
+            gap = rng.choice(gaps)
+            endings.append((gap, text[gap:end]))
+    for gap, true in rng.sample(endings, len(endings)):
+        size = len(true)
+        others = {
+            _flat(ending) for other, ending in endings if other != gap and abs(len(ending) - size) <= size // 8 + 1
+        }
+        others = sorted(others - {_flat(true)})
+        before = _context_before(text, gap, context, count)
+        if len(others) < OPTIONS - 1 or not before:
+            continue
+        choices = [_broken_like(ending, true) for ending in rng.sample(others, OPTIONS - 1)]
+        answer = rng.randrange(OPTIONS)
+        choices.insert(answer, true)
+        rows.append({"context": before, "choices": choices, "answer": answer})
+        if len(rows) == items:
+            break
+    return rows
+
+
+def _flat(ending):
+    return " " + " ".join(ending.split())
+
+
+def _broken_like(ending, true):
+    """`ending` (one line) with the line breaks, and the indentation after them, at the places where `true` has them."""
+    for match in re.finditer(r"[ \t]*\n[ \t]*", true):
+        gaps = [at for at in range(1, len(ending)) if ending[at] == " " and ending[at - 1] not in " \n"]
+        if gaps:
+            at = min(gaps, key=lambda gap: abs(gap - match.start()))
+            ending = ending[:at] + match.group() + ending[at + 1 :]
+    return ending
+
+
+def make_recall(text, count, *, window, items, block, seed):
+    """Questions of the form: in which of four passages is `word` expected most at the end?
+
+    A passage is a sentence with a word put in, more than `block` tokens of the text that follows it, and the sentence
+    again up to the word. The four differ in the word alone; the words are rare in the text, have equally many tokens and
+    stand nowhere else in the passage. Distances are spread from `block` to what the window holds.
+    Returns rows {"contexts", "word", "answer", "distance", "back"}; distance: tokens from the fact to the passage's end;
+    back: the round number of tokens that it was meant to be.
+    """
+    rng, rows = random.Random(f"recall {seed}"), []
+    pools = {}
+    for word, times in sorted(Counter(re.findall(r"[A-Za-z]+", text)).items()):
+        if times <= 4 and 4 <= len(word) <= 14 and word.islower():
+            pools.setdefault(count(" " + word), []).append(word)
+    pools = [words for size, words in sorted(pools.items()) if size <= 4 and len(words) >= 4 * OPTIONS]
+    sentences = find_sentences(text)
+    reaches = [block + (window - 2 * block) * step // 4 for step in range(4)]
+    for turn in range(8 * items if pools and sentences else 0):
+        start, end = rng.choice(sentences)
+        reach = reaches[turn % len(reaches)]
+        row = _recall_row(text, start, end, reach, rng.choice(pools), rng, count)
+        fits = row and all(count(context + row["word"]) < window for context in row["contexts"])
+        if fits and row["distance"] > block:
+            rows.append(row | {"back": reach})
+        if len(rows) == items:
+            break
+    return rows
+
+
+def _recall_row(text, start, end, reach, words, rng, count):
+    """One question whose fact lies about `reach` tokens before its end, or None where the text does not give one."""
+    sentence = text[start:end]
+    gaps = re.finditer(r"(?<=[ \n])[a-z]{4,}(?=[ \n.,;])", sentence)
+    gaps = [match for match in gaps if len(sentence[: match.start()].split()) >= 4]
+    if not gaps:
+        return None
+    gap = rng.choice(gaps)
+    head, tail = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
+    between = tail + _context_after(text, end, reach, count) + "\n\n" + head
+    free = [word for word in words if not re.search(rf"\b{word}\b", head + between)]
+    if len(free) < OPTIONS:
+        return None
+    chosen = rng.sample(free, OPTIONS)
+    answer = rng.randrange(OPTIONS)
+    return {
+        "contexts": [f"{head} {word}{between}" for word in chosen],
+        "word": f" {chosen[answer]}",
+        "answer": answer,
+        "distance": count(between),
+    }
+
+
+def _context_after(text, start, tokens, count):
+    """Whole lines of text from `start` on, as many as reach `tokens` tokens; shorter only where the text ends."""
+    taken = ""
+    for line in text[start : start + 12 * tokens].splitlines(keepends=True):
+        taken += line
+        if count(taken) >= tokens:
+            break
+    return taken.rstrip()
+
+
+def make_generation(text, count, *, window, items, block, seed):
+    """Questions of the form: a sentence, at least a block of what follows it, the sentence's first half; go on.
+
+    The model writes on its own, greedily, through its cache; the target is the rest of the sentence, word by word.
+    Returns rows {"context", "target"}; context and answer fit in `window` together.
+    """
+    rng, rows = random.Random(f"generation {seed}"), []
+    sentences = find_sentences(text)
+    for start, end in rng.sample(sentences, len(sentences)):
+        words = [match.end() for match in re.finditer(r"\S+", text[start:end])]
+        half = start + words[len(words) // 2 - 1]
+        followed = text[start:end] + _context_after(text, end, block, count)
+        row = {"context": followed + "\n\n" + text[start:half], "target": text[half:end]}
+        if count(followed[end - start :]) >= block and count(row["context"]) + ANSWER_TOKENS < window:
+            rows.append(row)
+        if len(rows) == items:
+            break
+    return rows
+
+
+def write_tasks(folder, documents, arguments):
+    """Put tasks where lm-eval finds them, aside and renamed; an older folder written by this gives way.
+
+    documents: task name -> (one of `KINDS`, rows). arguments: for the manifest. Returns `LocalTasks`.
+    """
+    sizes = {name: len(rows) for name, (_, rows) in documents.items()}
+    with folder_aside(folder, replace=True) as aside:
+        (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
+        for name, (kind, rows) in documents.items():
+            lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+            (aside / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            (aside / f"{name}.yaml").write_text(_task_yaml(name, kind, rows), encoding="utf-8")
+        (aside / MANIFEST).write_text(json.dumps({"tasks": sizes, **arguments}, indent=1) + "\n", encoding="utf-8")
+    return LocalTasks(str(folder), tuple(documents), sizes)
+
+
+def _task_yaml(name, kind, rows):
+    """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
+    own, scoring, metrics = KINDS[kind]
+    if scoring:
+        own = {**own, "process_results": _FunctionTag(f"local_data.{scoring}")}
+    depths = sorted({row["back"] for row in rows if "back" in row})
+    metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
+    listed = [
+        {"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}
+        for metric, aggregation in metrics.items()
+    ]
+    content = {
+        "task": name,
+        "custom_dataset": _FunctionTag("local_data.load"),
+        "dataset_kwargs": {"file": f"{name}.jsonl"},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "output_type": "multiple_choice",
+        "target_delimiter": "",
+        **own,
+        "metric_list": listed,
+        "metadata": {"version": 1.0},
+    }
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def make_needles(folder, tokenizer, *, lengths=(512, 1024, 2048), depths=(0, 25, 50, 75, 100), items=20, seed=0):
+    """Write `needle_recall_<length>` and `needle_generation_<length>` into `folder` (aside, then renamed).
+
+    tokenizer: a transformers tokenizer, which counts. lengths: tokens of a question with its answer, at least 128.
+    depths: percent of the text before the code asked for, 0 its start; two or more. items: questions per depth.
+    seed: of every choice. The same arguments give the same bytes. A score by depth is called `acc_back_<tokens>`, the
+    tokens from the code to the question. Returns `LocalTasks`.
+    """
+    lengths, depths = whole_numbers("lengths", lengths, LEAST, 10**9), whole_numbers("depths", depths, 0, 100)
+    whole_numbers("items", [items], 1, 10**6)
+    if not 2 <= len(depths) <= len(THINGS):
+        raise ValueError(f"depths is {depths}; expected between 2 and {len(THINGS)} of them")
+    _check_folder(folder)
+    documents, count = {}, _token_counter(tokenizer)
+    for length in lengths:
+        haystack = _haystack(count, length - ANSWER_TOKENS, len(depths))
+        rows = [
+            _question(haystack, length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
+            for item in range(items)
+            for number, depth in enumerate(depths)
+        ]
+        documents[f"{PREFIX}_recall_{length}"] = ("needle_recall", rows)
+        documents[f"{PREFIX}_generation_{length}"] = ("needle_generation", rows)
+    arguments = {"lengths": lengths, "depths": depths, "items": items, "seed": seed}
+    return write_tasks(folder, documents, arguments)
+
+
+def whole_numbers(name, values, least, most):
+    """`values` as a sorted list of different whole numbers within bounds; ValueError otherwise."""
+    values = list(values) if isinstance(values, (list, tuple, range)) else [values]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{name}: got {value!r}; expected whole numbers from {least} to {most}")
+    return sorted(set(values))
+
+
+def _haystack(count, tokens, needles):
+    """As many sentences of noise as fit, so that every question of a length is nearly equally long."""
+    longest = sorted(THINGS, key=count)[-needles:]
+    facts = [_fact(thing, "8888") for thing in longest]
+
+    def noise(sentences):
+        return [NOISE[number % len(NOISE)] for number in range(sentences)]
+
+    low, high = 0, tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = count(" ".join(noise(middle) + facts) + _ask(longest[-1])) <= tokens
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if low < needles:
+        raise ValueError(f"lengths: {tokens + ANSWER_TOKENS} tokens are too few for {needles} depths")
+    return noise(low)
+
+
+def _fact(thing, code):
+    return f"The code of the {thing} is {code}."
+
+
+def _ask(thing):
+    return f"\n\nThe code of the {thing} is"
+
+
+def _question(haystack, length, depths, asked, rng):
+    """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
+    things = rng.sample(THINGS, len(depths))
+    codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
+    sentences = list(haystack)
+    for number in reversed(range(len(depths))):
+        place = round(depths[number] / 100 * len(haystack))
+        sentences.insert(place, _fact(things[number], codes[number]))
+    return {
+        "context": " ".join(sentences) + _ask(things[asked]),
+        "choices": [f" {code}" for code in codes],
+        "answer": asked,
+        "target": f" {codes[asked]}",
+        "back": round(length * (100 - depths[asked]) / 100),
+    }

@@ -1,0 +1,281 @@
+"""The record of a score, the file that keeps a model's scores, and tables of several models side by side.
+
+Everything printed about quality (tables, cards, README) is read from `results.json` in the model's folder. Every number
+in it carries what is needed to judge and to repeat it. A results file comes along with a downloaded model and anybody can
+edit it, so a digest of each record made here is noted in Hugging Face's cache, `$HF_HOME/assets/mhla_hf/scores`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import re
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from ..checkpoints.files import write_json
+
+FILE_NAME = "results.json"
+FORMAT_VERSION = 1
+
+logger = logging.getLogger("mhla_hf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One number about one model.
+
+    task, metric: names as the harness gives them; a filter other than "none" joins the metric ("exact_match,strict").
+    value, stderr: floats; stderr None where none is defined. value None when the harness gave something not finite.
+    higher_is_better: bool or None when the harness does not say.
+    shots: examples in the prompt. samples: documents scored. limit: None for the whole task, else what was asked for.
+    task_version, task_hash: of the task's definition and data; when they change, the score counts as missing.
+    model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights (below).
+    versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
+    dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
+    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: of the task's run, or None.
+    window: tokens the model saw at once, or None where that means nothing.
+    """
+
+    task: str
+    metric: str
+    value: float | None
+    stderr: float | None
+    higher_is_better: bool | None
+    shots: int
+    samples: int
+    limit: int | float | None
+    task_version: str
+    task_hash: str
+    model: str
+    revision: str | None
+    fingerprint: str
+    versions: dict
+    commit: str
+    dtype: str
+    hardware: str
+    seed: int | str
+    command: str
+    date: str
+    seconds: float | None = None
+    window: int | None = None
+
+    @property
+    def identity(self):
+        """(task, metric, shots, limit, samples): two records with the same identity are two measurements of one thing."""
+        return (self.task, self.metric, self.shots, self.limit, self.samples)
+
+    @classmethod
+    def from_dict(cls, values):
+        """A record from its JSON form; ValueError names fields that are unknown or missing."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"result: unknown field {unknown[0]!r}; a result has {', '.join(sorted(known))}")
+        if missing := sorted(required - set(values)):
+            raise ValueError(f"result: the field {missing[0]!r} is missing from the record of {values.get('task')!r}")
+        for name in ("value", "stderr"):
+            if values[name] is not None and finite(values[name]) is None:
+                raise ValueError(f"result: {name} of {values['task']!r} is {values[name]!r}; expected a number or null")
+        return cls(**values)
+
+
+class Results:
+    """The scores of one model: a list of `Result`, read from and written to one JSON file.
+
+    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces what was measured again.
+    `write` goes aside and renames, so a reader never sees half a file.
+    """
+
+    def __init__(self, records=()):
+        self.records = list(records)
+
+    @classmethod
+    def read(cls, path):
+        """Read `path` (a file, or a folder that holds results.json). ValueError when it is not such a file."""
+        path = results_path(path)
+        if not path.exists():
+            return cls()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a results file: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("results"), list):
+            raise ValueError(f'{path} is not a results file: expected an object with the list "results"')
+        if content.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format_version {content.get('format_version')!r}; "
+                f"this version of mhla_hf reads {FORMAT_VERSION}"
+            )
+        return cls(Result.from_dict(record) for record in content["results"])
+
+    def merge(self, new, beside=False):
+        """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.
+
+        beside: those with another number of samples stay: a score of 1,000 images is no new measurement of 50,000.
+        """
+        fields = 5 if beside else 4
+        replaced = {record.identity[:fields] for record in new}
+        kept = [record for record in self.records if record.identity[:fields] not in replaced]
+        kept = {record.identity: record for record in [*kept, *new]}
+        self.records = sorted(kept.values(), key=lambda record: tuple(map(str, record.identity)))
+        return self
+
+    def of(self, fingerprint):
+        """A new `Results` with only the records that belong to the weights with this fingerprint."""
+        return Results(record for record in self.records if record.fingerprint == fingerprint)
+
+    def find(self, task, metric, shots=None, limit=None):
+        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots.
+
+        Of several, that with the most samples.
+        """
+        wanted = (task, metric, limit)
+        found = [r for r in self.records if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
+        return max(found, key=lambda record: record.samples, default=None)
+
+    def write(self, path):
+        """Write all records to `path` (a file, or an existing folder), aside and renamed. Returns the file's path."""
+        path = results_path(path)
+        content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self.records]}
+        return write_json(path, content)
+
+    def __iter__(self):
+        return iter(self.records)
+
+    def __len__(self):
+        return len(self.records)
+
+
+def hash_of(content):
+    """First 16 hex digits of the sha256 of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _notes():
+    return Path(constants.HF_ASSETS_CACHE) / "mhla_hf" / "scores"
+
+
+def note_measured(records):
+    """Note that `records` were measured here; a cache that cannot be written to is warned of."""
+    try:
+        _notes().parent.mkdir(parents=True, exist_ok=True)
+        with _notes().open("a", encoding="utf-8") as notes:
+            notes.write("".join(f"{hash_of(dataclasses.asdict(record))}\n" for record in records))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): these scores will be run again", _notes(), error.strerror)
+
+
+def measured_here(records):
+    """`Results` with those of `records` that this machine measured."""
+    noted = set(_notes().read_text(encoding="utf-8").split()) if _notes().is_file() else set()
+    return Results(record for record in records if hash_of(dataclasses.asdict(record)) in noted)
+
+
+def results_path(path):
+    """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
+    path = Path(path)
+    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
+
+
+def finite(value):
+    """A float when `value` is a finite number, else None (harnesses write "N/A", NaN or infinity)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def format_score(value, stderr=None, places=4):
+    """`1.9051 ± 0.0123`; without ± where there is no standard error; `not finite` for None."""
+    if value is None:
+        return "not finite"
+    return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
+
+
+def score_rows(models, tasks=None):
+    """Header and rows of a comparison.
+
+    models: dict name -> Results (or list of Result), in the order of the columns. tasks: only these; None: all.
+    Returns (header, rows), lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
+    """
+    rows, seen = [], {}
+    for records in models.values():
+        for record in records:
+            if tasks is None or record.task in tasks:
+                seen.setdefault(record.identity, record)
+    for identity, first in sorted(seen.items(), key=lambda item: _natural(item[0])):
+        arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
+        cells = []
+        for records in models.values():
+            match = next((record for record in records if record.identity == identity), None)
+            cells.append("" if match is None else format_score(match.value, match.stderr))
+        samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
+        rows.append([first.task, first.metric + arrow, str(first.shots), samples, *cells])
+    return ["task", "metric", "shots", "samples", *models], rows
+
+
+def _natural(identity):
+    """A sort key by which acc_back_64 comes before acc_back_128."""
+    return [
+        [(not part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", str(field))]
+        for field in identity
+    ]
+
+
+def render_table(models, tasks=None, style="text"):
+    """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
+    return render_rows(*score_rows(models, tasks), style=style)
+
+
+def render_rows(header, rows, style="text", left=2):
+    """A table of texts, the first `left` columns aligned left. style: "text" or "markdown"."""
+    if style not in ("text", "markdown"):
+        raise ValueError(f'style is {style!r}; expected "text" or "markdown"')
+    if style == "markdown":
+        safe = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+        ruler = ["---"] * left + ["---:"] * (len(header) - left)
+        return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ruler, *safe[1:]])
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, ["-" * width for width in widths], *rows]:
+        first = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
+        others = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append("  ".join(first + others).rstrip())
+    return "\n".join(lines)
+
+
+def paper_rows(models, columns):
+    """Header and rows of a table in the paper's layout: one row per model, one column per entry of `columns`.
+
+    columns: label -> {"task", "metric", "percent", "higher_is_better"} or {"mean_of": labels}. A mean is given only when
+    all its parts are there; its standard error takes them as independent. Returns (header, rows), lists of str.
+    """
+    rows = []
+    for name, records in models.items():
+        found = paper_values(records, columns)
+        rows.append([name, *(format_score(*found[label], places=2) if found.get(label) else "" for label in columns)])
+    arrows = [" ↓" if column.get("higher_is_better") is False else " ↑" for column in columns.values()]
+    return ["model", *(label + arrow for label, arrow in zip(columns, arrows, strict=True))], rows
+
+
+def paper_values(records, columns):
+    """label -> (value, standard error) of one model for the columns of a recipe, None where there is no score."""
+    found = {label: _column(records, column) for label, column in columns.items() if "mean_of" not in column}
+    for label, column in columns.items():
+        parts = [found.get(part) for part in column.get("mean_of", [])]
+        if parts and all(parts):
+            errors = [error for _, error in parts]
+            error = None if None in errors else math.hypot(*errors) / len(parts)
+            found[label] = (math.fsum(value for value, _ in parts) / len(parts), error)
+    return found
+
+
+def _column(records, column):
+    """(value, standard error) of a column's score, in percent where the column says so; None when there is none."""
+    for record in records:
+        if (record.task, record.metric) == (column["task"], column["metric"]) and record.value is not None:
+            scale = 100 if column.get("percent") else 1
+            return scale * record.value, None if record.stderr is None else scale * record.stderr
+    return None

@@ -1,0 +1,96 @@
+"""Speed and memory of language models by length, as records beside their other scores.
+
+A time is worth something only next to another, so the models of one call are timed by turns, and the records of all of them
+carry one hash of who took part; where it differs, the card does not put them side by side.
+"""
+
+import dataclasses
+import time
+
+import torch
+from huggingface_hub.dataclasses import strict
+
+from ..checkpoints.load import load_language_model
+from ..speed import DECODE, measure_speed
+from .recipes import at_least, read_settings
+from .records import Results, hash_of
+from .subjects import find_subjects, keep_scores, known_score
+
+TASK = "speed"
+METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
+
+
+@strict
+@dataclasses.dataclass
+class SpeedProtocol:
+    """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
+
+    lengths: list[int] | int
+    decode_tokens: int = at_least(1, 64)
+    rounds: int = at_least(1, 3)
+
+    def validate_lengths(self):
+        """At least one, each of a token or more."""
+        lengths = self.lengths if isinstance(self.lengths, list) else [self.lengths]
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
+
+
+def judge_speed(models, asked):
+    """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
+    protocol = read_settings(SpeedProtocol, asked.recipe.settings)
+    lengths = protocol.lengths if isinstance(protocol.lengths, list) else [protocol.lengths]
+    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    together = sorted(subject.fingerprint for subject in subjects)
+    task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
+    kept = {subject.name: subject.known(asked) for subject in subjects}
+    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
+    if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
+        started = time.perf_counter()
+        loaded = {subject.name: _load(subject, asked) for subject in subjects}
+        how = {"decode_tokens": protocol.decode_tokens, "rounds": protocol.rounds, "progress": asked.progress}
+        rows = measure_speed(loaded, lengths, **how)
+        for subject in subjects:
+            name = subject.name
+            scores = {
+                f"{metric}_{row['length']}": (row[f"{name}_{unit}"], None, False, protocol.rounds)
+                for (what, unit), metric in METRICS.items()
+                for row in rows
+                if row["what"] == what
+            }
+            device = loaded[name].device
+            kept[name] = keep_scores(kept[name], subject, asked, TASK, scores, task_hash, started, device)
+    return {subject.name: Results(r for r in kept[subject.name] if r.task_hash == task_hash) for subject in subjects}
+
+
+def _load(subject, asked):
+    if isinstance(subject.source, torch.nn.Module):
+        return subject.source
+    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **subject.where(asked))[0]
+
+
+def speed_of_records(columns):
+    """speed.json's content from the records of "softmax" and "mhla" timed together; None where they were not.
+
+    columns: these two names -> list of `Result`.
+    """
+    found = {}
+    for kind, records in columns.items():
+        for record in records:
+            if record.task == TASK:
+                found.setdefault(record.task_hash, {}).setdefault(kind, {})[record.metric] = record
+    for timed in found.values():
+        if set(timed) != {"softmax", "mhla"}:
+            continue
+        rows = {}
+        for kind, records in timed.items():
+            for (what, unit), metric in METRICS.items():
+                for name, record in records.items():
+                    if name.startswith(f"{metric}_"):
+                        length = int(name.rpartition("_")[2])
+                        row = rows.setdefault((what, length), {"what": what, "length": length})
+                        row[f"{kind}_{unit}"] = record.value
+        one = next(iter(timed["mhla"].values()))
+        said = {key: getattr(one, key) for key in ("hardware", "versions", "seed", "command")}
+        return {"rows": [rows[key] for key in sorted(rows)], **said}
+    return None

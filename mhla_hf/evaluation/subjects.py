@@ -1,0 +1,219 @@
+"""What is judged: folders, Hub ids and loaded objects, each checked, named and fingerprinted before anything is loaded.
+
+A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
+the model's results file; what is known there for exactly this question is not run again.
+"""
+
+import dataclasses
+import logging
+import os
+import shlex
+import time
+from pathlib import Path
+
+import torch
+
+from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
+from ..checkpoints.load import check_model_name, stored_dtype
+from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from .records import Result, Results, measured_here, note_measured, results_path
+
+logger = logging.getLogger("mhla_hf")
+VERSION = "1"  # of our own metrics: part of every task hash
+
+
+@dataclasses.dataclass
+class Subject:
+    """One model to judge. source: folder, Hub id or loaded object. target: its results file, or None to write none."""
+
+    name: str
+    source: object
+    fingerprint: str
+    dtype: str
+    target: Path | None
+
+    @property
+    def loaded(self):
+        """Whether `source` is an object in memory."""
+        return not isinstance(self.source, (str, Path))
+
+    @property
+    def commit(self):
+        """Of a Hub model, so that what is loaded is what the fingerprint says; None for others."""
+        mark, _, commit = self.fingerprint.partition(":")
+        return commit if mark == "hub" else None
+
+    def where(self, asked):
+        """The options by which `from_pretrained` finds it, as an `Asked` says."""
+        return {"revision": self.commit, "trust_remote_code": asked.trust_remote_code}
+
+    def known(self, asked):
+        """`Results` of these weights that need no second run: what this machine measured, or all if scores are trusted."""
+        found = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
+        mine = measured_here(found)
+        foreign = len(found) - len(mine)
+        if len(mine) and not asked.force:
+            logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
+        if foreign and asked.trust_scores:
+            logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
+            return found
+        if foreign:
+            text = "%s: %d scores in %s were not measured here and do not count; trust_scores would read them"
+            logger.info(text, self.name, foreign, self.target)
+        return mine
+
+    def store(self, records, beside=False):
+        """Put records that were just measured into the model's file, where it has one. beside: as in `Results.merge`."""
+        if self.target is not None:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            Results.read(self.target).of(self.fingerprint).merge(records, beside).write(self.target)
+            note_measured(records)
+
+    @property
+    def shown(self):
+        """What records call the model: the path or id, else the name."""
+        return self.name if self.loaded else shown_path(self.source)
+
+
+def known_score(kept, subject, asked, task, metric, task_hash):
+    """Whether `kept` has the score for the same weights, protocol, number, seed and precision."""
+    return not asked.force and any(
+        (record.task, record.metric, record.task_hash) == (task, metric, task_hash)
+        and (record.limit, record.seed, record.dtype) == (asked.limit, asked.seed or 0, subject.dtype)
+        and record.fingerprint == subject.fingerprint
+        for record in kept
+    )
+
+
+def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
+    """`kept` with new scores, written to the model's file where it has one.
+
+    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
+    other numbers of samples stay.
+    """
+    facts = {
+        "task": task,
+        "shots": 0,
+        "limit": asked.limit,
+        "task_version": VERSION,
+        "task_hash": task_hash,
+        "dtype": subject.dtype,
+        "seed": asked.seed or 0,
+        "command": asked.command or command_of(subject.shown, asked),
+        "seconds": round(time.perf_counter() - started, 3),
+        **common_facts(subject, device),
+    }
+    records = [
+        Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
+        for metric, (value, error, better, samples) in scores.items()
+    ]
+    if writes:
+        subject.store(records, beside)
+    return kept.merge(records, beside)
+
+
+def common_facts(subject, device):
+    """The `Result` fields that do not depend on the task."""
+    return {
+        "model": subject.shown,
+        "revision": subject.commit,
+        "fingerprint": subject.fingerprint,
+        "versions": describe_versions(),
+        "commit": source_commit(),
+        "hardware": describe_hardware(device),
+        "date": now(),
+    }
+
+
+def command_of(model, asked):
+    """The shell line that gives the scores of a recipe again."""
+    tasks = ["--tasks", ",".join(asked.recipe.tasks)]
+    return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
+
+
+def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):
+    """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
+    if not isinstance(models, dict):
+        models = _named(models if isinstance(models, (list, tuple)) else [models])
+    if not models:
+        raise ValueError("models is empty; expected at least one folder, Hub id or model")
+    single_file = output is not None and str(output).endswith(".json")
+    if single_file and len(models) > 1:
+        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+    found = []
+    for name, model in models.items():
+        target = output and Path(output)
+        if target and not single_file:
+            target = target / f"{str(name).replace('/', '--')}.json"
+        found.append(_subject(str(name), model, target, dtype, revision, pipeline))
+    return found
+
+
+def _named(models):
+    """name -> model: folders of one name get that of the folder above in front, and what is left a number."""
+    named = {}
+    for model in models:
+        parts = (type(model).__name__,)
+        if isinstance(model, (str, Path)):
+            parts = Path(model).resolve().parts if Path(model).exists() else (str(model),)
+        name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
+        unique, number = name, 1
+        while unique in named:
+            number += 1
+            unique = f"{name}-{number}"
+        named[unique] = model
+    return named
+
+
+def _subject(name, model, target, dtype, revision, pipeline):
+    if isinstance(model, (str, Path)):
+        if not pipeline and (Path(model) / PIPELINE).is_file():
+            raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
+        source = check_model_name(model, pipeline=pipeline)
+        if isinstance(source, Path):
+            fingerprint, target = fingerprint_folder(source), target or results_path(source)
+            if dtype == "auto":
+                dtype = "float32" if pipeline else stored_dtype(source)
+        else:
+            fingerprint = _hub_fingerprint(source, revision)
+    elif pipeline and callable(model) and isinstance(getattr(model, "components", None), dict):
+        fingerprint, dtype = fingerprint_pipeline(model), str(model.dtype).removeprefix("torch.")
+    elif not pipeline and isinstance(model, torch.nn.Module):
+        fingerprint, dtype = fingerprint_model(model), str(model.dtype).removeprefix("torch.")
+    else:
+        what = "diffusers pipeline" if pipeline else "model of transformers"
+        raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+    if target is not None:
+        check_writable(target)
+        Results.read(target)
+    return Subject(name, model, fingerprint, dtype, target)
+
+
+def _hub_fingerprint(name, revision):
+    """ "hub:" + the commit that `revision` of a Hub model is now. ValueError when the Hub does not give it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return f"hub:{HfApi().model_info(name, revision=revision).sha}"
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {name!r} is no folder here, and the Hub does not give it: {reason}") from error
+
+
+def check_writable(target):
+    """ValueError when the file `target` cannot be written; nothing is made."""
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
+        raise ValueError(f"results cannot be written to {str(target)!r}; give another place as output")
+
+
+def shown_path(path):
+    """A path fit for records and cards: relative to the working folder, or the last part where it lies elsewhere."""
+    path = Path(path)
+    if not path.exists():
+        return str(path)
+    resolved, here = path.resolve(), Path.cwd().resolve()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name

@@ -1,0 +1,271 @@
+"""Judging video pipelines with VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
+
+Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. vbench needs
+an old stack of its own, so it runs in the interpreter that the recipe's `python` names; its prompts are read from there, and
+a total is refused while one of the dimensions it is made of is missing (upstream's script takes a missing one for zero).
+"""
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from huggingface_hub.dataclasses import strict
+
+from ..checkpoints.checksums import hash_file
+from ..checkpoints.files import folder_aside, write_json
+from .recipes import at_least, read_settings
+from .records import Results, finite, hash_of
+from .sampling import PipelineJudge, Sample, joined_processes, make_samples, seed_of_sample
+from .subjects import find_subjects
+
+logger = logging.getLogger("mhla_hf")
+TASK = "vbench"
+DRIVER = Path(__file__).with_name("vbench_driver.py")
+# dimension -> (weight, least, most): what upstream scales a dimension's average by, in upstream's order
+QUALITY = {
+    "subject_consistency": (1, 0.1462, 1.0),
+    "background_consistency": (1, 0.2615, 1.0),
+    "temporal_flickering": (1, 0.6293, 1.0),
+    "motion_smoothness": (1, 0.706, 0.9975),
+    "aesthetic_quality": (1, 0.0, 1.0),
+    "imaging_quality": (1, 0.0, 1.0),
+    "dynamic_degree": (0.5, 0.0, 1.0),
+}
+SEMANTIC = {
+    **dict.fromkeys(
+        ("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), (1, 0.0, 1.0)
+    ),
+    "scene": (1, 0.0, 0.8222),
+    "appearance_style": (1, 0.0009, 0.2855),
+    "temporal_style": (1, 0.0, 0.364),
+    "overall_consistency": (1, 0.0, 0.364),
+}
+DIMENSIONS = (*QUALITY, *SEMANTIC)
+
+
+@strict
+@dataclasses.dataclass
+class VideoProtocol:
+    """How videos are made and judged; the settings of a recipe of kind "video".
+
+    python: the interpreter that has vbench. videos: per prompt; VBench judges five. fps: of the files. sampling: further
+    arguments of the pipeline. augmented: a text file with a longer prompt for each line of VBench's all_dimension.txt, such
+    as its all_dimension_aug_wanx_seed42.txt; the pipeline gets these, the files keep the names of the prompts. samples:
+    folder to make; each model has its own in it.
+    """
+
+    python: str | None = None
+    videos: int = at_least(1, 5)
+    fps: int = at_least(1, 16)
+    sampling: dict = dataclasses.field(default_factory=dict)
+    augmented: str | None = None
+    samples: str = "out/samples"
+
+    def validate_videos(self):
+        """At most what VBench judges, and prompts that are there."""
+        if self.videos > 5:
+            raise ValueError(f"videos is {self.videos}; expected 1 to 5, of which 5 is VBench's protocol")
+        if self.augmented is not None and not Path(self.augmented).is_file():
+            raise ValueError(f"augmented is {self.augmented!r}; expected a text file of longer prompts")
+
+
+def vbench_totals(averages):
+    """{"quality", "semantic", "total"} from the sixteen averages, 0 to 1, as upstream's cal_final_score.py computes them.
+
+    averages: dimension -> average over its videos. ValueError names the dimensions that are missing.
+    """
+    if missing := [name for name in DIMENSIONS if finite(averages.get(name)) is None]:
+        raise ValueError(f"VBench's total needs all 16 dimensions; missing: {', '.join(missing)}")
+    quality, semantic = part_score(averages, QUALITY), part_score(averages, SEMANTIC)
+    return {"quality": quality, "semantic": semantic, "total": (quality * 4 + semantic * 1) / 5}
+
+
+def part_score(averages, dimensions):
+    """Weighted mean of the scaled averages of `dimensions`, which all have to be there."""
+    scaled = [(averages[name] - least) / (most - least) * weight for name, (weight, least, most) in dimensions.items()]
+    return sum(scaled) / sum(weight for weight, _, _ in dimensions.values())
+
+
+def judge_video_pipelines(models, asked):
+    """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
+    protocol = read_settings(VideoProtocol, asked.recipe.settings)
+    if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
+        raise ValueError(f"task {unknown[0]!r} is no dimension of VBench; expected {', '.join(DIMENSIONS)}")
+    bench = Bench(protocol.python)
+    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
+    with joined_processes() as processes:
+        return {subject.name: _Judge(subject, asked, protocol, processes, bench).run() for subject in subjects}
+
+
+class Bench:
+    """The vbench of another interpreter: `version`, `prompts` (its list of dicts) and how to run it."""
+
+    def __init__(self, python):
+        self.python = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
+        if not self.python:
+            raise ValueError(f"settings: python is {python!r}; expected the interpreter that has vbench installed")
+        about = json.loads(self._run("info").splitlines()[-1])
+        self.version, path = about["version"], Path(about["prompts"])
+        if not path.is_file():
+            raise ValueError(f"python {self.python!r}: its vbench has no {path.name}")
+        self.prompts, self.sha256 = json.loads(path.read_text(encoding="utf-8")), hash_file(path)
+
+    def _run(self, *arguments):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        command = [self.python, "-c", DRIVER.read_text(encoding="utf-8"), *map(str, arguments)]
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"python {self.python!r}: vbench failed: {last}")
+        return done.stdout
+
+    def judge(self, dimension, entries, videos, out, device):
+        """(average, values of the videos) of a dimension. videos: folder that holds those of `entries` and nothing else."""
+        with folder_aside(Path(out).resolve() / dimension, replace=True) as aside:
+            write_json(aside / "info.json", entries)
+            self._run("judge", videos, aside / "info.json", aside, dimension, dimension, device)
+        return read_vbench(Path(out) / dimension / f"{dimension}_eval_results.json", dimension)
+
+
+def read_vbench(path, dimension):
+    """(average, values of the videos) of a dimension from vbench's JSON; ValueError when it is not there."""
+    try:
+        average, videos = json.loads(Path(path).read_text(encoding="utf-8"))[dimension]
+        values = [video["video_results"] for video in videos]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what vbench writes for {dimension}: {type(error).__name__}") from None
+    if finite(average) is None:
+        raise ValueError(f"{path}: the average of {dimension} is {average!r}; expected a number")
+    return average, values
+
+
+class _Judge(PipelineJudge):
+    """One model on VBench."""
+
+    def __init__(self, subject, asked, protocol, processes, bench):
+        super().__init__(subject, asked, protocol, processes)
+        self.bench = bench
+        self.prompts = list(dict.fromkeys(entry["prompt_en"] for entry in bench.prompts))
+        self.spoken = _augmented(protocol.augmented, bench.prompts)
+        made = [self.spoken, protocol.videos, protocol.fps, protocol.sampling]
+        self.hash = hash_of([bench.version, bench.sha256, *made])
+
+    def entries(self, dimension):
+        """VBench's own list for a dimension, the first `limit` of it where there is a limit."""
+        found = [entry for entry in self.bench.prompts if dimension in entry["dimension"]]
+        return found[: self.asked.limit] if self.asked.limit else found
+
+    def run(self):
+        """The scores asked for, and the totals when all dimensions are there."""
+        wanted = list(self.asked.recipe.tasks)
+        missing = [name for name in wanted if not self.known(TASK, name, self.hash)]
+        if missing:
+            self._make(missing)
+            for number, dimension in enumerate(missing, 1):
+                if self.processes.first:
+                    logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
+                    self._judge(dimension)
+        if self.processes.first:
+            self._keep_totals()
+        names = {*wanted, "quality", "semantic", "total"}
+        return Results(r for r in self.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit)
+
+    def _make(self, dimensions):
+        """Videos of all prompts of the dimensions that are missing."""
+        needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
+        plan = [
+            Sample(
+                f"videos/{prompt}-{i}.mp4",
+                self.spoken.get(prompt, prompt),
+                seed_of_sample(self.seed, 1000 * number + i),
+            )
+            for number, prompt in enumerate(self.prompts)
+            if prompt in needed
+            for i in range(self.protocol.videos)
+        ]
+        if self.processes.first:
+            logger.info("%s: %d videos in %s", self.subject.name, len(plan), self.folder / TASK)
+        make_samples(
+            self.pipeline,
+            self.folder / TASK,
+            plan,
+            identity={**self.identity, "seed": self.seed, "fps": self.protocol.fps, "prompts": hash_of(self.spoken)},
+            sampling={"output_type": "np", **self.protocol.sampling},
+            batch_size=1,
+            processes=self.processes,
+            progress=self.asked.progress,
+            save=lambda frames, path: save_video(frames, path, self.protocol.fps),
+            what=f"{self.subject.name}: videos",
+        )
+
+    def _judge(self, dimension):
+        started, entries = time.perf_counter(), self.entries(dimension)
+        names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
+            for name in set(names):  # vbench takes the ending of whatever file it meets first for that of all
+                os.symlink((self.folder / TASK / "videos" / name).resolve(), Path(place) / name)
+            average, values = self.bench.judge(dimension, entries, place, self.folder / "vbench-results", self.device)
+        if len(values) < len(names):
+            raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
+        scores = {dimension: (float(average), _spread(average, values), True, len(values))}
+        self.keep(TASK, scores, self.hash, started)
+
+    def _keep_totals(self):
+        """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
+        found = {
+            record.metric: record
+            for record in self.kept
+            if (record.task, record.task_hash) == (TASK, self.hash) and (record.limit, record.seed) == (None, self.seed)
+        }
+        averages = {name: found[name].value for name in DIMENSIONS if name in found}
+        if self.asked.limit or self.protocol.videos != 5:
+            logger.info("%s: no total for a part of VBench's videos", self.subject.name)
+            return
+        try:
+            totals = vbench_totals(averages)
+        except ValueError as error:
+            logger.info("%s: %s", self.subject.name, error)
+            return
+        if any(found.get(name) is None or found[name].value != value for name, value in totals.items()):
+            samples = sum(found[name].samples for name in DIMENSIONS)
+            scores = {name: (value, None, True, samples) for name, value in totals.items()}
+            self.keep(TASK, scores, self.hash, time.perf_counter())
+
+
+def _augmented(path, entries):
+    """prompt -> longer prompt, from a file with a line for each entry of VBench's list; ValueError when it has others."""
+    if path is None:
+        return {}
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(lines) != len(entries):
+        raise ValueError(f"augmented: {str(path)!r} has {len(lines)} lines for VBench's {len(entries)} prompts")
+    return {entry["prompt_en"]: line for entry, line in zip(entries, lines, strict=True)}
+
+
+def _spread(average, values):
+    """Standard error of the mean of the videos' values, where vbench's average is that mean; else None."""
+    numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
+    if len(numbers) < 2 or len(numbers) != len(values) or abs(statistics.fmean(numbers) - average) > 1e-6:
+        return None
+    return statistics.stdev(numbers) / len(numbers) ** 0.5
+
+
+def save_video(frames, path, fps):
+    """Frames (`[F, H, W, 3]`, 0 to 1, or PIL images) as an MP4 file (H.264) at `path`, whatever its ending."""
+    from diffusers.utils import export_to_video
+
+    for library in ("imageio", "imageio_ffmpeg"):
+        if importlib.util.find_spec(library) is None:
+            raise ImportError(f"videos need {library}, which is missing: pip install 'mhla_hf[videos]'")
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as place:
+        export_to_video(list(frames), os.path.join(place, "video.mp4"), fps=fps)
+        shutil.copyfile(os.path.join(place, "video.mp4"), path)
