@@ -120,7 +120,7 @@ def send(
         held = {entry.path: entry for entry in api.list_repo_tree(repo_id, revision=head, recursive=True)}
         stale = [path for path in held if path.endswith(STALE) and path not in {*digests, SUMS_FILE}]
         new = bool(stale) or not all(_is_held(held.get(addition.path_in_repo), addition) for addition in additions)
-        _check_tags(api, repo_id, tags, None if new else head)
+        missing_tags = _check_tags(api, repo_id, tags, None if new else head)
         oid, url = head, f"{api.endpoint}/{repo_id}/commit/{head}"
         if new:
             _validate_card(checked.card)
@@ -134,7 +134,7 @@ def send(
             made = api.create_commit(repo_id, operations, commit_message=message, parent_commit=head, **options)
             oid, url = made.oid, made.pr_url or made.commit_url
         there = f"the model is there, whole, as commit {oid}"
-        for tag in tags:
+        for tag in missing_tags:
             api.create_tag(repo_id, tag=tag, revision=oid, exist_ok=True)
     except FAILURES as error:
         raise _explain(error, repo_id, there) from error
@@ -231,11 +231,13 @@ def _is_held(entry, addition) -> bool:
         return getattr(entry, "blob_id", None) == git_hash(file.read())
 
 
-def _check_tags(api, repo_id, tags, head) -> None:
-    """ValueError for a tag that another commit has; `head`: the one that they may name, None when a new one is made."""
-    for ref in api.list_repo_refs(repo_id).tags if tags else ():
-        if ref.name in tags and ref.target_commit != head:
-            raise ValueError(f"tags: {ref.name!r} is taken by commit {ref.target_commit} of {repo_id}")
+def _check_tags(api, repo_id, tags, head) -> list[str]:
+    """The tags that are to be made; ValueError for one that a commit other than `head` (None: any) has."""
+    known = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags} if tags else {}
+    for tag in tags:
+        if known.get(tag, head) != head:
+            raise ValueError(f"tags: {tag!r} is taken by commit {known[tag]} of {repo_id}")
+    return [tag for tag in tags if tag not in known]
 
 
 def _validate_card(card: str) -> None:
