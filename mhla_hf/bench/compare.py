@@ -15,8 +15,8 @@ import time
 import torch
 from tqdm import tqdm
 
+from ..ops.api import ANNOUNCED_CHOICES, mhla, mhla_step
 from ..ops.blocks import Blocks
-from ..ops.operator import ANNOUNCED_CHOICES, mhla, mhla_step
 from ..ops.reference import mhla_reference
 from ..ops.state import MHLAState
 from ..ops.triton_decode import pin_state

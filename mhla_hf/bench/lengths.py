@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from ..ops.api import mhla, mhla_step
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla, mhla_step
 from ..ops.reference import mhla_reference
 from ..plots import plot_speed
 from .checks import TOLERANCES, errors_against, refuse_wrong, relative_error, rows_of_definition, rows_of_softmax

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from ..checkpoints.files import write_json
 from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..ops.api import mhla
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla
 from .figures import plot_scaling
 
 FORMAT_VERSION = 1

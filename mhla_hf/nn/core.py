@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.api import mhla, mhla_step
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla, mhla_step
 from ..ops.reference import head_norm
 from .features import FeatureMap
 from .mixing import Mixing

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.api import mhla, needs_gradients
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla, needs_gradients
 from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
 from .core import MHLACore, like_values, without_padding

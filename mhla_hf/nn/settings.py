@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 
-from ..ops.operator import IMPLEMENTATIONS
+from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 1
 FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")

@@ -1,6 +1,6 @@
 """The definition of MHLA, T x T, in as few lines as it takes: what every other form is tested against.
 
-Quadratic in time and memory on purpose. All options, any dtype; inputs are expected to be checked (`operator.mhla`
+Quadratic in time and memory on purpose. All options, any dtype; inputs are expected to be checked (`mhla`
 does). Letters: B batch, T query tokens, S key tokens, H query heads, G key/value heads, K key width, V value width, M
 blocks.
 """

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 
 from .blocks import Blocks
+from .checks import is_capturing
 from .reference import FEATURE_EPS, head_norm, relu_features
 from .state import MHLAState
 from .torch_decode import torch_step
-from .torch_impl import torch_mhla
+from .torch_operator import torch_mhla
 from .triton_common import TILE_TOKENS
 from .triton_decode import triton_step
 from .triton_operator import triton_mhla
@@ -72,11 +73,6 @@ def kernel_fault(*fields) -> str | None:
             return "a CUDA graph is being captured, and no such call came before it to check the Triton kernels"
         FAULTS_FOUND[kind] = find_fault(kind)
     return FAULTS_FOUND[kind]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether work on the device is being recorded for a CUDA graph, when nothing can be compared."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def find_fault(kind: KernelKind) -> str | None:

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from mhla_hf.ops import operator
+from mhla_hf.ops import api
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.state import MHLAState
 
 
@@ -184,7 +184,7 @@ def test_bad_state_calls(act, words):
 
 
 def test_auto_says_once_what_it_took(caplog):
-    operator.ANNOUNCED_CHOICES.clear()
+    api.ANNOUNCED_CHOICES.clear()
     with caplog.at_level(logging.INFO, logger="mhla_hf"):
         for _ in range(3):
             mhla(**good())
@@ -196,11 +196,11 @@ def test_auto_says_once_what_it_took(caplog):
 
 def test_ops_knows_torch_and_nothing_else(tmp_path):
     """The room runs where transformers, diffusers and triton cannot be imported, copied out of the package."""
-    shutil.copytree(pathlib.Path(operator.__file__).parent, tmp_path / "room")
+    shutil.copytree(pathlib.Path(api.__file__).parent, tmp_path / "room")
     code = (
         "import sys\n"
         "for name in ('transformers', 'diffusers', 'triton', 'huggingface_hub', 'mhla_hf'): sys.modules[name] = None\n"
-        "from room.operator import mhla; from room.blocks import Blocks; import torch\n"
+        "from room.api import mhla; from room.blocks import Blocks; import torch\n"
         "x = torch.rand(1, 9, 2, 3); print(list(mhla(x, x, x, torch.rand(3, 3), blocks=Blocks.sequence(9, 3)).shape))"
     )
     done = subprocess.run(

@@ -11,8 +11,8 @@ import torch
 
 from mhla_hf.bench.kernels import kernel_of, recorded_launches
 from mhla_hf.ops import triton_common, triton_configs, triton_impl
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.triton_common import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

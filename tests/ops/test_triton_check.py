@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from mhla_hf.ops import operator, triton_check
+from mhla_hf.ops import api, triton_check
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton_common import INTERPRETED
 
@@ -18,9 +18,9 @@ GRID, SEQUENCE = Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6)
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
     """The CPU counts as a device with kernels, and nothing is known of it yet."""
-    monkeypatch.setattr(operator, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(triton_check, "FAULTS_FOUND", {})
-    monkeypatch.setattr(operator, "ANNOUNCED_CHOICES", set())
+    monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
 
 
 def inputs(dtype=torch.float32, blocks=GRID):

@@ -10,7 +10,8 @@ import torch
 
 from mhla_hf.checkpoints.bundle import write_bundle
 from mhla_hf.ops import (
-    operator,
+    api,
+    checks,
     triton_attend,
     triton_blocks,
     triton_decode,
@@ -19,8 +20,8 @@ from mhla_hf.ops import (
     triton_quadratic,
     triton_summaries,
 )
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.reference import mhla_reference
 from mhla_hf.ops.triton_common import COUNTS, INTERPRETED, constexpr, spell
 from mhla_hf.ops.triton_operator import TRITON_FORWARD
@@ -324,7 +325,7 @@ def test_captured_calls_read_nothing_back(padding, monkeypatch):
             found = step()
         graph.replay()
     else:
-        monkeypatch.setattr(operator, "is_capturing", lambda device: True)
+        monkeypatch.setattr(checks, "is_capturing", lambda device: True)
         with NothingReadBack():
             found = step()
     assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
@@ -429,7 +430,7 @@ def test_refusals_name_the_reason(monkeypatch):
 
 def test_auto_stays_with_torch_on_a_cpu():
     x = torch.rand(1, 4, 1, 3)
-    assert operator.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
+    assert api.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
 
 
 def test_odd_memory_orders_are_read_right():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from ops_cases import distance, run
 
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.torch_causal import chunk_size
+from mhla_hf.ops.torch_forward import chunk_size
 
 FORMS = {
     "causal": {"blocks": Blocks.sequence(300, 64), "causal": True},
