@@ -19,8 +19,8 @@ from ..ops.api import ANNOUNCED_CHOICES, mhla, mhla_step
 from ..ops.blocks import Blocks
 from ..ops.reference import mhla_reference
 from ..ops.state import MHLAState
-from ..ops.triton_decode import pin_state
-from ..ops.triton_operator import triton_refusal
+from ..ops.triton.decode import pin_state
+from ..ops.triton.register import triton_refusal
 from ..plots import plot_bars
 from .checks import (
     TOLERANCES,

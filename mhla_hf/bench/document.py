@@ -1,8 +1,7 @@
 """docs/performance.md from what `mhla-hf bench` has measured: python -m mhla_hf.bench.document docs
 
-Unusual: a part without a measurement says so and names the command that makes one. Besides the targets and the words on the
-demo nothing here holds a figure of its own; what the kernels move and what a cache holds is counted anew, and kept in
-bench/traffic.json and bench/cache.json.
+A part without a measurement says so and names the command that makes one. Besides the targets and the words on the demo
+nothing here holds a figure of its own; what a cache holds is counted anew, and kept in bench/cache.json.
 """
 
 import json
@@ -70,34 +69,26 @@ of three, has no target.
 
 {whole}
 
-### Each kernel alone
+### The kernels of each pass
 
-Every launch of a kernel in a forward and a backward pass of these six, started alone, beside a copy of all bytes of the
-tensors it is given. How the copy's time compares with the kernel's is the share of the copy's bandwidth that the kernel
-reaches; a large one should reach 0.75. What fits the GPU's cache stays there, for the copy too.
+The registered forward and backward pass of these six, each beside a copy of as many bytes as the pass must read and write.
+The copy's time over that of the pass is the share of the copy's bandwidth that it reaches. What fits the GPU's cache stays
+there, for the copy too.
 
 {kernels}
-
-Counted, not measured: the same bytes of all launches together, and the time they take at 4.3 TB/s, which is what the targets
-take for an H200's copy. Sums of blocks and other results between kernels are among them; the floor is what a call is given
-and returns. Where the time is above the target, kernels as good as a copy miss it unless caches help: then fewer passes over
-memory are needed, not other tiles.
-
-{traffic}
 
 ### Decoding on a GPU
 
 Sixty-four tokens, one by one, after a text of 8k to 1M, where a block ends half way through them. All but MHLA's torch form
-run from a CUDA graph; MHLA's kernels can, once `pin_state` of `mhla_hf.ops.triton_decode` has moved a state's positions to
+run from a CUDA graph; MHLA's kernels can, once `pin_state` of `mhla_hf.ops.triton.decode` has moved a state's positions to
 the GPU: its docstring says how.
 
 {decode}
 """
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make bench-gpu`, on a machine with one, runs the suite `{suite}` and fills\n"
-    "this part. What the kernels compile to stands in [kernels.md](kernels.md); no speed is claimed."
+    "this part. [kernels.md](kernels.md) says how the kernels are tested without one; no speed is claimed."
 )
-COPY_BANDWIDTH = 4.3e6  # bytes a µs
 # case of the suite "paper" -> forward µs, times softmax, % of the floor, forward + backward µs; some in two stages
 GPU_TARGETS = {
     "DiT-S/2 512 px, 16 blocks, batch 32": ("68, then 40", "1.6, then 2.8", "35, then 58", "180, then 150"),
@@ -120,7 +111,7 @@ def performance_page(docs):
     parts = {"quick": ("bench", "quick"), "gpu": ("bench/gpu", "paper")}
     parts |= {suite: (f"bench/{suite}", suite) for suite in ("kernels", "decode")}
     measured = {name: measured_part(docs, *at) for name, at in parts.items()}
-    tables = {"targets": target_table(docs), "whole": whole_table(docs), "traffic": traffic_table(docs)}
+    tables = {"targets": target_table(docs), "whole": whole_table(docs)}
     return PAGE.format(**tables, **measured, cache=cache_table(docs), linear_block=LINEAR_BLOCK)
 
 
@@ -145,34 +136,6 @@ def cache_table(docs):
     lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
     for tokens, softmax, mhla in json.loads((docs / "bench" / "cache.json").read_text(encoding="utf-8")):
         lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.1f} |")
-    return "\n".join(lines)
-
-
-def traffic():
-    """{case: [bytes of the floor and of the kernels, forward, then of both passes]} of those with targets."""
-    from .cases import KERNELS  # imports transformers and diffusers
-
-    found = {}
-    for case in KERNELS.cases:
-        pairs = zip(case.operator.floors().values(), case.traffic(), strict=True)
-        found[case.name] = [list(pair) for pair in pairs]
-    return found
-
-
-def traffic_table(docs):
-    """bench/traffic.json as a table, beside GPU_TARGETS."""
-    lines = [
-        "| shape | forward: floor, MB | kernels, MB | at 4.3 TB/s, µs | target, µs "
-        "| forward + backward: floor, MB | kernels, MB | at 4.3 TB/s, µs | target, µs |",
-        "|---" * 9 + "|",
-    ]
-    for case, passes in json.loads((docs / "bench" / "traffic.json").read_text(encoding="utf-8")).items():
-        forward, *_, both = GPU_TARGETS[case]
-        cells = (
-            f"{floor / 1e6:.0f} | {moved / 1e6:.0f} | {moved / COPY_BANDWIDTH:.0f} | {target}"
-            for (floor, moved), target in zip(passes, (forward, both), strict=True)
-        )
-        lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -231,7 +194,6 @@ def measured_part(docs, folder, suite):
 
 
 if __name__ == "__main__":
-    write_json(Path(sys.argv[1]) / "bench" / "traffic.json", traffic())
     write_json(Path(sys.argv[1]) / "bench" / "cache.json", cache())
     with file_aside(Path(sys.argv[1]) / "performance.md") as aside:
         aside.write_text(performance_page(sys.argv[1]), encoding="utf-8")

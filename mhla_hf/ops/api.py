@@ -8,24 +8,14 @@ import logging
 import torch
 
 from .blocks import Blocks
-from .checks import (
-    check_blocks,
-    check_features,
-    check_mixing,
-    check_mixing_shape,
-    check_options,
-    check_padding,
-    check_starts,
-    check_state,
-    check_taken_along,
-)
-from .reference import FEATURE_EPS, head_norm, mhla_reference, relu_features
+from .checks import check_blocks, check_features, check_mixing, check_options, check_padding, check_state, check_step
+from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import absorb, torch_step
 from .torch_operator import torch_mhla
-from .triton_check import kernel_fault, kernel_kind
-from .triton_decode import triton_step
-from .triton_operator import triton_mhla, triton_refusal
+from .triton.check import kernel_fault, kernel_kind
+from .triton.decode import triton_step
+from .triton.register import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
 OPERATOR_LOG = logging.getLogger("mhla_hf")
@@ -49,8 +39,6 @@ def mhla(
     key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    feature_map: str | None = None,
-    output_norm: tuple | None = None,
     unrounded: bool = False,
     return_state: bool = False,
     impl: str = "auto",
@@ -58,7 +46,7 @@ def mhla(
     """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
-    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are feature-mapped, or by `feature_map`. Returns
+    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are feature-mapped. Returns
     o [B, T, H, V] in v's dtype, or (o, MHLAState) with `return_state`. Sums are at least fp32, also under autocast.
     Differentiable in all tensors, once.
 
@@ -74,11 +62,6 @@ def mhla(
         weigh nothing and outputs before it are 0.
     cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
         with blocks of its own. Then mixing needs rows for the longest sequence only.
-    feature_map: None where q and k are feature-mapped; "relu" (relu(x) + 1e-6) or "plain_relu" maps them here, which the
-        kernels, without causality, do where they read q and k. Not with q_den.
-    output_norm: (weight [V], eps) of an RMSNorm over each head of o, before o is rounded to v's dtype; the kernels of the
-        linear form take it along where nothing is causal or normalised, no gradient is asked for, q, k and v are all bf16
-        or all fp16, and heads up to 128 wide.
     unrounded: o in the dtype of the sums instead of v's, for what follows (fp16 overflows where nothing is normalised).
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
@@ -89,33 +72,18 @@ def mhla(
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(q, scale, normalize, impl)
-    check_taken_along(feature_map, output_norm, q_den, v)
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
     check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state is True; expected so only with causal=True and without cu_seqlens.")
-    options = {
-        "blocks": blocks,
-        "key_blocks": key_blocks,
-        "causal": causal,
-        "normalize": normalize,
-        "scale": scale,
-        "q_den": q_den,
-        "k_den": k_den,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "starts": starts,
-    }
-    options["unrounded"] = unrounded or output_norm is not None
-    weight = None if output_norm is None else output_norm[0]
-    kind = {"normalize": normalize, "causal": causal, "blocks": blocks, "feature_map": feature_map}
-    kind["masked"], kind["backward"] = key_mask is not None, needs_gradients(q, k, v, mixing, q_den, k_den, weight)
-    kind["normed"] = output_norm is not None and not (normalize or causal or unrounded or kind["backward"])
-    kind["unrounded"] = options["unrounded"] and not kind["normed"]
+    form = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
+    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mixing, q_den, k_den))
+    kind = {**form, "masked": key_mask is not None, "backward": asked}
     choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
-    o = attend_by(choice, q, k, v, mixing, feature_map, output_norm, kind["normed"], options)
-    o = o if unrounded else o.to(v.dtype)
+    padding = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "starts": starts}
+    dens = {"q_den": q_den, "k_den": k_den}
+    o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **dens, **padding)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -145,7 +113,7 @@ def mhla_step(
     call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
     reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step;
     impl="reference" feeds it one token at a time; "triton" has kernels for a single token, which a CUDA graph can hold
-    (`pin_state` in ops/triton_decode.py).
+    (`pin_state` in ops/triton/decode.py).
 
     Raises TypeError or ValueError, in one sentence, before the state is touched.
     """
@@ -158,17 +126,7 @@ def mhla_step(
     pinned = choice == "triton" and single
     if not pinned:
         state.unpin()
-    if k.shape[1] != q.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
-    if starts is not None:
-        check_starts(starts, q)
-    longest = int((state.length if starts is None else state.length - starts.cpu()).max()) + q.shape[1]
-    reached = max(1, -(-longest // state.block_size))
-    check_mixing_shape(mixing, q)
-    if min(mixing.shape[-2:]) < reached:
-        raise ValueError(
-            f"mixing is {list(mixing.shape)}; expected at least {reached} rows and columns, the blocks reached."
-        )
+    check_step(q, k, mixing, state, starts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
         if pinned:
@@ -186,19 +144,10 @@ def mhla_step(
 @torch.no_grad()
 def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     """The state of a decoder that has seen all of k and v."""
-    state = MHLAState.empty(
-        q.shape[0],
-        k.shape[2],
-        q.shape[2],
-        k.shape[3],
-        v.shape[3],
-        block_size,
-        normalize=normalize,
-        separate_den=k_den is not None,
-        den_dim=None if k_den is None else k_den.shape[3],
-        dtype=torch.promote_types(k.dtype, v.dtype),
-        device=k.device,
-    )
+    widths = q.shape[0], k.shape[2], q.shape[2], k.shape[3], v.shape[3], block_size
+    options = {"dtype": torch.promote_types(k.dtype, v.dtype), "device": k.device, "normalize": normalize}
+    den = {"separate_den": k_den is not None, "den_dim": None if k_den is None else k_den.shape[3]}
+    state = MHLAState.empty(*widths, **options, **den)
     if key_mask is not None:
         k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
     with torch.autocast(q.device.type, enabled=False):
@@ -231,20 +180,3 @@ def choose_implementation(impl, q, k, v, q_den, k_den, **kind):
         ANNOUNCED_CHOICES.add((choice, why))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)
     return choice
-
-
-def attend_by(choice, q, k, v, mixing, feature_map, output_norm, normed, options):
-    """o by an implementation, with the feature map and the norm (`normed`) in its kernels, else around it."""
-    if feature_map is not None and choice == "triton" and not options["causal"]:
-        options = {**options, "eps": FEATURE_EPS[feature_map]}
-    elif feature_map is not None:
-        q, k = relu_features(q, feature_map), relu_features(k, feature_map)
-    if choice == "triton" and normed:
-        return triton_mhla(q, k, v, mixing, norm=output_norm, **options)
-    o = FORMS[choice](q, k, v, mixing, **options)
-    return o if output_norm is None else head_norm(o, *output_norm)
-
-
-def needs_gradients(*tensors):
-    """Whether autograd will ask for the gradient of one of these, some of which may be None."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

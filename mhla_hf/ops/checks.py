@@ -10,7 +10,6 @@ import math
 import torch
 
 from .blocks import Blocks
-from .reference import FEATURE_EPS
 from .state import MHLAState
 
 IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
@@ -28,9 +27,7 @@ def check_features(q, k, v, q_den, k_den, normalize):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor.")
         if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(
-                f"{name} is {list(x.shape)}; expected four axes [batch, tokens, heads, width], none of them empty."
-            )
+            raise ValueError(f"{name} is {list(x.shape)}; expected [batch, tokens, heads, width], no axis empty.")
         if not x.is_floating_point():
             raise TypeError(f"{name} is {x.dtype}; expected a floating-point dtype.")
         if x.is_meta:
@@ -62,28 +59,6 @@ def check_options(q, scale, normalize, impl):
         raise ValueError(f"impl is {impl!r}; expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 
 
-def check_taken_along(feature_map, output_norm, q_den, v):
-    """What comes before and after the sum over keys, and may be done in the kernels."""
-    if feature_map is not None and (feature_map not in list(FEATURE_EPS) or q_den is not None):
-        given = repr(feature_map) if q_den is None else f"{feature_map!r} with q_den"
-        raise ValueError(f"feature_map is {given}; expected None, 'relu' or 'plain_relu', the last two without q_den.")
-    if output_norm is None:
-        return
-    if not (isinstance(output_norm, tuple) and len(output_norm) == 2 and isinstance(output_norm[0], torch.Tensor)):
-        raise TypeError(
-            f"output_norm is a {type(output_norm).__name__}; expected (weight, eps), a tensor and a number."
-        )
-    weight, eps = output_norm
-    if not weight.is_floating_point():
-        raise TypeError(f"output_norm has a weight of {weight.dtype}; expected a floating-point dtype.")
-    if weight.shape != v.shape[3:] or weight.device != v.device:
-        raise ValueError(
-            f"output_norm has a weight {list(weight.shape)} on {weight.device}; expected {[v.shape[3]]} on {v.device}."
-        )
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"output_norm has eps {eps!r}; expected a finite number of at least 0.")
-
-
 def check_blocks(q, k, blocks, key_blocks, causal, normalize):
     """That the blocks cover the tokens, and fit the form asked for."""
     for name, cut, tokens, kind in (
@@ -97,16 +72,12 @@ def check_blocks(q, k, blocks, key_blocks, causal, normalize):
         if cut.length != tokens:
             raise ValueError(f"{name} covers {cut.length} tokens; expected the {tokens} {kind} tokens.")
     if key_blocks is None and k.shape[1] != q.shape[1]:
-        raise ValueError(
-            f"k has {k.shape[1]} tokens and q {q.shape[1]}; expected key_blocks to say how the keys are cut."
-        )
+        raise ValueError(f"k has {k.shape[1]} tokens and q {q.shape[1]}; expected key_blocks, how the keys are cut.")
     same = key_blocks is None or key_blocks == blocks
     if causal and (blocks.block_size is None or not same):
         raise ValueError("causal is True; expected blocks from Blocks.sequence, the same ones for queries and keys.")
     if normalize == "official" and (causal or not same or not blocks.equal):
-        raise ValueError(
-            "normalize is 'official'; expected equal blocks, the same ones for queries and keys, and causal=False."
-        )
+        raise ValueError("normalize is 'official'; expected equal blocks, the same for queries and keys, not causal.")
 
 
 def check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts):
@@ -124,9 +95,7 @@ def check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts):
         check_starts(starts, q)
     if cu_seqlens is not None:
         if not causal or q.shape[0] != 1:
-            raise ValueError(
-                f"cu_seqlens came with causal={causal} and batch {q.shape[0]}; expected causal=True and batch 1."
-            )
+            raise ValueError(f"cu_seqlens came with causal={causal} and batch {q.shape[0]}; expected True and 1.")
         check_cu_seqlens(cu_seqlens, q)
 
 
@@ -139,9 +108,7 @@ def check_starts(starts, q):
     if not values_can_be_read(q.device):
         return
     if int(starts.min()) < 0 or int(starts.max()) > q.shape[1]:
-        raise ValueError(
-            f"starts holds {int(starts.min())} to {int(starts.max())}; expected numbers from 0 to {q.shape[1]}."
-        )
+        raise ValueError(f"starts holds {int(starts.min())} to {int(starts.max())}; expected 0 to {q.shape[1]}.")
 
 
 def check_cu_seqlens(cu_seqlens, q):
@@ -155,9 +122,7 @@ def check_cu_seqlens(cu_seqlens, q):
     if not values_can_be_read(q.device):
         return
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.tolist()}; expected numbers rising from 0 to {q.shape[1]}, the tokens of q."
-        )
+        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; expected numbers rising from 0 to {q.shape[1]}.")
 
 
 def check_mixing(mixing, q, blocks, key_blocks, causal, cu_seqlens):
@@ -166,9 +131,8 @@ def check_mixing(mixing, q, blocks, key_blocks, causal, cu_seqlens):
     rows, columns = mixing.shape[-2:]
     if not causal:
         if (rows, columns) != (blocks.num_blocks, key_blocks.num_blocks):
-            raise ValueError(
-                f"mixing is {list(mixing.shape)}; expected {blocks.num_blocks} rows, {key_blocks.num_blocks} columns."
-            )
+            wanted = blocks.num_blocks, key_blocks.num_blocks
+            raise ValueError(f"mixing is {list(mixing.shape)}; expected {wanted[0]} rows, {wanted[1]} columns.")
         return
     needed = blocks.num_blocks
     if cu_seqlens is not None:
@@ -196,9 +160,7 @@ def check_state(state, q, k, v, normalize, k_den):
     if normalize == "official" or state.normalize != normalize:
         raise ValueError(f"normalize is {normalize!r}; expected {state.normalize}, as in the state.")
     if (state.window_k_den is not None) != (k_den is not None):
-        raise ValueError(
-            f"k_den {'is missing' if k_den is None else 'came'}; expected the same as in the calls before."
-        )
+        raise ValueError(f"k_den {'is missing' if k_den is None else 'came'}; expected the same as before.")
     batch, groups, _, width, value_width = state.summaries.shape
     if (q.shape[0], q.shape[2], *k.shape[2:], v.shape[3]) != (batch, state.prefix.shape[1], groups, width, value_width):
         raise ValueError(
@@ -210,6 +172,19 @@ def check_state(state, q, k, v, normalize, k_den):
         raise ValueError(f"k_den is {k_den.shape[3]} wide; expected {state.window_k_den.shape[3]}, as in the state.")
     if state.summaries.device != q.device:
         raise ValueError(f"state is on {state.summaries.device}; expected {q.device}, where q is.")
+
+
+def check_step(q, k, mixing, state, starts):
+    """The tokens of a step, and that the mixing has a row for every block they reach."""
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
+    if starts is not None:
+        check_starts(starts, q)
+    longest = int((state.length if starts is None else state.length - starts.cpu()).max()) + q.shape[1]
+    reached = max(1, -(-longest // state.block_size))
+    check_mixing_shape(mixing, q)
+    if min(mixing.shape[-2:]) < reached:
+        raise ValueError(f"mixing is {list(mixing.shape)}; expected at least {reached} rows and columns.")
 
 
 def values_can_be_read(device):

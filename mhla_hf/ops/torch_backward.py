@@ -7,16 +7,7 @@ sum of the weights (None where nothing is normalised).
 import torch
 
 from .reference import divide_or_zero, without_row_scale
-from .torch_forward import (
-    HeadWork,
-    chunk_prefix,
-    cut_chunks,
-    mix_blocks,
-    own_scores,
-    own_weights,
-    strips,
-    summaries_of,
-)
+from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_scores, own_weights, strips, summaries_of
 
 
 def blocked_backward(grad, q, k, v, mixing, q_den, k_den, o, den, form):

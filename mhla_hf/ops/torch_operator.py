@@ -15,23 +15,9 @@ from .torch_layout import MoveTokens, align_sequences, shift_to_start
 
 
 def torch_mhla(
-    q,
-    k,
-    v,
-    mixing,
-    *,
-    blocks,
-    key_blocks=None,
-    causal=False,
-    normalize=True,
-    scale=None,
-    q_den=None,
-    k_den=None,
-    key_mask=None,
-    cu_seqlens=None,
-    starts=None,
-    unrounded=False,
-):
+    q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
+    key_mask=None, cu_seqlens=None, starts=None, unrounded=False,
+):  # fmt: skip
     """o [B, T, H, V] in v's dtype (that of the sums if unrounded); arguments as in `mhla`, already checked."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:

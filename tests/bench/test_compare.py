@@ -11,7 +11,7 @@ from mhla_hf.bench import DECODE, Comparison, compare, competitors, render_bench
 from mhla_hf.bench.cases import DIT, PAPER, WholeModel
 from mhla_hf.bench.compare import FORWARD, TRAINING, Decoding, Operator
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.triton_common import INTERPRETED
+from mhla_hf.ops.triton.tuning import INTERPRETED
 
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 MORE = Decoding(100, heads=2, width=8, dtype="float32")
