@@ -48,9 +48,64 @@ for name, causal, padding, cuts in (
 """
 
 
-def run(*arguments):
+TUNING = """
+from types import SimpleNamespace
+import torch
+import mhla_hf.ops.triton.tuning as tuning
+from mhla_hf.ops.triton.attend_forward import forward_kernel
+from mhla_hf.ops.triton.summaries import summaries_kernel
+from offline import *
+
+launched, tried, launch = [], [], TunedKernel.launch
+
+def keep(self, key, signature, device, constants, options, attributes, warmup):
+    self.device_caches[device][0][key] = options
+    return options
+
+def bench(run, quantiles):
+    run()
+    tried.append(launched[-1])
+    return [float(len(tried))] * 3
+
+JITFunction._do_compile = keep
+compile_only(launched)
+TunedKernel.launch = launch
+Chips.get_benchmarker = lambda self: bench
+room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, lambda device: room
+driver.active.device = list(CHIPS).index("120")
+
+shape = (64, 64), True, True
+tuning.is_capturing = lambda device: True
+call(Blocks.sequence(256, 64), *shape)
+assert launched and not tried and not forward_kernel.tuner.cache, "tried while a graph was captured"
+tuning.is_capturing = lambda device: False
+call(Blocks.sequence(256, 64), *shape)
+configs = forward_kernel.configurations({"K": 64, "V": 64, "CAUSAL": True, "DOT": "bf16"})
+assert sum(name == "forward_kernel" for name, _ in tried) == len(configs) == 4
+before = len(tried)
+call(Blocks.sequence(1000, 64), *shape)
+assert len(tried) == before, "tried again for another length"
+found = next(iter(forward_kernel.tuner.cache.values())).all_kwargs()
+assert found == {**configs[0], "num_ctas": 1} or found == configs[0], found
+tuning.is_capturing = lambda device: True
+call(Blocks.sequence(1000, 64), *shape)
+assert len(tried) == before
+wide = {"K": 256, "V": 256, "CAUSAL": False, "DOT": "bf16"}
+fits = summaries_kernel.choices(wide)
+assert 1 <= len(fits) <= len(summaries_kernel.configurations(wide))
+assert all(tuning.shared_bytes("bf16", {**config.kwargs, "num_stages": config.num_stages}) <= 99 * 1024 for config in fits)
+"""
+
+
+def run(*arguments, **environment):
     """The output of a process that compiles; fails with its words."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE}"}
+    environment = {
+        **os.environ,
+        **environment,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE}",
+    }
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return done.stdout
@@ -70,3 +125,9 @@ def test_every_shape_compiles(chip):
 
 def test_one_compilation_for_all_lengths():
     run("-c", ONE_COMPILATION)
+
+
+def test_tiles_are_tried_once_and_never_while_a_graph_is_captured(tmp_path):
+    """With a clock for which the first configuration is the fastest; what comes out is kept on disk."""
+    run("-c", TUNING, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(list(tmp_path.glob("*/*.autotune.json"))) >= 5
