@@ -56,13 +56,13 @@ def mhla(
     blocks: the blocks of the T query tokens; key_blocks: of the S keys (the same if None). Causal: `Blocks.sequence`.
     normalize: True, False, or "official", the denominator of the authors' vision code, which is not the paper's (not
         causal, equal blocks). q_den [B, T, H, L], k_den [B, S, G, L]: features for the denominator where they differ.
-    scale: a number; None is K**-0.5. It cancels where normalised.
+    scale: a number; None is K**-0.5. It cancels where normalized.
     key_mask: bool [B, S], True for real keys; the others weigh nothing but still count as positions.
     starts: int64 [B], causal only: first real token of each left-padded row; its block 0 begins there, keys before it
         weigh nothing and outputs before it are 0.
     cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
         with blocks of its own. Then mixing needs rows for the longest sequence only.
-    unrounded: o in the dtype of the sums instead of v's, for what follows (fp16 overflows where nothing is normalised).
+    unrounded: o in the dtype of the sums instead of v's, for what follows (fp16 overflows where nothing is normalized).
     return_state: causal only; the state continues with `mhla_step` and has no gradient.
     impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
         which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else

@@ -90,7 +90,7 @@ def divide_or_zero(numerator, denominator):
 
 
 def without_row_scale(grad, mixing, causal):
-    """A gradient of `mixing` [.., Mq, Mk] less its part along each row of it, for the normalised form.
+    """A gradient of `mixing` [.., Mq, Mk] less its part along each row of it, for the normalized form.
 
     There the scale of a row cancels between numerator and denominator, so that part is 0; what arithmetic leaves of it is
     rounding of two large terms, often the largest error of the gradient. An orthogonal projection never adds to an error.

@@ -16,7 +16,7 @@ class MHLAState:
     """State of B rows. The methods that change it work in place and return None.
 
     block_size C; normalize: the kind of denominator (True or False); summaries [B, G, N, K, V] of closed blocks and z
-    [B, G, N, K] of their keys (None unless normalised), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
+    [B, G, N, K] of their keys (None unless normalized), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
     prefix [B, H, K, V] and prefix_z [B, H, K]: sum over closed blocks b of mixing[i, b] times summary b, for the
     block i in prefix_block (int64 [B], on the CPU; -1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or
     V] in the inputs' dtype, the token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per

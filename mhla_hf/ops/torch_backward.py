@@ -1,7 +1,7 @@
 """The backward pass in PyTorch, on blocks, for some heads at once. Letters and shapes as in `torch_forward.py`.
 
 Summaries and scores are computed again. g [R, M, C, V] is the gradient of the sum of weight times v, r [R, M, C] that of the
-sum of the weights (None where nothing is normalised).
+sum of the weights (None where nothing is normalized).
 """
 
 import torch

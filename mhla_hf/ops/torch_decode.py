@@ -121,7 +121,7 @@ def own_part(query, key, seen, own):
 def mixed_summaries(state, mixing, rows, blocks):
     """Sum over closed blocks b < i of mixing[i, b] times summary b, for the query blocks i = blocks [R, n] of R `rows`.
 
-    Returns the prefixes [R, H, n, K, V] and, where normalised, those of z [R, H, n, K]; else None.
+    Returns the prefixes [R, H, n, K, V] and, where normalized, those of z [R, H, n, K]; else None.
     """
     exact, device = state.summaries.dtype, state.summaries.device
     heads, closed = state.prefix.shape[1], min(int(blocks.max()), mixing.shape[-1])

@@ -16,7 +16,7 @@ HEAD_BY_HEAD_SIZE = 32768  # numbers in one head's q; measured: below, the calls
 
 
 def blocked_forward(q, k, v, mixing, q_den, k_den, form):
-    """o [B, T, H, V], and where normalised the denominator [B, T, H, 1] (else None); `form` as in `HeadWork`.
+    """o [B, T, H, V], and where normalized the denominator [B, T, H, 1] (else None); `form` as in `HeadWork`.
 
     o is num / den, num the sum of weight * v, den that of the weights.
     """

@@ -1,6 +1,6 @@
 """MHLA in fast PyTorch: one `autograd.Function` for all forms, with a hand-written backward that recomputes what it needs.
 
-Only the inputs are kept for the backward pass (and, where normalised, the output and one number per token and head). On the
+Only the inputs are kept for the backward pass (and, where normalized, the output and one number per token and head). On the
 CPU heads are taken one by one, as views of the caller's tensors: their summaries then stay in the cache and nothing is
 copied. Elsewhere, for small heads and under torch.compile, all heads go at once. Padding (`starts`, `cu_seqlens`) is
 moved out of the way before, and outputs are moved back.
