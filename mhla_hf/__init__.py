@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Blocks": "ops.blocks",
     "MHLAState": "ops.state",
-    "mhla": "ops.operator",
-    "mhla_step": "ops.operator",
+    "mhla": "ops.api",
+    "mhla_step": "ops.api",
     "MHLASettings": "nn.settings",
     "MHLAConfig": "models.configuration",
     "MHLAForCausalLM": "models.language",

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.api import mhla, mhla_step
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla, mhla_step
-from ..ops.reference import head_norm
 from .features import FeatureMap
 from .mixing import Mixing
 from .settings import MHLASettings
@@ -36,9 +35,13 @@ class OutputNorm(nn.Module):
         """The start of each own parameter, for models that are built empty and filled later."""
         return {"weight": torch.ones(self.weight.shape)}
 
-    def forward(self, o) -> torch.Tensor:
-        """Of o `[.., V]`, by `head_norm`; or what a function o gives, called with `output_norm`, `mhla`'s argument."""
-        return o(output_norm=(self.weight, self.eps)) if callable(o) else head_norm(o, self.weight, self.eps)
+    def forward(self, o: torch.Tensor) -> torch.Tensor:
+        """Of o `[.., V]`; where it and the weight differ in dtype, in fp32 (fp64 if one is)."""
+        weight = self.weight
+        if o.dtype != weight.dtype:
+            dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
+            o, weight = o.to(dtype), weight.to(dtype)
+        return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
 def like_values(v: torch.Tensor, *features: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -114,11 +117,11 @@ class MHLACore(nn.Module):
         q_den, k_den = (q, k) if self.settings.normalize else (None, None)
         return *rotate(q, k), q_den, k_den
 
-    def finish_output(self, o, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Output norm and gate over `[B, T, H, V]`; o is a tensor, or a function as `OutputNorm` takes it."""
+    def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Output norm and gate over o `[B, T, H, V]`, which is then in `dtype`."""
         if self.settings.output_norm:
             o = self.norm(o)
-        o = (o() if callable(o) else o).to(dtype)
+        o = o.to(dtype)
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o

@@ -4,15 +4,12 @@ Unusual: the counts of blocks are the model's, the size of the grid is the input
 blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.api import mhla
 from ..ops.blocks import Blocks
-from ..ops.operator import mhla, needs_gradients
-from ..ops.reference import FEATURE_EPS
 from ..ops.shards import sharded_mhla
 from .core import MHLACore, like_values, without_padding
 from .mixing import check_mixing_values, locality_start
@@ -196,25 +193,14 @@ class GridMHLA(MHLACore):
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
         q, v = without_padding(key_mask, q, v)
-        dtype, values = v.dtype, v
-        if v.dtype == torch.float16 and not self.settings.normalize:
-            values = v.float()  # sums over all tokens pass fp16's largest number
         settings, mixing = self.settings, self.mixing(blocks.counts)
-        options, features = {"blocks": blocks, "normalize": settings.normalize}, (q, k, None, None)
-        if rotate is None and shard is None and settings.feature_map in FEATURE_EPS:
-            options["feature_map"] = settings.feature_map  # read once: the operator's kernels map what they read
-        else:
-            features = self.map_features(q, k, key_mask, rotate)
-        q, k, options["q_den"], options["k_den"] = like_values(v, *features)
+        q, k, q_den, k_den = like_values(v, *self.map_features(q, k, key_mask, rotate))
+        options = {"normalize": settings.normalize, "q_den": q_den, "k_den": k_den, "unrounded": settings.output_norm}
         if shard is None:
-            o = partial(mhla, q, k, values, mixing, key_mask=key_mask, impl=settings.impl, **options)
-            if settings.normalize or values.dtype.itemsize > 2 or needs_gradients(q, k, values, mixing):
-                o = o(unrounded=settings.output_norm)  # no kernel takes a norm along
+            o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=settings.impl, **options)
         else:
-            o = sharded_mhla(
-                q, k, values, mixing, start=shard[0], add_up=shard[1], unrounded=settings.output_norm, **options
-            )
-        o = self.finish_output(o, hidden_states, dtype)
+            o = sharded_mhla(q, k, v, mixing, blocks=blocks, start=shard[0], add_up=shard[1], **options)
+        o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
             local = self.cpe(v[:, self.prefix :], grid)
             o = o + F.pad(local, (0, 0, 0, 0, self.prefix, 0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 
-from ..ops.operator import IMPLEMENTATIONS
+from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 1
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.

@@ -1,46 +1,17 @@
 """The definition of MHLA, T x T, in as few lines as it takes: what every other form is tested against.
 
-Quadratic in time and memory on purpose. All options, any dtype; inputs are expected to be checked (`operator.mhla`
+Quadratic in time and memory on purpose. All options, any dtype; inputs are expected to be checked (`mhla`
 does). Letters: B batch, T query tokens, S key tokens, H query heads, G key/value heads, K key width, V value width, M
 blocks.
 """
 
 import torch
 
-FEATURE_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # the feature maps that the operator can take along
-
-
-def head_norm(o, weight, eps):
-    """RMSNorm of o [.., V] by weight [V], in the dtype of both where they have the same, else in fp32 (fp64 if one is)."""
-    if o.dtype != weight.dtype:
-        dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
-        o, weight = o.to(dtype), weight.to(dtype)
-    return torch.nn.functional.rms_norm(o, weight.shape, weight, eps)
-
-
-def relu_features(x, kind):
-    """relu(x), and above it what keeps every denominator alive."""
-    return torch.relu(x) + FEATURE_EPS[kind] if FEATURE_EPS[kind] else torch.relu(x)
-
 
 def mhla_reference(
-    q,
-    k,
-    v,
-    mixing,
-    *,
-    blocks,
-    key_blocks=None,
-    causal=False,
-    normalize=True,
-    scale=None,
-    q_den=None,
-    k_den=None,
-    key_mask=None,
-    cu_seqlens=None,
-    starts=None,
-    unrounded=False,
-):
+    q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
+    key_mask=None, cu_seqlens=None, starts=None, unrounded=False,
+):  # fmt: skip
     """o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[block of t, block of s] * scale * <q[t], k[s]>   (paper eq. 5).
 
     With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den may take the place of q and k; 0/0 is 0.
@@ -119,7 +90,7 @@ def divide_or_zero(numerator, denominator):
 
 
 def without_row_scale(grad, mixing, causal):
-    """A gradient of `mixing` [.., Mq, Mk] less its part along each row of it, for the normalised form.
+    """A gradient of `mixing` [.., Mq, Mk] less its part along each row of it, for the normalized form.
 
     There the scale of a row cancels between numerator and denominator, so that part is 0; what arithmetic leaves of it is
     rounding of two large terms, often the largest error of the gradient. An orthogonal projection never adds to an error.

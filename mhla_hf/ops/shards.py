@@ -8,7 +8,7 @@ import torch
 
 from .blocks import Blocks
 from .reference import divide_or_zero
-from .torch_bidirectional import mix_blocks
+from .torch_forward import mix_blocks
 from .torch_layout import gather_by_block
 
 

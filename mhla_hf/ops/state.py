@@ -1,11 +1,9 @@
 """What a decoder has to remember: `MHLAState`.
 
-Every row of the batch has its own position, so left-padded rows of very different lengths share one state. Three
-things are
-kept: the summaries of the closed blocks; their mixture for the open block (the prefix), refreshed once per block; and
-a window of the last two blocks' keys and values. Attention inside the open block reads the window, so nothing is ever
-subtracted from a sum, and taking tokens back (`crop`) is exact as long as they are in the window. For inference only:
-nothing here has a gradient.
+Every row of the batch has its own position, so left-padded rows of very different lengths share one state. Three things are
+kept: the summaries of the closed blocks; their mixture for the open block (the prefix), refreshed once per block; and a
+window of the last two blocks' keys and values. Attention inside the open block reads the window, so nothing is ever
+subtracted from a sum, and taking tokens back (`crop`) is exact as long as they are in the window. Nothing has a gradient.
 """
 
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ class MHLAState:
     """State of B rows. The methods that change it work in place and return None.
 
     block_size C; normalize: the kind of denominator (True or False); summaries [B, G, N, K, V] of closed blocks and z
-    [B, G, N, K] of their keys (None unless normalised), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
+    [B, G, N, K] of their keys (None unless normalized), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
     prefix [B, H, K, V] and prefix_z [B, H, K]: sum over closed blocks b of mixing[i, b] times summary b, for the
     block i in prefix_block (int64 [B], on the CPU; -1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or
     V] in the inputs' dtype, the token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per
@@ -63,9 +61,7 @@ class MHLAState:
         ValueError for "official", which has no causal form.
         """
         if normalize not in (True, False):
-            raise ValueError(
-                f"normalize is {normalize!r}; expected True or False, the kinds that can be decoded step by step."
-            )
+            raise ValueError(f"normalize is {normalize!r}; expected True or False, which can be decoded.")
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         den_dim = den_dim if den_dim is not None and separate_den else key_dim
         window = (batch, 2 * block_size, num_kv_heads)

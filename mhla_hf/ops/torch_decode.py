@@ -1,12 +1,10 @@
-"""Continue an `MHLAState`: one new token, a few, or a whole chunk of a prompt, for rows that stand at different
-positions.
+"""Continue an `MHLAState`: one new token, a few, or a whole chunk of a prompt, for rows that stand at different positions.
 
-Two ways through. While no row leaves its open block (`step_within_block`, every ordinary decode step) only the prefix
-and the
-window are read: constant time per token, and the prefix is mixed anew once per block. Otherwise
-(`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block
-edge, and handled as one batch. Each summary is computed from the whole block when it closes, so the numbers do not
-depend on how the tokens were cut into steps. Positions (length, block, offset, counts) are int64 [B] on the CPU.
+Two ways through. While no row leaves its open block (`step_within_block`, every ordinary decode step) only the prefix and
+the window are read: constant time per token, and the prefix is mixed anew once per block. Otherwise (`step_across_blocks`)
+the open block and the new tokens are laid out block by block, each row from its own block edge, and handled as one batch.
+Each summary is computed from the whole block when it closes, so the numbers do not depend on how the tokens were cut into
+steps. Positions (length, block, offset, counts) are int64 [B] on the CPU.
 """
 
 import torch
@@ -41,16 +39,9 @@ def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
     else:
         opened, seen = write_apart(state, entries, block, offset, steps)
         own = own_weight(mixing, block[:, None], exact)
-    o = attend_blocks(
-        by_head(q, exact),
-        None if q_den is None else by_head(q_den, exact),
-        [by_head(tokens, exact) for tokens in opened],
-        state.prefix[:, :, None],
-        None if state.prefix_z is None else state.prefix_z[:, :, None],
-        seen,
-        own,
-        scale,
-    )
+    query, query_den, *opened_heads = (None if x is None else by_head(x, exact) for x in (q, q_den, *opened))
+    prefix, prefix_z = (None if x is None else x[:, :, None] for x in (state.prefix, state.prefix_z))
+    o = attend_blocks(query, query_den, opened_heads, prefix, prefix_z, seen, own, scale)
     closing = offset + steps == size
     if closing.any():
         rows = torch.nonzero(closing).flatten()
@@ -95,16 +86,11 @@ def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
     opened = append_tokens(state, layout, k, v, k_den)
     rows = torch.arange(len(counts))
     prefix, prefix_z = mixed_summaries(state, mixing, rows, layout.blocks)
-    o = attend_blocks(
-        cut_blocks(by_head(layout.place(q), exact), size),
-        None if q_den is None else cut_blocks(by_head(layout.place(q_den), exact), size),
-        [cut_blocks(by_head(tokens, exact), size) for tokens in opened],
-        prefix,
-        prefix_z,
-        torch.ones(size, size, dtype=torch.bool, device=q.device).tril(),
-        own_weight(mixing, layout.blocks, exact),
-        scale,
-    )
+    query, query_den = (None if x is None else by_block(layout.place(x), exact, size) for x in (q, q_den))
+    opened = [by_block(tokens, exact, size) for tokens in opened]
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    own = own_weight(mixing, layout.blocks, exact)
+    o = attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale)
     return layout.take_back(o.flatten(2, 3).transpose(1, 2))
 
 
@@ -135,7 +121,7 @@ def own_part(query, key, seen, own):
 def mixed_summaries(state, mixing, rows, blocks):
     """Sum over closed blocks b < i of mixing[i, b] times summary b, for the query blocks i = blocks [R, n] of R `rows`.
 
-    Returns the prefixes [R, H, n, K, V] and, where normalised, those of z [R, H, n, K]; else None.
+    Returns the prefixes [R, H, n, K, V] and, where normalized, those of z [R, H, n, K]; else None.
     """
     exact, device = state.summaries.dtype, state.summaries.device
     heads, closed = state.prefix.shape[1], min(int(blocks.max()), mixing.shape[-1])
@@ -151,8 +137,7 @@ def mixed_summaries(state, mixing, rows, blocks):
 
 
 def mix_flat(weight, summaries, heads):
-    """weight [R, H or 1, n, N] times summaries [R, G, N, ...] -> [R, H, n, ...], query head h taking key head h // (H
-    // G)."""
+    """weight [R, H or 1, n, N] times summaries [R, G, N, ...] -> [R, H, n, ...]; query head h has key head h // (H // G)."""
     groups = summaries.shape[1]
     flat = summaries.flatten(3)
     if weight.shape[1] == 1:
@@ -163,8 +148,7 @@ def mix_flat(weight, summaries, heads):
 
 
 def refresh_prefix(state, mixing, rows, blocks):
-    """Mix the closed summaries anew for those `rows` whose open block, now `blocks`, has changed since the last
-    time."""
+    """Mix the closed summaries anew for those `rows` whose open block, now `blocks`, has changed since the last time."""
     prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
     state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
     if prefix_z is not None:
@@ -173,8 +157,7 @@ def refresh_prefix(state, mixing, rows, blocks):
 
 
 def own_weight(mixing, blocks, exact):
-    """m_ii of the blocks [B, n], [B, H or 1, n, 1, 1]; blocks beyond the mixing (which hold no token) repeat its
-    last."""
+    """m_ii of the blocks [B, n], [B, H or 1, n, 1, 1]; blocks beyond the mixing (which hold no token) repeat its last."""
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(exact)
     own = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
     own = own[:, None] if mixing.dim() == 2 else own.transpose(0, 1)
@@ -227,9 +210,9 @@ def by_head(x, exact):
     return x.to(exact).transpose(1, 2)[:, :, None]
 
 
-def cut_blocks(x, size):
-    """[B, H, 1, n * C, K] -> [B, H, n, C, K]."""
-    return x.squeeze(2).unflatten(2, (-1, size))
+def by_block(x, exact, size):
+    """[B, n * C, H, K] -> [B, H, n, C, K] in the exact dtype."""
+    return by_head(x, exact).squeeze(2).unflatten(2, (-1, size))
 
 
 class BlockLayout:

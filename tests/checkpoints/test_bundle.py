@@ -101,6 +101,22 @@ CHAIN = {
 }
 
 
+def test_a_folder_inside_a_room_is_folded(tmp_path):
+    """Its files import siblings by one dot and the room's by two."""
+    text = folded(
+        tmp_path,
+        {
+            "ops/low": "LOW = 1\n",
+            "ops/deep/first": "from ..low import LOW\n\nFIRST = LOW + 1\n",
+            "ops/deep/second": "from .first import FIRST\n\nSECOND = FIRST + 1\n",
+            "models/toy": "from ..ops.deep.second import SECOND\n\nTHIRD = SECOND + 1\n",
+        },
+    )
+    names = {}
+    exec(text, names)
+    assert names["THIRD"] == 4 and "from ." not in text
+
+
 def test_order_merge_and_comments(tmp_path):
     text = folded(tmp_path, CHAIN)
     assert text.index("class Low") < text.index("class Middle") < text.index("class Top")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mhla_hf
 from mhla_hf import Blocks
 from mhla_hf.nn.grid import GridMixing
-from mhla_hf.ops.operator import mhla
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.shards import sharded_mhla
 
 SIZE = (3, 8, 10)  # 60 tokens

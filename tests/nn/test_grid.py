@@ -3,12 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels_started import kernel_of, recorded_launches
 
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
-from mhla_hf.ops import triton_impl
-from mhla_hf.ops.triton_common import INTERPRETED
 
 
 def array_split(length, count):
@@ -177,27 +174,3 @@ def test_bad_input_is_one_sentence(make, words):
     with pytest.raises(ValueError) as error:
         make()
     assert words in str(error.value) and str(error.value).count(". ") == 0
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="plays a GPU on the CPU")
-@pytest.mark.parametrize("rope", ["before", "after"])
-def test_the_norm_is_in_the_kernels_where_no_gradient_is_asked_for(rope, monkeypatch):
-    """And the weight is read inside the norm module, to which offloading may bring it."""
-    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: False)
-    settings = MHLASettings(layout=[2, 2], normalize=False, output_norm=True, gate=True, rope=rope, impl="triton")
-    core = make_core(settings).bfloat16()
-    q, k, v = (torch.randn(1, 24, 2, 5, dtype=torch.bfloat16) for _ in range(3))
-    options = {"grid": (4, 6), "hidden_states": torch.randn(1, 24, 7, dtype=torch.bfloat16)}
-    options["rotate"] = (lambda q, k: (q.flip(3), k.flip(3))) if rope == "after" else None
-    want, weight = core(q, k, v, **options).detach(), core.norm.weight.data
-    core.norm.weight.data = torch.full_like(weight, float("nan"))
-    bring = core.norm.register_forward_pre_hook(lambda norm, _: setattr(norm.weight, "data", weight))
-    with recorded_launches() as launched, torch.no_grad():
-        got = core(q, k, v, **options)
-    bring.remove()
-    kernels = [*map(kernel_of, launched)]
-    assert kernels.count("normed") == 1 and "attend" not in kernels
-    assert float((got - want).norm() / want.norm()) < 8e-3
-    torch.compiler.reset()
-    with torch.no_grad():
-        assert torch.equal(torch.compile(core, fullgraph=True, backend="aot_eager")(q, k, v, **options), got)

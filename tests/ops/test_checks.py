@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from mhla_hf.ops import operator
+from mhla_hf.ops import api
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.state import MHLAState
 
 
@@ -50,12 +50,6 @@ BAD = {
     "k_den_alone": ({"k_den": DEN["k_den"]}, "k_den came without q_den"),
     "q_den_shape": ({**DEN, "q_den": torch.rand(2, 10, 2, 6)}, "q_den is [2, 10, 2, 6]"),
     "k_den_shape": ({**DEN, "k_den": torch.rand(2, 10, 2, 7)}, "k_den is [2, 10, 2, 7]"),
-    "feature_map_name": ({"feature_map": "elu"}, "feature_map is 'elu'; expected None, 'relu' or 'plain_relu'"),
-    "feature_map_with_den": ({**DEN, "feature_map": "relu"}, "feature_map is 'relu' with q_den; expected None"),
-    "output_norm_alone": ({"output_norm": torch.ones(5)}, "output_norm is a Tensor; expected (weight"),
-    "output_norm_integers": ({"output_norm": (torch.ones(5).int(), 1e-6)}, "output_norm has a weight of torch.int32"),
-    "output_norm_width": ({"output_norm": (torch.ones(4), 1e-6)}, "output_norm has a weight [4] on cpu; expected [5]"),
-    "output_norm_eps": ({"output_norm": (torch.ones(5), -1.0)}, "output_norm has eps -1.0"),
     "den_without_denominator": ({**DEN, "normalize": False}, "q_den and k_den came with normalize=False"),
     "mixing_none": ({"mixing": None}, "mixing is a NoneType"),
     "mixing_integers": ({"mixing": torch.ones(3, 3, dtype=torch.int32)}, "mixing is torch.int32"),
@@ -184,7 +178,7 @@ def test_bad_state_calls(act, words):
 
 
 def test_auto_says_once_what_it_took(caplog):
-    operator.ANNOUNCED_CHOICES.clear()
+    api.ANNOUNCED_CHOICES.clear()
     with caplog.at_level(logging.INFO, logger="mhla_hf"):
         for _ in range(3):
             mhla(**good())
@@ -196,11 +190,11 @@ def test_auto_says_once_what_it_took(caplog):
 
 def test_ops_knows_torch_and_nothing_else(tmp_path):
     """The room runs where transformers, diffusers and triton cannot be imported, copied out of the package."""
-    shutil.copytree(pathlib.Path(operator.__file__).parent, tmp_path / "room")
+    shutil.copytree(pathlib.Path(api.__file__).parent, tmp_path / "room")
     code = (
         "import sys\n"
         "for name in ('transformers', 'diffusers', 'triton', 'huggingface_hub', 'mhla_hf'): sys.modules[name] = None\n"
-        "from room.operator import mhla; from room.blocks import Blocks; import torch\n"
+        "from room.api import mhla; from room.blocks import Blocks; import torch\n"
         "x = torch.rand(1, 9, 2, 3); print(list(mhla(x, x, x, torch.rand(3, 3), blocks=Blocks.sequence(9, 3)).shape))"
     )
     done = subprocess.run(

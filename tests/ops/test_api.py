@@ -6,10 +6,10 @@ import pytest
 import torch
 from ops_cases import distance, run
 
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.torch_causal import chunk_size
+from mhla_hf.ops.torch_forward import chunk_size
 
 FORMS = {
     "causal": {"blocks": Blocks.sequence(300, 64), "causal": True},
@@ -96,13 +96,17 @@ def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks
     x = tensors(blocks, groups=4)
     x = {**{name: x[name].add(0.5).to(dtype) for name in "qkv"}, "mixing": x["mixing"]}
     x["v"] = (x["v"] - 1) * (1.2e5 if dtype == torch.float16 else 1)
-    weight = torch.linspace(0.5, 2.0, 8)
-    options = {"blocks": blocks, "causal": causal, "normalize": normalize, "output_norm": (weight, 1e-6)}
+    options = {"blocks": blocks, "causal": causal, "normalize": normalize}
+
+    def normed(q, k, v, mixing, **options):
+        o = mhla(q, k, v, mixing, unrounded=True, **options)
+        return torch.nn.functional.rms_norm(o, (8,), torch.linspace(0.5, 2.0, 8, dtype=o.dtype), 1e-6).to(v.dtype)
+
     direction = torch.randn(2, blocks.length, 4, 8).to(dtype)
-    got, grads = run(mhla, x, {**options, "impl": impl}, direction)
+    got, grads = run(normed, x, {**options, "impl": impl}, direction)
     exact = {name: value.double() for name, value in x.items()}
-    expected, expected_grads = run(mhla, exact, {**options, "impl": "reference"}, direction.double())
-    assert got.dtype == dtype and torch.equal(got, run(mhla, x, {**options, "impl": impl})[0])
+    expected, expected_grads = run(normed, exact, {**options, "impl": "reference"}, direction.double())
+    assert got.dtype == dtype and torch.equal(got, run(normed, x, {**options, "impl": impl})[0])
     assert distance(got, expected) < (8e-3 if impl == "triton" else 2e-3)
     for name in "qkv":
         assert distance(grads[name], expected_grads[name]) < 2e-2, name

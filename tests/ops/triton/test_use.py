@@ -4,36 +4,28 @@ import itertools
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from mhla_hf.checkpoints.bundle import write_bundle
-from mhla_hf.ops import (
-    operator,
-    triton_attend,
-    triton_blocks,
-    triton_decode,
-    triton_impl,
-    triton_operator,
-    triton_quadratic,
-    triton_summaries,
-)
+from mhla_hf.ops import api, checks
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.triton_common import COUNTS, INTERPRETED, constexpr, spell
-from mhla_hf.ops.triton_operator import TRITON_FORWARD
+from mhla_hf.ops.triton import attend_backward, attend_forward, decode, mix, register, summaries
+from mhla_hf.ops.triton.common import constexpr, spell
+from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
+from mhla_hf.ops.triton.tuning import INTERPRETED, LENGTHS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = (
-    triton_attend.attend_kernel,
-    triton_attend.normed_kernel,
-    triton_blocks.mix_kernel,
-    triton_blocks.mix_grads_kernel,
-    triton_quadratic.quadratic_kernel,
-    triton_summaries.summaries_kernel,
-    triton_summaries.prepare_kernel,
+    attend_forward.forward_kernel,
+    attend_backward.dq_kernel,
+    attend_backward.dkdv_kernel,
+    mix.mix_kernel,
+    summaries.summaries_kernel,
 )
 
 pytestmark = [
@@ -102,6 +94,20 @@ def test_decoding_equals_the_whole(normalize, den_width, dtype):
     assert close(torch.cat(outputs, 1), want, 1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
+class Recorded:
+    """A kernel whose launches are also kept, to be started again."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **settings):
+            self.launches.append(partial(self.kernel[grid], *arguments, **settings))
+            self.launches[-1]()
+
+        return launch
+
+
 @pytest.mark.parametrize("normalize, den_width, per_head", [(True, None, False), (False, None, True), (True, 5, True)])
 def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypatch):
     """As a CUDA graph does: the launches of one step, again and again, with new tokens in the same memory."""
@@ -120,17 +126,18 @@ def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypat
     want = mhla(mixing=mixing, blocks=Blocks.sequence(tokens, size), impl="reference", **part(0, tokens), **whole)
     first = Blocks.sequence(begin, size)
     _, state = mhla(mixing=mixing, blocks=first, impl="triton", return_state=True, **part(0, begin), **whole)
-    triton_decode.pin_state(state, mixing, tokens)
-    now, launches, launch = part(begin, begin + 1), [], triton_decode.launch
-    monkeypatch.setattr(triton_decode, "launch", lambda *a, **s: (launches.append((a, s)), launch(*a, **s)))
+    decode.pin_state(state, mixing, tokens)
+    now, launches = part(begin, begin + 1), []
+    for name in ("decode_kernel", "close_kernel"):
+        monkeypatch.setattr(decode, name, Recorded(getattr(decode, name), launches))
     out, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="triton", **now)
     assert close(out, want[:, begin : begin + 1])
     step, addresses = list(launches), {name: x.data_ptr() for name, x in vars(state).items() if torch.is_tensor(x)}
     for t in range(begin + 1, tokens - 2):
         for name, x in part(t, t + 1).items():
             now[name].copy_(x)
-        for arguments, settings in step:
-            launch(*arguments, **settings)
+        for launch in step:
+            launch()
         assert close(out, want[:, t : t + 1]), t
     assert state.length.tolist() == [begin + 1, begin + 1 - 3]  # what no replay tells the CPU
     on_device = set(addresses) - {"length", "oldest", "prefix_block"}
@@ -159,20 +166,6 @@ def test_decoding_rows_at_different_places():
         assert close(o, want[:, t : t + 1])
 
 
-def test_what_padding_holds_changes_nothing():
-    blocks, starts = Blocks.sequence(30, 8), torch.tensor([7, 12])
-    q, k, v = features(2, 30)
-    mixing, pad = torch.rand(4, 4, device=DEVICE), (torch.arange(30)[None] < starts[:, None]).to(DEVICE)
-    results = []
-    for filling in (0.0, 3.0, float("nan")):
-        inputs = [torch.where(pad[:, :, None, None], filling, x).requires_grad_() for x in (q, k, v)]
-        o = mhla(*inputs, mixing, blocks=blocks, causal=True, starts=starts, impl="triton")
-        results.append([o, *torch.autograd.grad(o[~pad].square().sum(), inputs)])
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
-    assert all((x[pad] == 0).all() for x in results[0])
-
-
 def test_how_much_padding_changes_nothing():
     q, k, v = features(1, 20)
     mixing = torch.rand(4, 4, device=DEVICE)
@@ -181,24 +174,6 @@ def test_how_much_padding_changes_nothing():
         padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, extra, 0)) for x in (q, k, v)]
         options = {"blocks": Blocks.sequence(20 + extra, 8), "causal": True, "starts": torch.tensor([extra])}
         assert close(mhla(*padded, mixing, impl="triton", **options)[:, extra:], alone, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
-def test_what_masked_keys_hold_changes_nothing(form, dtype, monkeypatch):
-    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
-    blocks, mask = Blocks.grid((4, 6), (2, 2)), torch.rand(1, 24, device=DEVICE) > 0.4
-    if form == "causal":  # padding on the right
-        blocks, mask = Blocks.sequence(24, 6), torch.arange(24, device=DEVICE)[None] < 17
-    q, k, v = features(1, 24, dtype=dtype)
-    mixing = torch.rand(4, 4, device=DEVICE)
-    results = []
-    for filling in (0.0, float("nan")):
-        inputs = [q.clone(), *(torch.where(mask[:, :, None, None], x, filling) for x in (k, v))]
-        inputs = [x.requires_grad_() for x in inputs]
-        o = mhla(*inputs, mixing, blocks=blocks, key_mask=mask, causal=form == "causal", impl="triton")
-        results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def test_how_much_padding_on_the_right_changes_nothing():
@@ -233,12 +208,11 @@ def test_gradients_are_the_same_every_time():
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("form", ["linear", "quadratic", "causal", "normed"])
+@pytest.mark.parametrize("form", ["sequence", "causal"])
 @pytest.mark.parametrize("apart", ["rows", "tokens", "heads"])
 def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
     """The last row, token or head of each tensor, outputs and gradients among them, begins past element 2^31 of memory that
     nobody touches in between."""
-    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
     inputs, made = [x.to(torch.bfloat16) for x in features(2, 20, groups=2)], []
 
     def spread(shape):
@@ -256,21 +230,18 @@ def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
 
     mixing, results = torch.rand(3, 3, device=DEVICE), []
     options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
-    if form == "normed":
-        options |= {"normalize": False, "output_norm": (torch.rand(inputs[2].shape[3], device=DEVICE), 1e-6)}
     for tensors in (inputs, [spread(x.shape).copy_(x) for x in inputs]):
-        tensors = [x.detach().requires_grad_(form != "normed") for x in tensors]
+        tensors = [x.detach().requires_grad_() for x in tensors]
         o = mhla(*tensors, mixing, **options)
-        results.append([o, *(torch.autograd.grad(o, tensors, torch.ones_like(o)) if form != "normed" else ())])
-        monkeypatch.setattr(triton_impl.Call, "room", room)
+        results.append([o, *torch.autograd.grad(o, tensors, torch.ones_like(o))])
+        monkeypatch.setattr(register.Call, "room", room)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-    assert len(made) == (4 if form == "normed" else 7) and all(max(x.stride()) > 2**26 for x in results[1])
+    assert len(made) == 7 and all(max(x.stride()) > 2**26 for x in results[1])
 
 
-@pytest.mark.parametrize("form", ["linear", "quadratic", "causal"])
+@pytest.mark.parametrize("form", ["sequence", "causal"])
 def test_a_mixing_beyond_two_to_the_31(form, monkeypatch):
     """Rows of the mixing so far apart that its diagonal is not within 32 bits."""
-    monkeypatch.setattr(triton_impl, "use_quadratic", lambda *shape: form == "quadratic")
     inputs = features(1, 20, groups=2)
     mixing = torch.rand(3, 3, device=DEVICE)
     with monkeypatch.context() as unfilled:
@@ -324,18 +295,17 @@ def test_captured_calls_read_nothing_back(padding, monkeypatch):
             found = step()
         graph.replay()
     else:
-        monkeypatch.setattr(operator, "is_capturing", lambda device: True)
+        monkeypatch.setattr(checks, "is_capturing", lambda device: True)
         with NothingReadBack():
             found = step()
     assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
 
 
-def test_counts_are_never_compiled_in():
-    for function in KERNELS:
-        names = function.arg_names
+def test_lengths_are_never_compiled_in():
+    for tuned in KERNELS:
+        function = tuned.jitted
         fixed = {name for name, kind in function.fn.__annotations__.items() if kind is constexpr}
-        assert not fixed & set(COUNTS), function.fn.__name__
-        assert {"tokens", "blocks"} & set(names) & set(COUNTS), function.fn.__name__
+        assert not fixed & set(LENGTHS) and "blocks" in function.arg_names, function.fn.__name__
 
 
 @pytest.mark.parametrize(
@@ -379,36 +349,22 @@ def test_compiled_training_step(backend):
     assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(
-    "causal, kind, eps",
-    [(True, "shared", None), (False, "no", None), (False, "separate", None), (False, "shared", 1e-6)],
-)
-def test_opcheck(causal, kind, eps):
+@pytest.mark.parametrize("causal, normalize, dtype", [(True, True, torch.float32), (False, False, torch.bfloat16)])
+def test_opcheck(causal, normalize, dtype):
     q, k, v = (x.requires_grad_() for x in features(1, 12))
     mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
-    dens = [x.detach().clone().requires_grad_() for x in (q, k)] if kind == "separate" else [None, None]
     cut = spell(Blocks.sequence(12, 4))
-    arguments = (q, k, v, mixing, *dens, None, None, None, cut, cut, causal, kind, 0.5, eps, kind == "no")
+    arguments = (q, k, v, mixing, None, None, None, cut, cut, causal, normalize, 0.5, dtype)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
     with torch.no_grad():
         o, inv = TRITON_FORWARD(*arguments)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    torch.library.opcheck(triton_operator.TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
-
-
-@pytest.mark.parametrize("eps", [None, 1e-6])
-def test_opcheck_with_a_norm(eps):
-    q, k, v = (x.bfloat16() for x in features(1, 12))
-    weight, mixing = torch.rand(v.shape[3], device=DEVICE), torch.rand(4, 4, device=DEVICE)
-    cut = spell(Blocks.grid((3, 4), (2, 2)))
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (q, k, v, mixing, weight, None, cut, cut, 0.5, eps, 1e-6)
-    torch.library.opcheck(triton_operator.TRITON_NORMED, arguments, test_utils=checks)
+    torch.library.opcheck(TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
 
 
 def test_a_second_copy_uses_the_first_ones_operator():
-    again = triton_operator.registered_operator("forward", "()", None, None)
+    again = register.registered_operator("forward", "()", None, None)
     assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
 
 
@@ -419,17 +375,17 @@ def test_refusals_name_the_reason(monkeypatch):
     ):
         mhla(wide, wide, wide, torch.rand(2, 2, device=DEVICE), blocks=blocks, impl="triton")
     narrow = torch.rand(1, 4, 1, 3)
-    monkeypatch.setattr(triton_operator, "INTERPRETED", False)
+    monkeypatch.setattr(register, "INTERPRETED", False)
     with pytest.raises(ValueError, match="for q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
         mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
-    monkeypatch.setattr(triton_operator, "triton", None)
+    monkeypatch.setattr(register, "triton", None)
     with pytest.raises(ValueError, match="for triton is not installed"):
         mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
 
 
 def test_auto_stays_with_torch_on_a_cpu():
     x = torch.rand(1, 4, 1, 3)
-    assert operator.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
+    assert api.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
 
 
 def test_odd_memory_orders_are_read_right():

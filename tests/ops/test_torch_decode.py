@@ -4,8 +4,8 @@ import pytest
 import torch
 from ops_cases import distance
 
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.state import MHLAState
 
 SIZE = 64

@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from ops_cases import FORMS, build, cases, direction_for, distance, gradient_floors, run
 
-from mhla_hf.ops import torch_impl
+from mhla_hf.ops import torch_forward
+from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla
 from mhla_hf.ops.reference import mhla_reference
 
 SEEN = collections.Counter()
@@ -24,7 +24,7 @@ SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that la
 @given(case=cases())
 @example(case=SMALL_BESIDE_LARGE)
 def check_generated_case(monkeypatch, case):
-    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
+    monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if case["one_by_one"] else 10**9)
     SEEN[case["form"]] += 1
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors, options = build(case, dtype)
@@ -56,7 +56,7 @@ def test_generated_cases(monkeypatch):
 @pytest.mark.parametrize("own_den", [True, False])
 def test_gradcheck(monkeypatch, form, own_den, one_by_one):
     """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
-    monkeypatch.setattr(torch_impl, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
+    monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
     case = {
         "form": form, "batch": 1 if form == "packed" else 2, "heads": (2, 1), "widths": (2, 3, 2), "per_head": own_den,
         "normalize": "official" if form == "official" else own_den, "own_den": own_den, "scale": None,

@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 
-from mhla_hf.ops import operator, triton_check
+from mhla_hf.ops import api
+from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.operator import mhla, mhla_step
 from mhla_hf.ops.state import MHLAState
-from mhla_hf.ops.triton_common import INTERPRETED
+from mhla_hf.ops.triton import check
+from mhla_hf.ops.triton.tuning import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays a GPU on the CPU")
 GRID, SEQUENCE = Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6)
@@ -18,9 +19,9 @@ GRID, SEQUENCE = Blocks.grid((4, 6), (2, 2)), Blocks.sequence(24, 6)
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
     """The CPU counts as a device with kernels, and nothing is known of it yet."""
-    monkeypatch.setattr(operator, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(triton_check, "FAULTS_FOUND", {})
-    monkeypatch.setattr(operator, "ANNOUNCED_CHOICES", set())
+    monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(check, "FAULTS_FOUND", {})
+    monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
 
 
 def inputs(dtype=torch.float32, blocks=GRID):
@@ -30,7 +31,7 @@ def inputs(dtype=torch.float32, blocks=GRID):
 
 def call_with(monkeypatch, name, replacement, **options):
     """`mhla` by "auto" with a function of the check replaced."""
-    monkeypatch.setattr(triton_check, name, replacement)
+    monkeypatch.setattr(check, name, replacement)
     return mhla(*inputs(), **{"blocks": GRID, **options})
 
 
@@ -38,7 +39,7 @@ def call_with(monkeypatch, name, replacement, **options):
     "dtype, blocks, options",
     [
         (torch.float32, GRID, {}),
-        (torch.bfloat16, GRID, {"feature_map": "relu"}),
+        (torch.bfloat16, GRID, {"unrounded": True}),
         (torch.float16, GRID, {"normalize": "official"}),
         (torch.bfloat16, SEQUENCE, {"causal": True}),
         (torch.float32, Blocks.sequence(24, 70), {"causal": True, "normalize": False}),
@@ -54,7 +55,7 @@ def test_kernels_that_agree_are_taken_and_checked_once(caplog, dtype, blocks, op
         state = torch.get_rng_state()
         outputs = [mhla(q, k, v, mixing, blocks=blocks, **options) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state), "the check took the user's random numbers"
-    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert list(check.FAULTS_FOUND.values()) == [None]
     assert [x.message for x in caplog.records] == [
         "mhla: impl='auto' took 'triton', whose kernels agreed with fp64 on cpu."
     ]
@@ -71,30 +72,13 @@ def test_kinds_are_checked_apart():
     mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
     mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
     mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
-    norm = {"normalize": False, "output_norm": (torch.ones(9), 1e-6)}
-    mhla(q, k, v, mixing, blocks=GRID, **norm)  # the norm is not in the kernels, where there are gradients
-    with torch.no_grad():
-        mhla(q, k, v, mixing, blocks=GRID, **norm)
-    assert len(triton_check.FAULTS_FOUND) == 8
-
-
-def test_a_fault_of_the_norm_is_found(monkeypatch, caplog):
-    """Only the calls that take it in the kernels go without them."""
-    kernels = triton_check.triton_mhla
-
-    def wrong_norm(*args, norm=None, **options):
-        return kernels(*args, **options) if norm is None else kernels(*args, norm=(norm[0] * 1.2, norm[1]), **options)
-
-    options = {"normalize": False, "output_norm": (torch.ones(9), 1e-6)}
-    with torch.no_grad(), caplog.at_level(logging.INFO, "mhla_hf"):
-        call_with(monkeypatch, "triton_mhla", wrong_norm, **options)
-        mhla(*inputs(), blocks=GRID, normalize=False)
-    assert [x.message.split("took ")[1].split(",")[0] for x in caplog.records] == ["'torch'", "'triton'"]
+    mhla(q, k, v, mixing, blocks=GRID, unrounded=True)
+    assert len(check.FAULTS_FOUND) == 7
 
 
 def test_a_fault_under_a_mask_is_found(monkeypatch):
     """Masked calls have tiles of their own; others go on with the kernels."""
-    kernels = triton_check.triton_mhla
+    kernels = check.triton_mhla
 
     def wrong_where_masked(*args, key_mask=None, **options):
         return kernels(*args, key_mask=key_mask, **options) * (1 if key_mask is None else 1.01)
@@ -113,16 +97,16 @@ def test_decoding(normalize):
         for _ in range(6):
             o, state = mhla_step(q, k, v, torch.ones(3, 3), state, normalize=normalize, impl=impl)
         outputs.append(o)
-    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert list(check.FAULTS_FOUND.values()) == [None]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.allclose(outputs[0], outputs[2], rtol=1e-5)
 
 
 def test_wrong_kernels_are_left_to_torch(monkeypatch, caplog):
-    kernels = triton_check.triton_mhla
+    kernels = check.triton_mhla
     with caplog.at_level(logging.INFO, "mhla_hf"):
         first = call_with(monkeypatch, "triton_mhla", lambda *args, **options: kernels(*args, **options) * 1.01)
-        assert len(triton_check.FAULTS_FOUND) == 1
+        assert len(check.FAULTS_FOUND) == 1
         second = mhla(*inputs(), blocks=GRID)
     assert first.grad_fn.name() == second.grad_fn.name() == "BlockedAttentionBackward"
     (record,) = caplog.records
@@ -132,9 +116,9 @@ def test_wrong_kernels_are_left_to_torch(monkeypatch, caplog):
 
 
 def test_numbers_that_are_not_finite_are_no_agreement(monkeypatch):
-    kernels = triton_check.triton_mhla
+    kernels = check.triton_mhla
     call_with(monkeypatch, "triton_mhla", lambda *args, **options: kernels(*args, **options) * float("nan"))
-    assert "off by inf" in next(iter(triton_check.FAULTS_FOUND.values()))
+    assert "off by inf" in next(iter(check.FAULTS_FOUND.values()))
 
 
 def test_kernels_that_do_not_run_are_left_to_torch(monkeypatch, caplog):
@@ -153,13 +137,13 @@ def test_a_full_gpu_is_no_verdict(monkeypatch):
 
     with pytest.raises(torch.OutOfMemoryError):
         call_with(monkeypatch, "triton_mhla", full)
-    assert not triton_check.FAULTS_FOUND
+    assert not check.FAULTS_FOUND
 
 
 def test_a_graph_is_not_captured_through_a_check(monkeypatch):
     o = call_with(monkeypatch, "is_capturing", lambda device: True)
     assert o.grad_fn.name() == "BlockedAttentionBackward"
-    assert not triton_check.FAULTS_FOUND, "the next call would not be checked"
+    assert not check.FAULTS_FOUND, "the next call would not be checked"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -174,5 +158,5 @@ def test_under_compile(dynamic, causal):
         fullgraph=True, backend="aot_eager", dynamic=dynamic,
     )  # fmt: skip
     got = compiled(q, k, v, mixing)
-    assert list(triton_check.FAULTS_FOUND.values()) == [None]
+    assert list(check.FAULTS_FOUND.values()) == [None]
     assert torch.equal(got, mhla(q, k, v, mixing, blocks=blocks, causal=causal, impl="triton"))

@@ -1,0 +1,70 @@
+"""MHLA in fast PyTorch: one `autograd.Function` for all forms, with a hand-written backward that recomputes what it needs.
+
+Only the inputs are kept for the backward pass (and, where normalized, the output and one number per token and head). On the
+CPU heads are taken one by one, as views of the caller's tensors: their summaries then stay in the cache and nothing is
+copied. Elsewhere, for small heads and under torch.compile, all heads go at once. Padding (`starts`, `cu_seqlens`) is
+moved out of the way before, and outputs are moved back.
+"""
+
+import torch
+
+from .blocks import Blocks
+from .torch_backward import blocked_backward
+from .torch_forward import blocked_forward
+from .torch_layout import MoveTokens, align_sequences, shift_to_start
+
+
+def torch_mhla(
+    q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
+    key_mask=None, cu_seqlens=None, starts=None, unrounded=False,
+):  # fmt: skip
+    """o [B, T, H, V] in v's dtype (that of the sums if unrounded); arguments as in `mhla`, already checked."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if key_mask is not None:
+        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
+    back = None
+    if starts is not None:
+        source, back = shift_to_start(starts.to(q.device), q.shape[1])
+    if cu_seqlens is not None:
+        source, back, mixing = align_sequences(cu_seqlens, q.shape[1], blocks.block_size, mixing)
+        blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+    if back is not None:
+        q, k, v, q_den, k_den = (
+            None if x is None else MoveTokens.apply(x, source, back) for x in (q, k, v, q_den, k_den)
+        )
+    if causal:
+        mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
+    form = blocks, blocks if key_blocks is None else key_blocks, causal, normalize, scale, unrounded
+    o = BlockedAttention.apply(q, k, v, mixing, q_den, k_den, form)
+    return o if back is None else MoveTokens.apply(o, back, source)
+
+
+class BlockedAttention(torch.autograd.Function):
+    """`blocked_forward`, differentiable once by `blocked_backward`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mixing, q_den, k_den, form):
+        o, den = blocked_forward(q, k, v, mixing, q_den, k_den, form)
+        ctx.form = form
+        ctx.save_for_backward(q, k, v, mixing, q_den, k_den, None if den is None else o, den)
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.no_grad():
+            grads = blocked_backward(grad, *ctx.saved_tensors, ctx.form)
+        if torch.is_grad_enabled():  # create_graph=True: without this they would pass for constants
+            grads = [None if x is None else DifferentiableOnce.apply(x, grad, *ctx.saved_tensors[:6]) for x in grads]
+        return *grads, None
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """The first argument, a gradient that depends on the others; its own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx, x, *sources):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("mhla is differentiable once; got a second derivative, expected impl='reference' for that.")

@@ -1,0 +1,133 @@
+"""What triton's compiler makes of the kernels for chips that are not here; in processes without the interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CHIPS = ("80", "90", "100", "120", "gfx942")
+SHAPES = ("causal-64", "causal-128", "lm-340m", "long-blocks", "dit", "dit-xl", "sana", "wan")
+FEW = ("causal-64:90", "causal-128:120", "wan:90", "dit:80", "sana:100", "long-blocks:gfx942")
+ONE_COMPILATION = """
+import torch
+from offline import *
+
+kept = []
+def keep(self, key, signature, device, *rest):
+    self.device_caches[device][0][key] = key
+    kept.append((self.fn.__name__, key))
+
+JITFunction._do_compile = keep
+compile_only([])
+driver.active.device = list(CHIPS).index("90")
+S, G = Blocks.sequence, Blocks.grid
+mask = lambda n: {"key_mask": torch.ones(2, n, dtype=torch.bool)}
+starts = lambda n: {"starts": torch.zeros(2, dtype=torch.int64)}
+edges = lambda n: {"edges": torch.zeros(-(-n // 64), 2, dtype=torch.int32), "batch": 1}
+for name, causal, padding, cuts in (
+    ("sequence", True, dict, [S(n, 64) for n in (1, 40, 64, 65, 512, 1000, 1024, 4096)]),
+    ("long blocks", True, mask, [S(n, 256) for n in (40, 256, 300, 4096)]),
+    ("left padding", True, starts, [S(n, 64) for n in (999, 1001, 1024)]),
+    ("packed", True, edges, [S(n, 64) for n in (256, 300, 1024)]),
+    ("image", False, dict, [G((n, m), (k, k)) for n, m, k in ((32, 40, 2), (64, 64, 2), (99, 48, 6))]),
+    ("video", False, mask, [G((n, 30, 52), (n // 3, 3, 4)) for n in (9, 12, 21)]),
+    ("ragged video", False, dict, [G((n, 5, 7), (2, 3, 4)) for n in (48, 50, 51)]),
+):
+    for normalize in (True, False):
+        before = len(kept)
+        counts = []
+        for blocks in cuts:
+            given = {} if padding is dict else padding(blocks.length)
+            call(blocks, (64, 64), causal, normalize, **given)
+            counts.append(len(kept))
+        assert counts[0] > before or name != "sequence"
+        assert len(set(counts)) == 1, (name, normalize, counts, [kernel for kernel, _ in kept[counts[0] :]])
+"""
+
+
+TUNING = """
+from types import SimpleNamespace
+import torch
+import mhla_hf.ops.triton.tuning as tuning
+from mhla_hf.ops.triton.attend_forward import forward_kernel
+from mhla_hf.ops.triton.summaries import summaries_kernel
+from offline import *
+
+launched, tried, launch = [], [], TunedKernel.launch
+
+def keep(self, key, signature, device, constants, options, attributes, warmup):
+    self.device_caches[device][0][key] = options
+    return options
+
+def bench(run, quantiles):
+    run()
+    tried.append(launched[-1])
+    return [float(len(tried))] * 3
+
+JITFunction._do_compile = keep
+compile_only(launched)
+TunedKernel.launch = launch
+Chips.get_benchmarker = lambda self: bench
+room = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+torch.cuda.current_device, torch.cuda.get_device_properties = lambda: 0, lambda device: room
+driver.active.device = list(CHIPS).index("120")
+
+shape = (64, 64), True, True
+tuning.is_capturing = lambda device: True
+call(Blocks.sequence(256, 64), *shape)
+assert launched and not tried and not forward_kernel.tuner.cache, "tried while a graph was captured"
+tuning.is_capturing = lambda device: False
+call(Blocks.sequence(256, 64), *shape)
+configs = forward_kernel.configurations({"K": 64, "V": 64, "CAUSAL": True, "DOT": "bf16"})
+assert sum(name == "forward_kernel" for name, _ in tried) == len(configs) == 4
+before = len(tried)
+call(Blocks.sequence(1000, 64), *shape)
+assert len(tried) == before, "tried again for another length"
+found = next(iter(forward_kernel.tuner.cache.values())).all_kwargs()
+assert found == {**configs[0], "num_ctas": 1} or found == configs[0], found
+tuning.is_capturing = lambda device: True
+call(Blocks.sequence(1000, 64), *shape)
+assert len(tried) == before
+wide = {"K": 256, "V": 256, "CAUSAL": False, "DOT": "bf16"}
+fits = summaries_kernel.choices(wide)
+assert 1 <= len(fits) <= len(summaries_kernel.configurations(wide))
+assert all(tuning.shared_bytes("bf16", {**config.kwargs, "num_stages": config.num_stages}) <= 99 * 1024 for config in fits)
+"""
+
+
+def run(*arguments, **environment):
+    """The output of a process that compiles; fails with its words."""
+    environment = {
+        **os.environ,
+        **environment,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE}",
+    }
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_papers_shapes_compile():
+    """A shape or two for each chip; all of them below."""
+    lines = run(HERE / "offline.py", *FEW).splitlines()
+    assert {line.split()[1] for line in lines} == set(CHIPS) and len(lines) == 3 * 7 + 3 * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_shape_compiles(chip):
+    run(HERE / "offline.py", *(f"{shape}:{chip}" for shape in SHAPES))
+
+
+def test_one_compilation_for_all_lengths():
+    run("-c", ONE_COMPILATION)
+
+
+def test_tiles_are_tried_once_and_never_while_a_graph_is_captured(tmp_path):
+    """With a clock for which the first configuration is the fastest; what comes out is kept on disk."""
+    run("-c", TUNING, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(list(tmp_path.glob("*/*.autotune.json"))) >= 5
