@@ -105,7 +105,9 @@ class Attention:
         one = slice(sample, sample + 1)
         own = [x if x is None else x[one] for x in (self.q, self.k, self.q_den, self.k_den, self.key_mask)]
         q, k, q_den, k_den, key_mask = own
-        return official_denominator(q, k, self.mixing.double(), self.blocks, self.scale, q_den, k_den, key_mask)[0]
+        if key_mask is not None:
+            k, k_den = (x if x is None else x.masked_fill(~key_mask[:, :, None, None], 0) for x in (k, k_den))
+        return official_denominator(q, k, self.mixing.double(), self.blocks, self.scale, q_den, k_den)[0]
 
 
 @contextlib.contextmanager
