@@ -11,8 +11,7 @@ the head, a token may write only to its own user, a card must be one that the Hu
     cut after    the request is carried out, then the connection is closed without an answer
     damage       a byte of the body changes on its way in (PUT)
 
-Not proven here: quotas, the server's own code for cards, the Xet service.
-"""
+Not proven here: quotas, the server's code for cards, Xet."""
 
 import base64
 import dataclasses
@@ -142,13 +141,12 @@ class Refused(Exception):
 class LoopbackHub:
     """`with LoopbackHub() as hub:` serves at `hub.endpoint` until the block ends.
 
-    tokens: token -> user who may write below that name. lfs_above: files larger than this, and those that are no text,
-    are sent as large files. licenses: those that it knows.
-    log: (method, path, bytes of the body) of every request that arrived, whole or not.
+    tokens: token -> user who may write below that name. licenses: those that it knows. log: (method, path, bytes of the
+    body) of every request that arrived, whole or not. Files above 100 kB, and those that are no text, are large files.
     """
 
-    def __init__(self, lfs_above=100_000):
-        self.tokens, self.lfs_above = {TOKEN: USER}, lfs_above
+    def __init__(self):
+        self.tokens = {TOKEN: USER}
         self.repos, self.faults, self.log = {}, [], []
         self.licenses = LICENSES
         self.lock = threading.RLock()
@@ -198,7 +196,7 @@ class LoopbackHub:
     def put(self, name, files, private=False):
         """A repository with these files (path -> bytes) in one commit, as if somebody had pushed it."""
         repo = self.repos.setdefault(name, Repo(name, private))
-        entries = {path: Entry(data, is_large(path, data[:512], len(data), self)) for path, data in files.items()}
+        entries = {path: Entry(data, is_large(path, data[:512], len(data))) for path, data in files.items()}
         repo.lfs.update({entry.sha256: entry.data for entry in entries.values() if entry.lfs})
         head = repo.refs.get("refs/heads/main")
         return repo.add("refs/heads/main", head, "put", entries).oid
@@ -216,9 +214,9 @@ def route(method, pattern):
     return keep
 
 
-def is_large(path, sample, size, hub):
+def is_large(path, sample, size):
     text = not path.endswith(".safetensors") and b"\0" not in sample
-    return size > hub.lfs_above or not text
+    return size > 100_000 or not text
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -418,7 +416,7 @@ def preupload(ask, body, repo, revision):
     answer = []
     for file in asked["files"]:
         path, known = file["path"], commit.files.get(file["path"])
-        large = is_large(path, base64.b64decode(file["sample"]), file["size"], ask.hub)
+        large = is_large(path, base64.b64decode(file["sample"]), file["size"])
         entry = {"path": path, "uploadMode": "lfs" if large else "regular"}
         entry["shouldIgnore"] = path in (ignore or "").splitlines()
         if known is not None:
