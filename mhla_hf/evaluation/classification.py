@@ -45,7 +45,7 @@ class ClassificationProtocol:
     """
 
     name: str = "images"
-    data: str | None = None
+    data: str | Path | None = None
     split: str = "validation"
     processor: object = None
 

@@ -74,19 +74,19 @@ class ImageProtocol:
     name: str = "images"
     images: int = at_least(1, 50_000)
     classes: int | None = None
-    prompts: str | None = None
+    prompts: str | Path | None = None
     sampling: dict = dataclasses.field(default_factory=dict)
-    reference: str | None = None
+    reference: str | Path | None = None
     extractor: object = "inception"
-    weights: str | None = None
-    clip: str = "openai/clip-vit-large-patch14"
+    weights: str | Path | None = None
+    clip: str | Path = "openai/clip-vit-large-patch14"
     neighbors: int = at_least(1, 3)
     splits: int = at_least(1, 10)
-    samples: str = "out/samples"
-    geneval_python: str | None = None
-    geneval_script: str | None = None
-    geneval_detector: str | None = None
-    geneval_prompts: str | None = None
+    samples: str | Path = "out/samples"
+    geneval_python: str | Path | None = None
+    geneval_script: str | Path | None = None
+    geneval_detector: str | Path | None = None
+    geneval_prompts: str | Path | None = None
     geneval_images: int = at_least(1, 4)
 
     def validate_conditions(self):
@@ -370,8 +370,9 @@ def geneval_scores(found, expected):
 def _run_geneval(protocol, folder):
     """The script's results for the images in `folder`."""
     out = folder.with_name(f"{folder.name}-results.jsonl")
-    command = [protocol.geneval_python, protocol.geneval_script, str(folder), "--outfile", str(out)]
-    command += ["--model-path", str(protocol.geneval_detector)] if protocol.geneval_detector else []
+    command = [protocol.geneval_python, protocol.geneval_script, folder, "--outfile", out]
+    command += ["--model-path", protocol.geneval_detector] if protocol.geneval_detector else []
+    command = list(map(str, command))
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not out.is_file():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict, validated_field
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 
 from ..checkpoints.files import read_yaml
 
@@ -65,24 +65,29 @@ def at_least(least, default):
     """A field of a strict dataclass that counts something, or is None."""
 
     def check(value):
-        if value is not None and (isinstance(value, bool) or value < least):
-            raise ValueError(f"expected a whole number of at least {least}, got {value!r}")
+        if value is not None and value < least:
+            raise ValueError(f"a whole number of at least {least}")
 
     return validated_field(check, default=default)
 
 
-def read_settings(cls, values, what="settings"):
+def read_settings(cls, values, what="settings: "):
     """`values` by name as the strict dataclass `cls`; ValueError in one sentence that begins with `what`."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    if unknown := [name for name in values if name not in known]:
-        raise ValueError(f"{what}: unknown {unknown[0]!r}; expected {', '.join(known)}")
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
+    if unknown := [name for name in values if name not in types]:
+        raise ValueError(f"{what}unknown {unknown[0]!r}; expected {', '.join(types)}")
     try:
         return cls(**values)
-    except (StrictDataclassError, TypeError) as error:
-        field = re.match(r"Validation error for field '(\w+)'", str(error))
-        while error.__cause__:
-            error = error.__cause__
-        raise ValueError(": ".join([what, *([field[1]] if field else []), " ".join(str(error).split())])) from None
+    except StrictDataclassFieldValidationError as error:
+        name = re.match(r"Validation error for field '(\w+)'", str(error))[1]
+        kind = types[name].__name__ if isinstance(types[name], type) else str(types[name])
+        kind = kind.replace("typing.Literal", "one of ").replace("pathlib.", "")
+        expected = error.__cause__ if isinstance(error.__cause__, ValueError) else kind
+        raise ValueError(f"{what}{name} is {values[name]!r}; expected {expected}") from None
+    except StrictDataclassClassValidationError as error:
+        raise ValueError(f"{what}{error.__cause__}") from None
+    except TypeError as error:
+        raise ValueError(f"{what}{error}") from None
 
 
 def recipe_names():
@@ -97,9 +102,9 @@ def read_score_recipe(name):
     path = FOLDER / f"{name}.yaml" if str(name) in recipe_names() else Path(name)
     if not path.is_file():
         raise ValueError(f"recipe {str(name)!r} is no file; expected one, or a name: {', '.join(recipe_names())}")
-    content, what = read_yaml(path, "recipe"), f"recipe {str(name)!r}"
+    content, what = read_yaml(path, "recipe"), f"recipe {str(name)!r}: "
     if not isinstance(content, dict):
-        raise ValueError(f"{what} holds a {type(content).__name__}; expected kind, tasks, settings and columns")
+        raise ValueError(f"{what}holds a {type(content).__name__}; expected kind, tasks, settings and columns")
     if isinstance(content.get("tasks"), list):
         content["tasks"] = dict.fromkeys(content["tasks"])
     return read_settings(ScoreRecipe, {**content, "name": path.stem if path.parent == FOLDER else str(name)}, what)

@@ -160,7 +160,7 @@ def evaluate(
     found = _find_recipe(recipe, names, settings)
     known = {field.name for field in dataclasses.fields(Asked)}
     asked = {name: value for name, value in given.items() if name in known}
-    asked = read_settings(Asked, {**asked, "recipe": found}, "evaluate")
+    asked = read_settings(Asked, {**asked, "recipe": found}, "")
     choose_device(device)
     compared = Comparison(_find_judge(found.kind)(models, asked))
     compared.recipe = found

@@ -62,12 +62,12 @@ class VideoProtocol:
     folder to make; each model has its own in it.
     """
 
-    python: str | None = None
+    python: str | Path | None = None
     videos: int = at_least(1, 5)
     fps: int = at_least(1, 16)
     sampling: dict = dataclasses.field(default_factory=dict)
-    augmented: str | None = None
-    samples: str = "out/samples"
+    augmented: str | Path | None = None
+    samples: str | Path = "out/samples"
 
     def validate_videos(self):
         """At most what VBench judges, and prompts that are there."""

@@ -61,7 +61,7 @@ def reference(tmp_path):
 def judge(pipeline, tmp_path, reference, models=None, **changes):
     settings = {
         "reference": reference[1],
-        "samples": str(tmp_path / "samples"),
+        "samples": tmp_path / "samples",
         "extractor": JUDGE,
         "images": 22,
         **STEPS,
@@ -323,8 +323,8 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
     script = tmp_path / "evaluate_images.py"
     script.write_text(SCRIPT.format(python=sys.executable))
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
-    settings = {"geneval_python": sys.executable, "geneval_script": str(script), "geneval_prompts": str(prompts)}
-    settings |= {"samples": str(tmp_path / "samples")}
+    settings = {"geneval_python": sys.executable, "geneval_script": script, "geneval_prompts": str(prompts)}
+    settings |= {"samples": tmp_path / "samples"}
     options = {"recipe": "table_4_text_to_image", "tasks": ["GenEval"], "settings": settings, "progress": False}
     compared = mhla_hf.evaluate({"sana": Painter()}, **options)
     values = {record.metric: record.value for record in compared["sana"]}
@@ -347,9 +347,9 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
     [
         ({"settings": {"reference": "nowhere.npz"}}, "reference is 'nowhere.npz'"),
         ({"settings": {"colour": 1}}, "settings: unknown 'colour'"),
-        ({"settings": {"images": 0}}, "images: expected a whole number of at least 1, got 0"),
+        ({"settings": {"images": 0}}, "images is 0; expected a whole number of at least 1"),
         ({"settings": {"prompts": "list.txt"}}, "classes is 1000 and prompts 'list.txt'"),
-        ({"settings": {"sampling": 3}}, "sampling: Field 'sampling' expected dict, got int"),
+        ({"settings": {"sampling": 3}}, "sampling is 3; expected dict"),
         ({"settings": {"name.x": 3}}, "name holds no values by name"),
         ({"tasks": ["KID"]}, "task 'KID' is not in recipe"),
         ({"limit": 0.5}, "limit is 0.5; expected a whole number"),

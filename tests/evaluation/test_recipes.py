@@ -96,11 +96,11 @@ def test_recipes_say_what_they_are_for(name):
     [
         ("nothing", "holds a str"),
         ("{", "is not YAML"),
-        ({"kind": "music", "tasks": ["a"]}, "kind: Field 'kind' expected one of"),
+        ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
         ({"kind": "language"}, "missing 1 required positional argument: 'tasks'"),
-        ({"kind": "language", "tasks": {"a": "many"}}, "tasks: Field 'tasks"),
+        ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
         ({"kind": "language", "tasks": ["a"], "colour": 1}, "unknown 'colour'"),
-        ({"kind": "language", "tasks": ["a"], "settings": [1]}, "settings: Field 'settings' expected dict, got list"),
+        ({"kind": "language", "tasks": ["a"], "settings": [1]}, "settings is [1]; expected dict"),
         (
             {"kind": "language", "tasks": ["a"], "columns": {"x": {"mean_of": ["y"]}}},
             "column 'x' is {'mean_of': ['y']}; expected task and metric",
