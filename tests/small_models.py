@@ -8,6 +8,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -35,6 +37,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": None}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
 }
@@ -113,5 +116,6 @@ MODELS = {
     "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
     "qwen2-all": lambda: converted_model("qwen2", feature_map="relu"),
     "mistral-all": lambda: converted_model("mistral", feature_map="elu"),
+    "olmo2-hybrid": lambda: converted_model("olmo2", layers=[0, 2]),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }

@@ -52,6 +52,7 @@ LANGUAGE = (
     language_family("llama", "LlamaForCausalLM"),
     language_family("mistral", "MistralForCausalLM"),
     language_family("mixtral", "MixtralForCausalLM"),
+    language_family("olmo2", "Olmo2ForCausalLM"),
     language_family("qwen2", "Qwen2ForCausalLM"),
     language_family("qwen3", "Qwen3ForCausalLM"),
 )
