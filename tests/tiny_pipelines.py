@@ -9,6 +9,7 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLWan,
+    ChronoEditTransformer3DModel,
     DDIMScheduler,
     DiTPipeline,
     DiTTransformer2DModel,
@@ -83,6 +84,7 @@ TRANSFORMERS = {
     "wan": (WanTransformer3DModel, WAN),
     "wan-i2v": (WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
     "wan-vace": (WanVACETransformer3DModel, {**WAN, "vace_layers": [0, 2], "vace_in_channels": 8}),
+    "wan-chrono-edit": (ChronoEditTransformer3DModel, WAN),
     "skyreels": (SkyReelsV2Transformer3DModel, WAN),
     "sana": (SanaTransformer2DModel, SANA),
     "sana-video": (SanaVideoTransformer3DModel, SANA_VIDEO),
@@ -111,7 +113,7 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
         return torch.randn(shape, generator=generator)
 
     timestep = torch.full((batch,), 500)
-    if family in ("wan", "wan-i2v", "wan-vace", "skyreels"):
+    if family.startswith(("wan", "skyreels")):
         given = {"hidden_states": noise(batch, TRANSFORMERS[family][1]["in_channels"], *(size or (3, 8, 10)))}
         if family == "wan-i2v":
             given["encoder_hidden_states_image"] = noise(batch, 7, 16)

@@ -20,9 +20,10 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
     `mhla_hf.distill`. Only Sana is the same at once: its attention is linear already, and its mixing starts uniform.
 
     Args:
-        model: a causal language model of transformers (Llama, Mistral, Mixtral, Qwen2, Qwen3), a vision tower or classifier
-            (ViT, DeiT, DINOv2 with and without registers, DINOv3, and the towers of CLIP and SigLIP), a transformer of
-            diffusers (Wan, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan 2.2's are converted). A tower
+        model: a causal language model of transformers (Llama, Mistral, Mixtral, OLMo 2, Qwen2, Qwen3), a vision tower or
+            classifier (ViT, DeiT, DINOv2 with and without registers, DINOv3, and the towers of CLIP and SigLIP), a
+            transformer of diffusers (Wan, ChronoEdit, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan
+            2.2's are converted). A tower
             inside a larger model, such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger
             model's folder would load as softmax, with a warning of unexpected weights.
         settings: all choices at once. Default for language models: layers "2/3" (models without any softmax layer lose

@@ -95,6 +95,14 @@ WAN_RELATIVES = Family(
     defaults=WAN_DEFAULTS,
     axes=3,
 )
+CHRONO_EDIT = Family(
+    base="ChronoEditTransformer3DModel",
+    classes=("ChronoEditTransformer3DModel",),
+    entry="models.converted_transformer",
+    task="image-to-image",
+    defaults=WAN_DEFAULTS,
+    axes=3,
+)
 SANA = Family(
     base="SanaTransformer2DModel",
     classes=("SanaTransformer2DModel",),
@@ -132,7 +140,7 @@ PIXART = Family(
     conditions=TEXT,
 )
 
-DIFFUSION = (WAN, WAN_RELATIVES, SANA, SANA_VIDEO, DIT, PIXART)
+DIFFUSION = (WAN, WAN_RELATIVES, CHRONO_EDIT, SANA, SANA_VIDEO, DIT, PIXART)
 FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
 
 
