@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .. import Blocks
 from ..checkpoints.files import write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.machine import describe_run
+from ..ops.blocks import Blocks
 from .cases import Decoding, Operator
 
 FORMAT_VERSION = 2

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import Blocks, mhla, mhla_step
+from ..ops.api import mhla, mhla_step
+from ..ops.blocks import Blocks
 
 FORWARD, TRAINING = "forward", "forward + backward"
 STEPS = 64
