@@ -55,5 +55,5 @@ def _start() -> None:
     convert = importlib.import_module(".convert", __name__).convert
 
 
-if os.path.basename(sys.argv[0]) not in ("mhla-hf", "mhla-hf.exe"):
+if os.path.basename(sys.argv[0]) not in ("mhla-hf", "mhla-hf.exe", "-m"):  # "-m": python -m mhla_hf.cli
     _start()

@@ -31,7 +31,7 @@ def test_digits_in_seconds(tmp_path, capsys):
         "no FID", ""
     )
     for label in ("teacher", *digits_dit.COMPARED):
-        assert f"- {label}, digits: float32 on " in card
+        assert f"- {label}, digits: mhla_hf commit " in card
     for name, (row,) in results["models"].items():
         scores = {r.metric: r for r in Results.read(tmp_path / "out" / digits_dit.folder_of(name, 0) / "transformer")}
         accuracy, loss = scores["accuracy (digits judge)"], scores["held-out loss"]
