@@ -84,9 +84,8 @@ def distill(
     Args:
         student: a causal language model or an image model of transformers, or a transformer of diffusers or a pipeline of
             one, which is then saved whole; trained in place, in float32, and given back and saved in the dtype it came in.
-        teacher: the softmax original, with the same layer names and vocabulary; never changed, asked in the dtype it has.
-            Needed by the losses that compare with one. Of a diffusion student and its teacher one is a pipeline, for its
-            scheduler.
+        teacher: the softmax original, with the same layer names and vocabulary, in its own dtype; never changed. Needed by
+            the losses that compare with one. Of a diffusion student and teacher one is a pipeline, for its scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
         data: what to train on, for text see `mhla_hf.training.data.open_text`, for labelled images
             `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
@@ -95,8 +94,7 @@ def distill(
         stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
         seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
-        save_dtype: "float32", "bfloat16" or "float16" (or torch's) for the trained weights; None: the dtype they came in.
-            A mixing stays float32.
+        save_dtype: "float32", "bfloat16" or "float16" (or torch's) of the saved weights but mixing; None: as they came in.
         gradient_checkpointing: recompute the student's layers in the backward pass. Default False.
         save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
         log_every: optimizer steps between two entries of the history (10).
