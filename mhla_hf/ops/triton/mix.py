@@ -87,8 +87,9 @@ def mix(mixing, s, heads, *, causal=False, transposed=False):
 def mix_grads(dp, s, shape, *, causal=False):
     """Gradient of `mix`'s mixing of that shape, fp32; dp [B, heads, Mq, ...] is that of its result. causal: j < i only."""
     groups = s.shape[1]
-    pairs = dp.flatten(3).unflatten(1, (groups, -1)) @ s.flatten(3)[:, :, None].mT  # [B, G, heads // G, Mq, N]
-    dm = pairs.flatten(1, 2).sum(0 if len(shape) == 3 else (0, 1), dtype=torch.float32)
+    dp, s = dp.flatten(3).float(), s.flatten(3).float()  # sums in bf16 would cost the gradient two digits
+    pairs = dp.unflatten(1, (groups, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
+    dm = pairs.flatten(1, 2).sum(0 if len(shape) == 3 else (0, 1))
     return dm.tril(-1) if causal else dm
 
 

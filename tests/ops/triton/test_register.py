@@ -147,7 +147,7 @@ def test_causal(length, size, normalize, per_head, mask, dtype):
     check(Blocks.sequence(length, size), causal=True, normalize=normalize, per_head=per_head, mask=mask, dtype=dtype)
 
 
-@pytest.mark.parametrize("length, size", [(37, 6), (300, 70)])
+@pytest.mark.parametrize("length, size", [(37, 6), (160, 40), (300, 70)])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16])
