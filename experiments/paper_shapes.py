@@ -11,7 +11,7 @@ from diffusers import DiTTransformer2DModel, WanTransformer3DModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert
-from mhla_hf.bench.cases import FORWARD, TRAINING, Operator
+from mhla_hf.bench import FORWARD, TRAINING, Operator
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
 DIT_S = {**DIT, "num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64}

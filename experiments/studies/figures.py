@@ -1,7 +1,9 @@
 """The pictures of the studies: ranks by size, accuracy by epoch, time by tokens and blocks."""
 
-from mhla_hf.analysis.figures import KIND_COLORS, MORE_COLORS, choose_colors
-from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+import itertools
+
+from mhla_hf.analysis.figures import PALETTE
+from mhla_hf.plots import STYLE, pyplot, save_figure
 
 KIND_LABELS = {"softmax": "softmax", "linear": "plain linear", "mhla": "MHLA"}
 KIND_MARKERS = {"softmax": "o", "linear": "s", "mhla": "D"}
@@ -21,7 +23,7 @@ def plot_random_rank(path, rows):
         for axes, width in zip(grid[0], widths, strict=True):
             own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
             lengths = [row["tokens"] for row in own]
-            for kind, color in KIND_COLORS.items():
+            for kind, color in zip(KIND_LABELS, PALETTE, strict=False):
                 axes.plot(lengths, [row["bound"][kind] for row in own], color=color, linewidth=1, linestyle=(0, (4, 3)))
                 counted = [row["rank"][kind] for row in own]
                 axes.plot(lengths, counted, KIND_MARKERS[kind], color=color, markersize=6, label=KIND_LABELS[kind])
@@ -44,25 +46,24 @@ def plot_random_rank(path, rows):
         save_figure(figure, path)
 
 
-def plot_accuracy(path, curves, kinds, note=""):
+def plot_accuracy(path, curves, note=""):
     """Test accuracy by epoch, mean over seeds with a band of one standard error.
 
     Args:
         path: PNG to write.
-        curves: row -> per epoch {"mean", "stderr"}. kinds: row -> kind of attention, for the color.
+        curves: row -> per epoch {"mean", "stderr"}.
         note: one line below: data and seeds.
     """
     plt = pyplot()
-    colors = choose_colors(kinds)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1, figsize=(7.4, 4.6), layout="constrained")
-        for row, epochs in curves.items():
+        for (row, epochs), color in zip(curves.items(), itertools.cycle(PALETTE), strict=False):
             places = range(1, len(epochs) + 1)
             means = [epoch["mean"] for epoch in epochs]
             errors = [epoch["stderr"] or 0.0 for epoch in epochs]
-            axes.plot(places, means, color=colors[row], label=f"{row}: {means[-1]:.3f}")
+            axes.plot(places, means, color=color, label=f"{row}: {means[-1]:.3f}")
             low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-            axes.fill_between(places, low, high, color=colors[row], alpha=0.18, linewidth=0)
+            axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
         axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
         axes.grid(True)
         axes.legend(loc="lower right", fontsize=9)
@@ -80,7 +81,7 @@ def plot_scaling(path, rows, note=""):
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 1, figsize=(7, 4.3), layout="constrained")
-        for row, color in zip(rows, (COLORS["mhla"], *MORE_COLORS), strict=False):
+        for row, color in zip(rows, PALETTE[2:], strict=False):
             linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
             blocks = [cell["blocks"] for cell in row["mhla"]]
             label = f"N = {row['tokens']:,} (softmax: {row['softmax'] / linear:.1f})"

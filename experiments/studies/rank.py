@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from mhla_hf.analysis.attention import Attention
-from mhla_hf.analysis.measures import count_rank, default_tolerance, rank_bound
+from mhla_hf.analysis.measures import count_rank, rank_bound
 from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.nn.grid import GridMixing
@@ -44,21 +44,19 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
     q, k = (torch.randn(1, tokens, 1, width, generator=random, dtype=torch.float64) for _ in range(2))
     mixing = torch.rand(1, cut.num_blocks, cut.num_blocks, generator=random, dtype=torch.float64)
     mixing = mixing / mixing.sum(-1, keepdim=True)
-    features = {"q": q.relu() + 1e-6, "k": k.relu() + 1e-6, "blocks": cut}
-    uniform = torch.full_like(mixing, 1.0 / cut.num_blocks)
-    start = GridMixing((cut.num_blocks,), form="direct").weight[None]
+    start = GridMixing((cut.num_blocks,), form="direct").weight.detach()[None]
+    weights = {"linear": torch.full_like(mixing, 1.0 / cut.num_blocks), "mhla": mixing, "start": start}
     seen = {
-        "linear": Attention("random", "linear", mixing=uniform, scale=width**-0.5, **features),
-        "mhla": Attention("random", "mhla", mixing=mixing, scale=width**-0.5, **features),
-        "start": Attention("random", "mhla", mixing=start.detach(), scale=width**-0.5, **features),
-        "softmax": Attention("random", "softmax", q=q, k=k, scale=width**-0.5),
+        kind: Attention("random", "mhla", q.relu() + 1e-6, k.relu() + 1e-6, {"mixing": own, "blocks": cut})
+        for kind, own in weights.items()
     }
-    tolerance = default_tolerance((tokens,), torch.float64)
+    seen["softmax"] = Attention("random", "softmax", q, k)
+    tolerance = tokens * torch.finfo(torch.float64).eps
     most = rank_bound(cut.sizes(), width)
     bound = {"linear": min(tokens, width), "mhla": most, "start": most, "softmax": tokens}
     rank, smallest = {}, {}
     for kind in KINDS:
-        values = torch.linalg.svdvals(seen[kind].rows(0, 0))
+        values = torch.linalg.svdvals(seen[kind].matrix())
         rank[kind] = count_rank(values, tolerance)
         smallest[kind] = (values[rank[kind] - 1] / values[0]).item()
     return {

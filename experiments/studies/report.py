@@ -163,10 +163,9 @@ def draw_study(results, out):
     """accuracy.png, layers.png and, of seed 0 of the first row whose mixing learned, mixing.png."""
     out = Path(out)
     rows = results["rows"]
-    kinds = {row: found["layers"][0]["kind"] for row, found in rows.items()}
     data = results["data"]
     note = f"{data['name']}, {data['train']:,} to train, {data['test']:,} to test; {len(results['seeds'])} seeds"
-    plot_accuracy(out / "accuracy.png", {row: found["by_epoch"] for row, found in rows.items()}, kinds, note)
+    plot_accuracy(out / "accuracy.png", {row: found["by_epoch"] for row, found in rows.items()}, note)
     plot_layers(out / "layers.png", {row: found["layers"] for row, found in rows.items()}, note)
     for row in rows:
         mixing = _cell(folder_of(out, row, 0))["mixing"]

@@ -216,5 +216,5 @@ def _look(folder, test):
     prepared = Preparation(model.config.preprocessing(), model.config.num_channels)
     count = min(LOOKED_AT, len(test))
     pixels = torch.stack([prepared.whole(test, index) for index in range(count)])
-    found = measure_calls(record_model(model, [{"pixel_values": prepared.finish(pixels)}]))
+    found = measure_calls(record_model(model, {"pixel_values": prepared.finish(pixels)}))
     write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

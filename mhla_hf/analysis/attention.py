@@ -1,14 +1,13 @@
-"""The attention matrices of any model, row by row, from what its layers saw in one forward pass.
+"""The attention matrices of any model, from what its layers saw in one forward pass.
 
 Nothing is asked of the model. An MHLA layer is known by its core (so one from a checkpoint's own source is too),
-whose inputs a hook keeps; a softmax layer by its call of torch's `scaled_dot_product_attention`. The T x T numbers are made
-afterwards, in fp64, one head and as many rows at a time as the caller wants.
+whose inputs a hook keeps; a softmax layer by its call of torch's `scaled_dot_product_attention`. The T x T numbers are what
+the definition in fp64 makes of the unit vectors in place of the values, one head at a time.
 """
 
 import contextlib
-import copy
 import dataclasses
-from typing import Any
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..ops.blocks import Blocks
-from ..ops.reference import divide_or_zero, official_denominator
+from ..ops.reference import mhla_reference
 
 
 @dataclasses.dataclass
@@ -24,90 +23,44 @@ class Attention:
     """What one layer saw in one call, and from it the weights that it gave to the values.
 
     layer: the module's name in the model. kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
-    q: `[B, T, H, K]`, k: `[B, S, G, K]`, feature-mapped (and rotated) in MHLA layers. scale: of <q, k>. causal: bool.
-    The rest is the operator's, see `mhla`; attn_mask that of softmax, broadcastable to `[B, H, T, S]`, bool or added.
+    q: `[B, T, H, K]`, k: `[B, S, G, K]`, feature-mapped (and rotated) in MHLA layers. grid: its tokens, None for a sequence.
+    options: of `scaled_dot_product_attention`, or of `mhla`, its mixing `[H or 1, M, M]` and blocks among them.
     """
 
     layer: str
     kind: str
     q: torch.Tensor
     k: torch.Tensor
-    scale: float
-    causal: bool = False
-    attn_mask: torch.Tensor | None = None
-    mixing: torch.Tensor | None = None
-    blocks: Blocks | None = None
-    normalize: bool | str = True
-    q_den: torch.Tensor | None = None
-    k_den: torch.Tensor | None = None
-    key_mask: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    options: dict = dataclasses.field(default_factory=dict)
     grid: tuple | None = None
-    prefix: int = 0
 
-    @property
-    def samples(self) -> int:
-        """B."""
-        return self.q.shape[0]
+    def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
+        """The weights of all query tokens on all key tokens, fp64 `[T, S]`, as the layer applied them to v."""
+        heads, options = self.q.shape[2], dict(self.options)
 
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self.q.shape[2]
+        def own(x):
+            group = head * x.shape[2] // heads
+            return x[sample, :, group : group + 1].double()[None]
 
-    def rows(self, sample: int, head: int, rows: slice = slice(None)) -> torch.Tensor:
-        """The weights of some query tokens on all key tokens, fp64 `[rows, S]`, as the layer applied them to v."""
-        weights = self._softmax_rows if self.kind == "softmax" else self._mhla_rows
-        return weights(sample, head, rows)
+        q, k = own(self.q), own(self.k)
+        units = torch.eye(k.shape[1], dtype=torch.float64)[None, :, None]
+        if self.kind == "softmax":
+            if (mask := options.pop("attn_mask", None)) is not None:
+                mask = mask.expand(len(self.q), heads, q.shape[1], k.shape[1])[sample, head]
+                options["attn_mask"] = mask if mask.dtype == torch.bool else mask.double()
+            q, k, units = (x.transpose(1, 2) for x in (q, k, units))
+            return F.scaled_dot_product_attention(q, k, units, **options)[0, 0].nan_to_num(0.0)
+        mixing = options.pop("mixing").double()
+        options |= {name: own(options[name]) for name in ("q_den", "k_den") if options.get(name) is not None}
+        options |= {name: options[name][[sample]] for name in ("key_mask", "starts") if options.get(name) is not None}
+        return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
-    def _scores(self, q, k, sample, head, rows):
-        key_head = head // (q.shape[2] // k.shape[2])
-        return self.scale * (q[sample, rows, head].double() @ k[sample, :, key_head].double().mT)
-
-    def _visible(self, rows):
-        """Which keys the rows may see by causality, bool `[rows, S]`."""
-        token = torch.arange(self.q.shape[1])[rows]
-        return token[:, None] >= torch.arange(self.k.shape[1])[None, :]
-
-    def _softmax_rows(self, sample, head, rows):
-        scores = self._scores(self.q, self.k, sample, head, rows)
-        if self.causal:
-            scores = scores.masked_fill(~self._visible(rows), float("-inf"))
-        if self.attn_mask is not None:
-            shape = (self.q.shape[0], self.heads, self.q.shape[1], self.k.shape[1])
-            mask = self.attn_mask.expand(shape)[sample, head, rows]
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.double()
-        return scores.softmax(-1).nan_to_num(0.0)
-
-    def _mhla_rows(self, sample, head, rows):
-        block = self.blocks.index()
-        seen = torch.ones(1, self.k.shape[1], dtype=torch.bool)
-        if self.starts is not None:
-            start = int(self.starts[sample])
-            block = (torch.arange(self.q.shape[1]) - start).clamp(min=0) // self.blocks.block_size
-            seen = seen & (torch.arange(self.k.shape[1]) >= start)
-        if self.key_mask is not None:
-            seen = seen & self.key_mask[sample]
-        if self.causal:
-            seen = seen & self._visible(rows)
-        mixing = self.mixing[head if len(self.mixing) > 1 else 0].double()[block[rows]][:, block] * seen
-        weights = mixing * self._scores(self.q, self.k, sample, head, rows)
-        if not self.normalize:
-            return weights
-        if self.normalize == "official":
-            return divide_or_zero(weights, self._official(sample)[rows, head])
-        if self.q_den is None:
-            return divide_or_zero(weights, weights.sum(-1))
-        return divide_or_zero(weights, (mixing * self._scores(self.q_den, self.k_den, sample, head, rows)).sum(-1))
-
-    def _official(self, sample):
-        """The released vision code's denominator of one sample, fp64 `[T, H]`."""
-        one = slice(sample, sample + 1)
-        own = [x if x is None else x[one] for x in (self.q, self.k, self.q_den, self.k_den, self.key_mask)]
-        q, k, q_den, k_den, key_mask = own
-        if key_mask is not None:
-            k, k_den = (x if x is None else x.masked_fill(~key_mask[:, :, None, None], 0) for x in (k, k_den))
-        return official_denominator(q, k, self.mixing.double(), self.blocks, self.scale, q_den, k_den)[0]
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """Whether no token sees a later one, by the layer's nature or by its mask."""
+        if self.options.get("attn_mask") is not None:
+            return self.matrix().triu(1).abs().max().item() == 0.0
+        return self.options.get("is_causal" if self.kind == "softmax" else "causal", False)
 
 
 @contextlib.contextmanager
@@ -116,22 +69,17 @@ def recorded_attention(model: nn.Module):
 
     Cross-attention (as many keys as queries is what tells them apart) is left out. Tensors are kept on the CPU.
     """
-    found: list[Attention] = []
-    stack = [""]
-    handles = []
-
-    def enter(name):
-        return lambda module, args: stack.append(name)
+    found, stack, handles = [], [], []
 
     def leave(module, args, output):
         stack.pop()
 
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: stack.append(name)))
         handles.append(module.register_forward_hook(leave, always_call=True))
         if is_core(module):
-            hook = _core_hook(name, found)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            keep = functools.partial(_keep_core, found, layer_of(name))
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     try:
         with _SoftmaxCalls(found, stack):
             yield found
@@ -151,7 +99,7 @@ def layer_of(core: str) -> str:
 
 
 class _SoftmaxCalls(TorchFunctionMode):
-    """Notes every call of torch's attention function."""
+    """Notes every call of torch's attention function inside the model."""
 
     def __init__(self, found, stack):
         super().__init__()
@@ -159,66 +107,36 @@ class _SoftmaxCalls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self.stack:
             self._keep(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _keep(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        if query.ndim != 4 or query.shape[-2] != key.shape[-2]:
-            return
-        self.found.append(
-            Attention(
-                layer=self.stack[-1].removesuffix(".softmax"),
-                kind="softmax",
-                q=_kept(query.transpose(1, 2)),
-                k=_kept(key.transpose(1, 2)),
-                scale=query.shape[-1] ** -0.5 if scale is None else scale,
-                causal=is_causal,
-                attn_mask=_kept(attn_mask),
-            )
-        )
-
-
-def _core_hook(name, found):
-    def keep(core, args, kwargs):
-        given = {**dict(zip(("q", "k", "v"), args, strict=False)), **kwargs}
-        found.append(_core_call(layer_of(name), core, given))
-
-    return keep
+        if query.ndim == 4 and query.shape[-2] == key.shape[-2]:
+            layer, options = self.stack[-1].removesuffix(".softmax"), {"is_causal": is_causal, "scale": scale}
+            q, k = _kept(query.transpose(1, 2)), _kept(key.transpose(1, 2))
+            self.found.append(Attention(layer, "softmax", q, k, options | {"attn_mask": _kept(attn_mask)}))
 
 
 @torch.no_grad()
-def _core_call(layer: str, core: Any, given: dict) -> Attention:
+def _keep_core(found, layer, core, args, kwargs):
     """What the operator will get in this call of a core."""
+    given = {**dict(zip(("q", "k", "v"), args, strict=False)), **kwargs}
     if given.get("cu_seqlens") is not None or given.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    key_mask = given.get("key_mask")
-    q, k, q_den, k_den = core.map_features(given["q"], given["k"], key_mask, given.get("rotate"))
-    grid = given.get("grid")
+    key_mask, grid = given.get("key_mask"), given.get("grid")
+    q, k, q_den, k_den = map(_kept, core.map_features(given["q"], given["k"], key_mask, given.get("rotate")))
     if grid is None:
         blocks = Blocks.sequence(q.shape[1], core.settings.block_size)
         mixing = core.mixing(blocks.num_blocks)
     else:
-        blocks = Blocks.grid(grid, core.settings.layout, prefix=core.prefix)
+        grid, blocks = tuple(grid), Blocks.grid(grid, core.settings.layout, prefix=core.prefix)
         mixing = core.mixing(blocks.counts)
     mixing = _kept(mixing).reshape(-1, *mixing.shape[-2:])
-    return Attention(
-        layer=layer,
-        kind="linear" if is_uniform(mixing, causal=grid is None) else "mhla",
-        q=_kept(q),
-        k=_kept(k),
-        scale=q.shape[-1] ** -0.5,
-        causal=grid is None,
-        mixing=mixing,
-        blocks=blocks,
-        normalize=core.settings.normalize,
-        q_den=_kept(q_den),
-        k_den=_kept(k_den),
-        key_mask=_kept(key_mask),
-        starts=_kept(given.get("starts")),
-        grid=None if grid is None else tuple(grid),
-        prefix=blocks.prefix,
-    )
+    options = {"mixing": mixing, "blocks": blocks, "causal": grid is None, "normalize": core.settings.normalize}
+    options |= {"q_den": q_den, "k_den": k_den, "key_mask": _kept(key_mask), "starts": _kept(given.get("starts"))}
+    kind = "linear" if is_uniform(mixing, causal=grid is None) else "mhla"
+    found.append(Attention(layer, kind, q, k, options, grid))
 
 
 def _kept(value):
@@ -227,23 +145,6 @@ def _kept(value):
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
     """Whether every row of `[H, M, M]` weighs all blocks that it sees alike: then MHLA is plain linear attention."""
-    seen = torch.ones(mixing.shape[-2:], dtype=torch.bool).tril() if causal else torch.ones(mixing.shape[-2:]).bool()
     first = mixing[..., :1]
-    return bool(((mixing - first).abs() <= 1e-6 * first.abs())[..., seen].all())
-
-
-@torch.no_grad()
-def mixing_matrices(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, list | None]]:
-    """layer -> (start, learned, layout) of every MHLA layer: mixing weights, fp32 `[M, M]`, the mean over heads where each
-    has its own; blocks per axis of a grid, None for a sequence."""
-    found = {}
-    for name, module in model.named_modules():
-        if is_core(module):
-            learned = module.mixing
-            start = copy.deepcopy(learned)
-            start.weight.copy_(start.initial_values()["weight"])
-            layout = getattr(learned, "layout", None)
-            pair = (mixing(layout or learned.weight.shape[-1]).float().cpu() for mixing in (start, learned))
-            both = (m.reshape(-1, *m.shape[-2:]).mean(0) for m in pair)
-            found[layer_of(name)] = (*both, list(layout) if layout else None)
-    return found
+    alike = (mixing - first).abs() <= 1e-6 * first.abs()
+    return bool((alike | alike.new_ones(alike.shape[-2:]).triu(1)).all() if causal else alike.all())

@@ -6,16 +6,15 @@ left quarter (what the second half of the text reads in the first): a triangle w
 attention is.
 """
 
+import copy
 import math
 import statistics
 
 import torch
 from tqdm import tqdm
 
-from ..ops.blocks import Blocks
-from .attention import Attention, mixing_matrices, recorded_attention
+from .attention import is_core, layer_of, recorded_attention
 
-ENTRIES_AT_ONCE = 1 << 24
 MAP_SIDE = 256
 
 
@@ -26,10 +25,7 @@ def count_rank(values: torch.Tensor, tolerance: float) -> int:
 
 def effective_rank(values: torch.Tensor) -> float:
     """exp of the entropy of the singular values' shares: 1 for rank one, N for N equal values (Roy and Vetterli 2007)."""
-    if values[0] <= 0:
-        return 0.0
-    share = values / values.sum()
-    return math.exp(-torch.special.xlogy(share, share).sum().item())
+    return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
@@ -44,152 +40,92 @@ def rank_bound(sizes, width: int) -> int:
     return min(sum(sizes), sum(min(size, width) for size in sizes))
 
 
-def block_sizes(blocks: Blocks, tokens: slice) -> list[int]:
-    """How many of some tokens are in each block."""
-    return torch.bincount(blocks.index()[tokens], minlength=blocks.num_blocks).tolist()
-
-
-def default_tolerance(shape, dtype: torch.dtype) -> float:
-    """The relative tolerance of `torch.linalg.matrix_rank` for a matrix of this shape and dtype."""
-    return max(shape) * torch.finfo(dtype).eps
-
-
 @torch.no_grad()
-def record_model(model, batches, run=None) -> list[list[Attention]]:
-    """The attention calls of `model` in eval mode, per batch.
+def record_model(model, batch, run=None) -> dict:
+    """layer -> its `Attention` calls in eval mode, in the order of the forward pass.
 
-    batches: keyword arguments of `run`: what calls the model, such as the pipeline whose transformer it is; None: the model.
+    batch: keyword arguments of `run`: what calls the model, such as the pipeline whose transformer it is; None: the model.
     ValueError: no layer was seen, which is what happens with attention that is neither MHLA nor torch's own function.
     """
     was_training = model.training
     model.eval()
     try:
-        calls = []
-        for batch in batches:
-            with recorded_attention(model) as found:
-                (run or model)(**batch)
-            calls.append(found)
+        with recorded_attention(model) as calls:
+            (run or model)(**batch)
     finally:
         model.train(was_training)
-    if not calls or not calls[0]:
+    if not calls:
         raise ValueError(
             f"model: no attention was seen in {type(model).__name__}; expected MHLA layers, or softmax layers that call "
             'torch\'s scaled_dot_product_attention (load it with attn_implementation="sdpa")'
         )
-    return calls
+    layers = {}
+    for call in calls:
+        layers.setdefault(call.layer, []).append(call)
+    return layers
 
 
-def measure_calls(calls, *, tolerance=None, most=2048, progress=False) -> dict:
+def measure_calls(layers, *, tolerance=None, progress=False) -> dict:
     """Rank and entropy of every attention layer in what `record_model` gave.
 
     Args:
         tolerance: singular values above this share of the largest count. None: that of `torch.linalg.matrix_rank` for a
             float32 matrix of this size, max(T, S) * 1.2e-7.
-        most: a rank above this is counted as `most`: larger matrices are multiplied by a random projection first, so that
-            memory stays linear in T.
 
     Returns:
         dict: "layers", a list of dicts in the order of the forward pass: "layer" (module), "kind" ("softmax", "linear",
-        "mhla"), "tokens", "heads", "key_width" (d), "samples", "part" ("whole", or of what on what), "rank" (mean over
-        samples and heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy"
-        (that of equal weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance"; MHLA
-        layers also "blocks" and "mixing_rank" (of the part's mixing weights; the rank is at most d times that). "mean": the
-        means of rank, effective rank and entropy over layers.
+        "mhla"), "tokens", "heads", "key_width" (d), "part" ("whole", or of what on what), "rank" (mean over samples and
+        heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy" (that of equal
+        weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance". "mean": the means of
+        rank, effective rank and entropy over layers.
     """
-    layers: dict[str, list[Attention]] = {}
-    for call in (call for batch in calls for call in batch):
-        layers.setdefault(call.layer, []).append(call)
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
-    measured = [_measure_layer(name, own, tolerance, most) for name, own in bar]
+    measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
     means = {key: statistics.fmean(layer[key] for layer in measured) for key in ("rank", "effective_rank", "entropy")}
     return {"layers": measured, "mean": means}
 
 
-def _measure_layer(name, calls, tolerance, most):
-    first = calls[0]
-    if any((call.q.shape[1:], call.k.shape[1:]) != (first.q.shape[1:], first.k.shape[1:]) for call in calls):
-        raise ValueError(f"inputs: {name} saw different lengths; expected batches of one size")
-    tokens, keys, width = first.q.shape[1], first.k.shape[1], first.q.shape[-1]
-    part = (slice(tokens // 2, None), slice(0, keys // 2)) if is_causal(first) else (slice(None), slice(None))
-    shape = len(range(tokens)[part[0]]), len(range(keys)[part[1]])
-    if not all(shape):
-        raise ValueError(f"inputs: {name} saw {tokens} token, expected at least 2 for a causal layer")
-    tolerance = default_tolerance(shape, torch.float32) if tolerance is None else tolerance
-    projection = None
-    if min(shape) > most:  # a Gaussian matrix keeps a rank as far as its width
-        random = torch.Generator().manual_seed(0)
-        projection = torch.randn(shape[1], most, generator=random, dtype=torch.float64)
-    heads = [(call, sample, head) for call in calls for sample in range(call.samples) for head in range(call.heads)]
-    found = [_measure_head(*head, part, projection, tolerance) for head in heads]
+def _measure_layer(name, calls, tolerance):
+    first, sizes = calls[0], {call.q.shape[1] for call in calls}
+    (_, tokens, heads, width), causal = first.q.shape, first.is_causal
+    if len(sizes) > 1 or tokens == 1:
+        raise ValueError(f"inputs: {name} saw {sorted(sizes)} tokens, expected one number of at least 2")
+    part = (slice(tokens // 2, None), slice(0, tokens // 2)) if causal else (slice(None), slice(None))
+    shape = tokens - tokens // 2 if causal else tokens, tokens // 2 if causal else tokens
+    tolerance = max(shape) * torch.finfo(torch.float32).eps if tolerance is None else tolerance
+    places = [(call, sample, head) for call in calls for sample in range(len(call.q)) for head in range(heads)]
+    found = [_measure_matrix(call.matrix(*place), part, tolerance) for call, *place in places]
     ranks, effective, entropies, uniform = zip(*found, strict=True)
-    measured = {
-        "layer": name,
-        "kind": first.kind,
-        "tokens": tokens,
-        "heads": first.heads,
-        "key_width": width,
-        "samples": sum(call.samples for call in calls),
-        "part": "whole" if shape == (tokens, keys) else "second half on first half",
-        "rank": statistics.fmean(ranks),
-        "rank_min": min(ranks),
-        "rank_max": max(ranks),
-        "effective_rank": statistics.fmean(effective),
-        "entropy": statistics.fmean(entropies),
-        "uniform_entropy": statistics.fmean(uniform),
-        "bound": min(shape),
-        "tolerance": tolerance,
-    }
+    bound = min(shape)
     if first.kind == "linear":
-        measured["bound"] = min(*shape, width)
+        bound = min(bound, width)
     elif first.kind == "mhla":
-        measured["bound"] = min(rank_bound(block_sizes(first.blocks, side), width) for side in part)
-    if first.mixing is not None:
-        index = first.blocks.index()
-        inner = first.mixing.double()[:, index[part[0]].unique()][:, :, index[part[1]].unique()]
-        measured["blocks"] = first.blocks.num_blocks
-        measured["mixing_rank"] = int(torch.linalg.matrix_rank(inner).max())
-    return measured
+        index = first.options["blocks"].index()
+        bound = min(rank_bound(torch.bincount(index[side]).tolist(), width) for side in part)
+    measured = {"layer": name, "kind": first.kind, "tokens": tokens, "heads": heads, "key_width": width}
+    measured |= {"part": "second half on first half" if causal else "whole", "tolerance": tolerance, "bound": bound}
+    measured |= {"rank": statistics.fmean(ranks), "rank_min": min(ranks), "rank_max": max(ranks)}
+    measured |= {"effective_rank": statistics.fmean(effective), "entropy": statistics.fmean(entropies)}
+    return measured | {"uniform_entropy": statistics.fmean(uniform)}
 
 
-def is_causal(call: Attention) -> bool:
-    """Whether no token sees a later one, by the layer's nature or by its mask."""
-    if call.causal or call.attn_mask is None:
-        return call.causal
-    return call.rows(0, 0).triu(1).abs().max().item() == 0.0
-
-
-def _measure_head(call, sample, head, part, projection, tolerance):
+def _measure_matrix(matrix, part, tolerance):
     """Rank and effective rank of the part, mean entropy of all rows, and that of equal weights."""
-    tokens, keys = call.q.shape[1], call.k.shape[1]
-    step = max(1, ENTRIES_AT_ONCE // keys)
-    kept, entropies, uniform = [], [], []
-    first = part[0].start or 0
-    for start in range(0, tokens, step):
-        rows = call.rows(sample, head, slice(start, min(start + step, tokens)))
-        own = row_entropy(rows)
-        live = own.isfinite()
-        entropies.append(own[live])
-        uniform.append((rows != 0).sum(-1)[live].clamp_min(1).double().log())
-        inner = rows[max(0, first - start) :, part[1]]
-        kept.append(inner if projection is None else inner @ projection)
-    values = torch.linalg.svdvals(torch.cat(kept))
-    entropy, equal = torch.cat(entropies), torch.cat(uniform)
-    if not len(entropy):
-        raise ValueError(f"inputs: no token of sample {sample} sees anything in {call.layer}; expected tokens to see")
-    return count_rank(values, tolerance), effective_rank(values), entropy.mean().item(), equal.mean().item()
+    values, live = torch.linalg.svdvals(matrix[part]), matrix[(matrix != 0).any(-1)]
+    equal = (live != 0).sum(-1).double().log()
+    return count_rank(values, tolerance), effective_rank(values), row_entropy(live).mean().item(), equal.mean().item()
 
 
-def attention_maps(calls) -> list[dict]:
+def attention_maps(layers) -> list[dict]:
     """Of each layer's first sample: "scores" (the mean over heads, fp32 `[T, S]`, at most 256 a side, thinned out) and
     "map" (what the middle token of a grid reads, `[rows, columns]`; None for sequences and video)."""
-    maps, first = [], {}
-    for call in calls[0]:
-        first.setdefault(call.layer, call)
-    for call in first.values():
-        scores = sum(call.rows(0, head) for head in range(call.heads)) / call.heads
-        grid = call.grid or square_grid(call)
+    maps = []
+    for name, (call, *_) in layers.items():
+        heads = call.q.shape[2]
+        scores = sum(call.matrix(0, head) for head in range(heads)) / heads
         step = math.ceil(max(scores.shape) / MAP_SIDE)
-        entry = {"layer": call.layer, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
+        entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
+        grid = call.grid or square_grid(call)
         if grid is not None and len(grid) == 2:
             prefix = scores.shape[1] - math.prod(grid)
             middle = prefix + (grid[0] // 2) * grid[1] + grid[1] // 2
@@ -198,20 +134,29 @@ def attention_maps(calls) -> list[dict]:
     return maps
 
 
-def square_grid(call: Attention) -> tuple[int, int] | None:
+def square_grid(call) -> tuple[int, int] | None:
     """The square that the tokens of a bidirectional layer form after at most eight class and register tokens."""
     tokens = call.q.shape[1]
     side = math.isqrt(tokens)
-    return (side, side) if side > 1 and tokens - side * side <= 8 and not is_causal(call) else None
+    return (side, side) if side > 1 and tokens - side * side <= 8 and not call.is_causal else None
 
 
+@torch.no_grad()
 def describe_mixing(model) -> dict[str, dict]:
-    """layer -> "start" and "learned" mixing weights, nested lists `[M, M]`; "layout", blocks per axis of a grid or None;
-    "moved": half the L1 distance of their rows as shares, mean over rows (0: as at the start, 1: nothing in common)."""
+    """layer -> "start" and "learned" mixing weights, nested lists `[M, M]`, the mean over heads where each has its own;
+    "layout", blocks per axis of a grid or None; "moved": half the L1 distance of their rows as shares, mean over rows (0: as
+    at the start, 1: nothing in common)."""
     found = {}
-    for layer, (start, learned, layout) in mixing_matrices(model).items():
-        shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in (start, learned)]
-        moved = 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item()
-        lists = ([[round(x, 6) for x in row] for row in m.tolist()] for m in (start, learned))
-        found[layer] = {**dict(zip(("start", "learned"), lists, strict=True)), "layout": layout, "moved": moved}
+    for name, module in model.named_modules():
+        if is_core(module):
+            start = copy.deepcopy(module.mixing)
+            start.weight.copy_(start.initial_values()["weight"])
+            layout = getattr(module.mixing, "layout", None)
+            both = [mixing(layout or mixing.weight.shape[-1]).float().cpu() for mixing in (start, module.mixing)]
+            both = [m.reshape(-1, *m.shape[-2:]).mean(0) for m in both]
+            shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in both]
+            start, learned = ([[round(x, 6) for x in row] for row in m.tolist()] for m in both)
+            moved = 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item()
+            layout = list(layout) if layout else None
+            found[layer_of(name)] = {"start": start, "learned": learned, "layout": layout, "moved": moved}
     return found

@@ -11,8 +11,7 @@ from experiments import gpu
 from experiments.docs import render_gpu
 from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, target_cases
 from mhla_hf import Blocks
-from mhla_hf.bench import run_bench
-from mhla_hf.bench.cases import FORWARD, TRAINING, Operator
+from mhla_hf.bench import FORWARD, TRAINING, Operator, run_bench
 from mhla_hf.checkpoints.machine import describe_run
 
 FEW = {"sequence": gpu.VARIANTS["sequence"]}
