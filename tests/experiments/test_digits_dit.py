@@ -10,8 +10,10 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
 
-def test_digits_in_seconds(tmp_path, capsys):
+def test_digits_in_seconds(tmp_path, capsys, monkeypatch):
     """Everything once, small; a second call runs nothing again and says the same."""
+    monkeypatch.setattr(digits_dit, "SAMPLING_STEPS", 3)
+    monkeypatch.setattr(digits_dit, "HELD_OUT", 71)
     arguments = ["--seeds", "1", "--steps", "3", "--distill-steps", "2", "--samples", "20", "--width", "32"]
     arguments += ["--judge-epochs", "1", "--out", str(tmp_path / "out")]
     results = digits_dit.main(arguments)
@@ -35,7 +37,7 @@ def test_digits_in_seconds(tmp_path, capsys):
     for name, (row,) in results["models"].items():
         scores = {r.metric: r for r in Results.read(tmp_path / "out" / digits_dit.folder_of(name, 0) / "transformer")}
         accuracy, loss = scores["accuracy (digits judge)"], scores["held-out loss"]
-        assert (100 * accuracy.value, loss.value, loss.samples) == (row["accuracy"], row["loss"], 497)
+        assert (100 * accuracy.value, loss.value, loss.samples) == (row["accuracy"], row["loss"], 71)
         assert scores["Fréchet distance (digits judge)"].value == row["frechet"]
         assert accuracy.stderr is not None and loss.stderr > 0
     assert type(AutoModel.from_pretrained(str(place), trust_remote_code=True)).__name__ == "MHLADiTTransformer2DModel"

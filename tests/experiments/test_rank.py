@@ -18,15 +18,16 @@ def check(row):
 
 
 @pytest.mark.parametrize("width", [16, 72])
-@pytest.mark.parametrize("tokens", [64, 256, 1024])
+@pytest.mark.parametrize("tokens", [64, 256])
 def test_every_kind_reaches_its_bound_and_none_passes_it(tokens, width):
     check(measure_random_rank(tokens, width))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [16, 72])
-def test_at_4096_tokens_too(width):
-    check(measure_random_rank(4096, width))
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_at_more_tokens_too(tokens, width):
+    check(measure_random_rank(tokens, width))
 
 
 def test_blocks_of_different_sizes():
