@@ -4,8 +4,8 @@
     python conversion/official_checkpoints.py wan.safetensors --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers --out out/wan
 
 With --base the result is a whole pipeline: the checkpoint in place of that pipeline's transformer. What a file holds is
-recognised by its keys. Unusual: nothing is skipped; a key that has no place, or a place without a key, is an error that
-names it (Wan and DiT: `mhla_hf.official`). The released vision code normalises otherwise than the paper
+recognized by its keys. Nothing is skipped; a key that has no place, or a place without a key, is an error that
+names it (Wan and DiT: `official_diffusion.py`). The released vision code normalizes otherwise than the paper
 (`normalize="official"`), so that is what such a model gets.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 from diffusers import DiTPipeline, WanPipeline
+from official_diffusion import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.checkpoints.files import folder_aside
 from mhla_hf.checkpoints.load import without_questions
-from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -161,8 +161,8 @@ def load_official(path, **options):
     options: layout and norm_output (Wan) or num_heads (the others), where the checkpoint does not say it.
     """
     state = read_state(path)
-    for name, (recognise, load, known) in FAMILIES.items():
-        if recognise(state):
+    for name, (fits, load, known) in FAMILIES.items():
+        if fits(state):
             foreign = sorted(set(options) - set(known))
             if foreign:
                 raise ValueError(f"{foreign[0]}: got {options[foreign[0]]}, expected none for the authors' {name}.")

@@ -92,7 +92,7 @@ def decode_errors(device, dtype, impl="triton"):
     """The error of tokens decoded one by one over the end of a block, against the definition of the whole sequence."""
     (q, k, v, mixing), _ = inputs(SEQUENCE, device, dtype)
     wanted = mhla(*(x.double() for x in (q, k, v, mixing)), blocks=SEQUENCE, impl="reference", **CAUSAL)
-    first = SEQUENCE.length // SEQUENCE.block_size * SEQUENCE.block_size - 4
+    first = SEQUENCE.length // SEQUENCE.block_size * SEQUENCE.block_size - 2
     blocks = Blocks.sequence(first, SEQUENCE.block_size)
     state = mhla(*(x[:, :first] for x in (q, k, v)), mixing, blocks=blocks, impl=impl, return_state=True, **CAUSAL)[1]
     tokens = [[x[:, i : i + 1] for x in (q, k, v)] for i in range(first, SEQUENCE.length)]

@@ -1,6 +1,6 @@
 """How long whole models take, against length: a forward pass, and one more token after that many; and what they hold.
 
-Unusual: the models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
+The models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
 moment of the machine hits all of them or none. Decoding is timed over whole blocks, so that what MHLA does only once per
 block is paid for in its share. Memory is that of the cache, counted in bytes, so it is the same on every machine.
 """

@@ -11,7 +11,7 @@ FLOORS = (
     {"nn"},
     {"models"},
     {"checkpoints"},
-    {"convert", "official"},
+    {"convert"},
     {"training"},
     {"plots", "speed"},
     {"evaluation"},

@@ -115,7 +115,7 @@ def folder_of(out, row: str, seed: int) -> Path:
 
 
 def open_data(data, size: int):
-    """(train, test, name) of labelled images: the digits at `size` pixels, or what `open_pictures` takes.
+    """(train, test, name) of labeled images: the digits at `size` pixels, or what `open_pictures` takes.
 
     ValueError: there is no test split, or it has classes that are not trained.
     """

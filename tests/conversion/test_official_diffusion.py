@@ -1,6 +1,5 @@
 """The authors' Wan and DiT checkpoints in diffusers, against their formulas written out here and diffusers' own renaming."""
 
-import importlib.util
 import math
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from official_checkpoints import main
+from official_diffusion import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 from safetensors.torch import save_file
 from tiny_pipelines import PIPELINES, generate, inputs
 
 from mhla_hf import MHLADiTTransformer2DModel, MHLAWanTransformer3DModel
-from mhla_hf.official import is_official_dit, is_official_wan, load_official_dit, load_official_wan
 
-SCRIPT = Path(__file__).parents[2] / "conversion" / "official_checkpoints.py"
-SPEC = importlib.util.spec_from_file_location("official_checkpoints", SCRIPT)
 WIDTH, HEADS, LAYERS, FFN = 24, 2, 3, 32
 
 
@@ -344,38 +342,31 @@ def test_bad_checkpoints_are_one_sentence(load, options, words):
     assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
 
 
-@pytest.fixture
-def script():
-    module = importlib.util.module_from_spec(SPEC)
-    SPEC.loader.exec_module(module)
-    return module
-
-
-def test_the_script_puts_a_checkpoint_into_a_pipeline(script, tmp_path, capsys):
+def test_the_script_puts_a_checkpoint_into_a_pipeline(tmp_path, capsys):
     torch.save(
         {"state_dict": {f"module.{key}": value for key, value in wan_state((1, 2)).items()}}, tmp_path / "wan.pth"
     )
     PIPELINES["wan"]().save_pretrained(tmp_path / "base")
     arguments = [str(tmp_path / "wan.pth"), "--layout", "3", "2", "5", "--base", str(tmp_path / "base")]
-    pipe = script.main([*arguments, "--norm-output", "--out", str(tmp_path / "out")])
+    pipe = main([*arguments, "--norm-output", "--out", str(tmp_path / "out")])
     assert pipe.transformer.config.mhla["normalize"] == "official"
     assert "MHLAWanTransformer3DModel" in capsys.readouterr().out
     again = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert (generate(pipe) - generate(again)).abs().max() <= 1e-5
     with pytest.raises(ValueError, match="which exists"):
-        script.main([*arguments, "--out", str(tmp_path / "out")])
+        main([*arguments, "--out", str(tmp_path / "out")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "wan.pth"]
 
 
-def test_the_script_refuses_what_does_not_fit(script, tmp_path):
+def test_the_script_refuses_what_does_not_fit(tmp_path):
     save_file({key: value.contiguous() for key, value in dit_state().items()}, tmp_path / "dit.safetensors")
     checkpoint, out = str(tmp_path / "dit.safetensors"), str(tmp_path / "out")
     with pytest.raises(ValueError, match=r"layout: got .*, expected none for the authors' DiT"):
-        script.main([checkpoint, "--layout", "1", "2", "2", "--out", out])
+        main([checkpoint, "--layout", "1", "2", "2", "--out", out])
     with pytest.raises(ValueError, match="norm_output: got True, expected none for the authors' DiT"):
-        script.main([checkpoint, "--norm-output", "--out", out])
+        main([checkpoint, "--norm-output", "--out", out])
     with pytest.raises(ValueError, match="num_heads: got none for width 24"):
-        script.main([checkpoint, "--out", out])
+        main([checkpoint, "--out", out])
     assert not Path(out).exists()
-    script.main([checkpoint, "--num-heads", "2", "--out", out])
+    main([checkpoint, "--num-heads", "2", "--out", out])
     assert MHLADiTTransformer2DModel.from_pretrained(out).config.input_norm

@@ -1,18 +1,11 @@
 """The authors' image classifier: strict on keys, and equal to its formula written out here from their names."""
 
-import importlib.util
-from pathlib import Path
-
+import official_checkpoints as official
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import one_sentence
 from transformers import AutoModelForImageClassification
-
-SCRIPT = Path(__file__).parents[2] / "conversion" / "official_checkpoints.py"
-SPEC = importlib.util.spec_from_file_location("official_checkpoints", SCRIPT)
-official = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(official)
 
 WIDTH, HEADS, SIDE, BLOCKS, PATCH = 128, 2, 16, 4, 4
 
@@ -110,7 +103,7 @@ def test_equal_to_the_formula(pool_first, bias):
     assert ((paper(pixels).logits - expected).norm() / expected.norm()).item() > 1e-3  # the paper's denominator differs
 
 
-def test_released_sizes_are_recognised():
+def test_released_sizes_are_recognized():
     state = checkpoint()
     state["patch_embed.proj.weight"] = torch.zeros(WIDTH, 3, 16, 16)
     config = official.vit_config(state)

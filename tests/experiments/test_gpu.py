@@ -14,7 +14,7 @@ from mhla_hf import Blocks
 from mhla_hf.bench import FORWARD, TRAINING, Operator, run_bench
 from mhla_hf.checkpoints.machine import describe_run
 
-SHORT = Blocks.sequence(20, 16)
+SHORT = Blocks.sequence(18, 16)
 FEW = {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)}
 
 

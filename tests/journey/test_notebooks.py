@@ -1,27 +1,47 @@
-"""Every notebook runs from top to bottom, and shows what it says it shows."""
+"""Every notebook runs from top to bottom, in this process, and shows what it says it shows."""
 
+import json
 import os
 import re
+import sys
 from pathlib import Path
 
-import nbformat
-from loopback_hub import USER, LoopbackHub
-from nbclient import NotebookClient
+import matplotlib.pyplot as plt
+import pytest
+from IPython import display
+from loopback_hub import USER
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-def run(name):
-    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    place = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
-    printed = [o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
-    pictures = sum("image/png" in o.get("data", {}) for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
-    return "".join(printed), pictures
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(name) -> what the cells print, and how many pictures they show; cells: only so many that hold code."""
+
+    def run(name, cells=None):
+        pictures = []
+        plt.switch_backend("agg")
+        monkeypatch.setattr(plt, "show", lambda: pictures.append(plt.close("all")))
+        monkeypatch.setattr(display, "display", pictures.append)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        monkeypatch.chdir(NOTEBOOKS)
+        content, names = json.loads((NOTEBOOKS / name).read_text(encoding="utf-8")), {"__name__": "__main__"}
+        code = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
+        for number, source in enumerate(code[:cells]):
+            exec(compile(source, f"{name}, cell {number}", "exec"), names)
+        return capsys.readouterr().out, len(pictures)
+
+    return run
 
 
-def test_language():
+@pytest.mark.parametrize("name", ["01_language.ipynb", "02_video.ipynb", "04_why_it_works.ipynb"])
+def test_what_a_notebook_imports_is_there(run, name):
+    run(name, cells=1)
+
+
+@pytest.mark.slow
+def test_language(run):
     printed, pictures = run("01_language.ipynb")
     assert "logits equal bit for bit: True" in printed and "three times the trained length: True" in printed
     assert "MHLALlamaForCausalLM | layers [0, 1, 2]" in printed and pictures == 1
@@ -30,7 +50,8 @@ def test_language():
     assert distilled < untrained and distilled < softmax + 0.5
 
 
-def test_video():
+@pytest.mark.slow
+def test_video(run):
     printed, pictures = run("02_video.ipynb")
     assert "MHLAWanTransformer3DModel | layers [1, 2]" in printed and pictures == 2
     assert "videos equal bit for bit: True" in printed and "as before saving: True" in printed
@@ -39,19 +60,19 @@ def test_video():
     assert distilled < 0.5 * untrained
 
 
-def test_convert_distil_share(monkeypatch, tmp_path):
-    with LoopbackHub() as hub:
-        for name, value in hub.environment(tmp_path / "home").items():
-            monkeypatch.setenv(name, value)
-        printed, _ = run("03_convert_distil_share.ipynb")
-        assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == 1
-        assert hub.sent("POST", "/commit/main") == 1 and hub.sent("POST", "/tag/") == 1
-        assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed
+def test_convert_distil_share(run, hub, monkeypatch, tmp_path):
+    for name, value in hub.environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    printed, _ = run("03_convert_distil_share.ipynb")
+    assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == 1
+    assert hub.sent("POST", "/commit/main") == 1 and hub.sent("POST", "/tag/") == 1
+    assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed
     assert "MHLALlamaForCausalLM | layers [1, 2]" in printed and "logits equal bit for bit: True" in printed
     assert "nothing new: True" in printed and "heldout_recall" in printed and "heldout_generation" in printed
 
 
-def test_why_it_works():
+@pytest.mark.slow
+def test_why_it_works(run):
     """Collapse is seen: plain linear attention stops at rank d and above its floor, MHLA goes below that floor."""
     printed, pictures = run("04_why_it_works.ipynb")
     ranks = {int(n): tuple(map(int, rest)) for n, *rest in re.findall(

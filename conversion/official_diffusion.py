@@ -1,7 +1,7 @@
 """The authors' Wan and DiT checkpoints as MHLA transformers of diffusers, every key accounted for.
 
-Unusual: nothing is skipped and nothing is guessed. A key without a place, and a place without a key, is an error that names
-the key in the authors' spelling and the place in diffusers'. The released DiT code normalises otherwise than the paper
+Nothing is skipped and nothing is guessed. A key without a place, and a place without a key, is an error that names the key
+in the authors' spelling and the place in diffusers'. The released DiT code normalizes otherwise than the paper
 (`normalize="official"`) and has one LayerNorm more; the released Wan code has that denominator only with `norm_output`, and
 no scale, so its mixing is multiplied by the root of the head's width, which the operator divides by.
 """
@@ -11,8 +11,8 @@ import re
 
 import torch
 
-from .models.converted_transformer import MHLAWanTransformer3DModel
-from .models.dit_transformer import MHLADiTTransformer2DModel
+from mhla_hf.models.converted_transformer import MHLAWanTransformer3DModel
+from mhla_hf.models.dit_transformer import MHLADiTTransformer2DModel
 
 WAN_LAYOUTS = {150: (3, 5, 10), 105: (7, 3, 5)}  # the authors' own for 150; 105 are not spelt out in the paper
 WAN_MIXING = "self_attn.block_attn.conv"
