@@ -221,13 +221,16 @@ class Decoding:
 
 
 class Decoder:
-    """One competitor before the last STEPS tokens: a call decodes them, [1, STEPS, H, V], `reset` goes back."""
+    """One competitor before the last STEPS tokens: a call decodes them, [1, STEPS, H, V], `reset` goes back.
+
+    Softmax has all keys and values in place, as models cache them, and reads more of them from token to token.
+    """
 
     def __init__(self, name, block_size, q, k, v, mixing):
-        self.name, self.scale, self.tokens, self.mixing = name, q.shape[-1] ** -0.5, (q, k, v), mixing
+        self.name, self.tokens, self.mixing = name, (q, k, v), mixing
         first = [x[:, :-STEPS] for x in (q, k, v)]
         if name == "sdpa":
-            self.start = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]  # as models cache them
+            self.start, self.cached = None, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
         elif name == "linear":
             parts = zip(first[1].split(1024, 1), first[2].split(1024, 1), strict=True)
             self.start = sum(torch.einsum("bthk,bthv->bhkv", x.float(), y.float()) for x, y in parts)
@@ -238,8 +241,8 @@ class Decoder:
         self.reset()
 
     def reset(self):
-        """Back to where the decoding starts; softmax writes over the same places."""
-        self.state = self.start if self.name == "sdpa" else copy.deepcopy(self.start)
+        """Back to where the decoding starts."""
+        self.state = copy.deepcopy(self.start)
 
     @torch.no_grad()
     def __call__(self):
@@ -250,12 +253,10 @@ class Decoder:
     def step(self, place, q, k, v):
         """The output of one token, [1, 1, H, V]."""
         if self.name == "sdpa":
-            for cached, new in zip(self.state, (k, v), strict=True):
-                cached[:, place] = new[:, 0]
-            return softmax_attention(q, *(cached[:, : place + 1] for cached in self.state))
+            return softmax_attention(q, *(cached[:, : place + 1] for cached in self.cached))
         if self.name == "linear":
             self.state.addcmul_(k[:, 0, :, :, None].float(), v[:, 0, :, None].float())
-            return (q[:, 0, :, None].float() @ self.state * self.scale).transpose(1, 2).to(v.dtype)
+            return (q[:, 0, :, None].float() @ self.state * q.shape[-1] ** -0.5).transpose(1, 2).to(v.dtype)
         impl = self.name.removeprefix("mhla ")
         return mhla_step(q, k, v, self.mixing, self.state, normalize=False, impl=impl)[0]
 
@@ -304,13 +305,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=N
     device, before = choose_device(device), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        record = {
-            "format_version": FORMAT_VERSION,
-            "suite": name,
-            **describe_run(command, device),
-            "seed": seed,
-            "rows": [],
-        }
+        record = {"format_version": FORMAT_VERSION, "suite": name, **describe_run(command, device)}
+        record |= {"seed": seed, "rows": []}
         keep(record, out)
         for case in tqdm(cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
@@ -361,18 +357,17 @@ def why(error):
 
 def fastest_of_rounds(work, device, rounds, graph=False):
     """name -> seconds of one call, and name -> why it has none. work: name -> what makes the function to be timed."""
-    graph, ready, calls, best, failed = graph and torch.device(device).type == "cuda", {}, {}, {}, {}
+    graph, ready, best, failed = graph and torch.device(device).type == "cuda", {}, {}, {}
     for name, make in work.items():
         try:
             function = captured(make(), device) if graph else make()
-            seconds_of(function, 1, device)  # warms up
-            calls[name] = max(1, int(TURN / max(seconds_of(function, 1, device), 1e-7)))
+            seconds_of(function, device)  # warms up
             ready[name] = function
         except Exception as error:
             failed[name] = why(error)
     for _ in range(rounds):
         for name, function in ready.items():
-            taken = seconds_of(function, calls[name], device)
+            taken = seconds_of(function, device)
             best[name] = min(best.get(name, taken), taken)
     return best, failed
 
@@ -392,14 +387,16 @@ def captured(function, device):
     return graph.replay
 
 
-def seconds_of(function, calls, device):
-    """Seconds of one of `calls` calls; of a single one where it has to be reset."""
+def seconds_of(function, device):
+    """Seconds of one of the calls that begin within TURN; of a single one where it has to be reset."""
+    least, calls = TURN, 0
     if reset := getattr(function, "reset", None):
         reset()
-        calls = 1
+        least = 0.0
     start = clock(device)
-    for _ in range(calls):
+    while calls == 0 or time.perf_counter() - start < least:
         function()
+        calls += 1
     return (clock(device) - start) / calls
 
 
@@ -413,9 +410,8 @@ def clock(device):
 def render_bench(record):
     """The record in Markdown: the fastest of each kind with its name, and how many times as fast MHLA is."""
     worst = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
-    versions = ", ".join(
-        f"{name} {record['versions'][name]}" for name in ("torch", "triton") if name in record["versions"]
-    )
+    versions = record["versions"]
+    versions = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
     lines = [
         f"{record['hardware']}; {versions}; largest relative error found before timing: {worst:.0e}.",
         "",
