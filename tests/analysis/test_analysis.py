@@ -125,7 +125,7 @@ def test_what_cannot_be_looked_at(models, given, said):
 def test_digits_are_the_same_for_everyone():
     (train, labels), (test, _) = load_digits(16)
     assert train.shape == (1300, 1, 16, 16) and test.shape == (497, 1, 16, 16) and train.dtype == torch.uint8
-    assert torch.equal(train, load_digits(16)[0][0]) and train.max() > 200 and labels.bincount().min() > 100
+    assert train[0].sum() == 18739 and labels[:5].tolist() == [6, 5, 5, 7, 9]
 
 
 def test_a_grids_mixing_is_drawn_in_its_place():

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -12,7 +11,7 @@ from experiments.studies import study as study_module
 from experiments.studies.__main__ import main
 from experiments.studies.report import judge_claim, over_seeds, render_study, run_study
 from experiments.studies.scaling import render_scaling, study_scaling, time_scaling
-from experiments.studies.study import folder_of, open_data, read_study, study_names
+from experiments.studies.study import folder_of, read_study, study_names
 from mhla_hf.models.vision import MHLAForImageClassification
 
 TINY = {
@@ -71,9 +70,8 @@ def test_a_stopped_study_ends_as_the_one_that_was_not(photos, tmp_path, monkeypa
     assert len(calls) == 2 + 1 and stable(whole) == stable(again)
     for name in ("accuracy.png", "layers.png", "mixing.png", "table.md"):
         assert (tmp_path / "part" / name).stat().st_size > 100
-    written = json.loads((tmp_path / "part" / "results.json").read_text())["call"]
-    assert whole["call"]["trained"] == 2 and written == again["call"] and again["call"]["trained"] == 1
-    assert written["seconds"] > 0
+    assert json.loads((tmp_path / "part" / "results.json").read_text())["call"] == again["call"]
+    assert whole["call"]["trained"] == 2 and again["call"]["trained"] == 1
     row = again["rows"]["MHLA, learned"]
     assert len(row["by_epoch"]) == 2 and row["by_epoch"][-1] == row["accuracy"] and row["mixing_moved"][0]["mean"] > 0
     assert again["data"] == {"name": photos.name, "train": 16, "test": 8}
@@ -133,34 +131,18 @@ def test_scaling_times_everything_and_goes_on(tmp_path):
 BAD = {
     "no such study": ("begin", {}, "study: got 'begin', expected one of blocks, cpe, images, resolution, start"),
     "not YAML": ("tiny.yaml", "rows: [", "is not YAML"),
-    "too deep": ("tiny.yaml", "[" * 20_000, "is not YAML"),
     "a list": ("tiny.yaml", "- 1", "'list' object"),
     "unknown key": ("tiny.yaml", {"row": 1}, "unexpected keyword argument 'row'"),
-    "no rows": ("tiny.yaml", {"rows": None}, "Field 'rows' expected dict"),
     "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
     "a claim about no measure": ("tiny.yaml", {"claims": [["softmax", "softmax", "speed"]]}, "claims name 'speed'"),
     "a bad stage": ("tiny.yaml", {"stage": {"batch_size": 0}}, "batch_size is 0"),
     "seeds": ("start --seeds 0", {}, "seeds is 0"),
-    "threads": ("start --threads 0", {}, "threads: got 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),
     "data": ("tiny.yaml --data ./nowhere", {}, "there is no file or folder './nowhere'"),
-    "data without a test": (
-        "tiny.yaml --data {photos}/train",
-        {},
-        "has no split to test on, expected the folder above",
-    ),
+    "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
     "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: 'odd' has the class 'other'"),
-    "labels below zero": ("tiny.yaml --data someone/odd", {}, "has labels -1 to 1, expected 0 to 1"),
     "out": ("tiny.yaml --out .", {}, "is not a study's"),
 }
-
-
-def odd_table(name, configuration, split):
-    """What `datasets` would give for a data set with rows without a label in its test split."""
-    images = [Image.new("RGB", (16, 16), (number, 0, 0)) for number in range(2)]
-    labels = [0, 1] if split == "train" else [-1, 1]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -173,13 +155,7 @@ def test_bad_input_is_one_sentence(photos, tmp_path, monkeypatch, name):
         (tmp_path / place).mkdir(parents=True)
         Image.new("RGB", (16, 16)).save(tmp_path / place / "0.png")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", odd_table)
     with pytest.raises(ValueError) as error:
         main([*arguments.format(photos=photos).split(), "--quiet"])
     assert said in str(error.value) and "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd", "tiny.yaml"]
-
-
-def test_the_digits_are_opened_by_default():
-    train, test, name = open_data(None, 16)
-    assert len(train) == 1300 and len(test) == 497 and name == "scikit-learn digits"
