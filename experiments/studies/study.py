@@ -23,7 +23,7 @@ from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.training.loop import distill
 from mhla_hf.training.pictures import Preparation, open_pictures
-from mhla_hf.training.recipe import SCIENTIFIC, ImageStage
+from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.run_folder import RECORD
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -98,15 +98,9 @@ def read_study(name, *, epochs=None, seeds=None) -> Study:
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     content = read_yaml(path, "study")
     try:
-        stage = {key: _number(value) for key, value in (content.get("stage") or {}).items()}
-        return Study(**{**content, **changes, "name": path.stem, "stage": stage})
+        return Study(**{**content, **changes, "name": path.stem})
     except (AttributeError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
-
-
-def _number(value):
-    """A text such as 3e-3, which YAML 1.1 does not know as a number, as one."""
-    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 
 def folder_of(out, row: str, seed: int) -> Path:

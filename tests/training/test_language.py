@@ -1,17 +1,12 @@
-"""What distill refuses: one sentence that names the argument, and nothing written."""
+"""What distill refuses of language models: one sentence that names the argument, and nothing written."""
 
 import builtins
-import os
-import resource
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from optimum.quanto import freeze, qint8, quantize
 from torch import nn
 
-from mhla_hf.training import run_folder
 from mhla_hf.training.loop import Stage, distill
 
 STAGE = {"seq_len": 48, "batch_size": 4}
@@ -75,14 +70,15 @@ CASES = {
     ),
     "seed": (lambda lab: {"seed": -1}, ValueError, "seed: got -1; expected a whole number"),
     "large seed": (lambda lab: {"seed": 2**32}, ValueError, "seed: got 4294967296; expected a whole number from 0 to"),
-    "seed text": (lambda lab: {"seed": "0"}, ValueError, "seed: got '0'; expected a whole number"),
-    "save_every": (lambda lab: {"save_every": 0}, ValueError, "save_every: got 0; expected a whole number"),
-    "log_every": (lambda lab: {"log_every": 1.5}, ValueError, "log_every: got 1.5; expected a whole number"),
-    "precision": (lambda lab: {"mixed_precision": "fp16"}, ValueError, "mixed_precision: got 'fp16'; expected 'no'"),
-    "tracker": (lambda lab: {"tracker": "ledger"}, ValueError, "tracker: got 'ledger'; expected one of"),
-    "tracker missing": (lambda lab: {"tracker": "wandb"}, ImportError, "tracker: wandb is missing: pip install wandb"),
+    "save_every": (lambda lab: {"save_every": 0}, ValueError, "save_every is 0; expected a whole number"),
+    "log_every": (lambda lab: {"log_every": 1.5}, ValueError, "log_every is 1.5; expected int"),
+    "precision": (
+        lambda lab: {"mixed_precision": "fp16"},
+        ValueError,
+        "mixed_precision is 'fp16'; expected one of .'no', 'bf16'",
+    ),
+    "tracker": (lambda lab: {"tracker": "wandb"}, ValueError, "tracker: got 'wandb'; expected one that is installed"),
     "student": (lambda lab: {"student": nn.Linear(2, 2)}, TypeError, "student: got Linear; expected a causal language"),
-    "student name": (lambda lab: {"student": "gpt2"}, TypeError, "student: got str; expected a causal language"),
     "student on meta": (
         lambda lab: {"student": on_meta(lab)},
         ValueError,
@@ -101,7 +97,7 @@ CASES = {
     "save_dtype": (
         lambda lab: {"save_dtype": torch.int8},
         ValueError,
-        "save_dtype: got 'int8'; expected one of float16",
+        "save_dtype is 'int8'; expected one of .'float32'",
     ),
     "frozen": (lambda lab: {"student": frozen(lab.student())}, ValueError, "'all'. is frozen"),
     "unconverted": (
@@ -129,7 +125,7 @@ CASES = {
     "teacher's width": (
         lambda lab: {"stages": TRANSFER, "teacher": lab.teacher(hidden_size=48)},
         ValueError,
-        "teacher: has hidden size 48, and the student 32",
+        "teacher: has a hidden size of 48, and the student one of 32",
     ),
     "converted teacher": (
         lambda lab: {"stages": TRANSFER, "teacher": lab.student()},
@@ -174,100 +170,3 @@ def test_missing_extra_is_named_with_its_command(lab, tmp_path, monkeypatch, mis
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[train\]'"):
         distill(lab.student(), out=tmp_path / "out", stages=LM, data=tmp_path / "t.jsonl")
-
-
-def test_out_is_a_file(lab, tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match=r"out: '.*out' is a file"):
-        lab.distill(tmp_path / "out", None, lab.student(), stages=LM)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_out_holds_other_files(lab, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "letter.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files; expected a new or an empty folder"):
-        lab.distill(tmp_path / "out", None, lab.student(), stages=LM)
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "letter.txt"]
-
-
-def test_out_may_be_an_empty_folder(lab, tmp_path):
-    (tmp_path / "out").mkdir()
-    lab.distill(tmp_path / "out", None, lab.student(), stages=LM)
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("damage", ["", "[]", "{", "{}"])
-def test_damaged_record(lab, tmp_path, damage):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "train.json").write_text(damage)
-    with pytest.raises(ValueError, match="out: ") as caught:
-        lab.distill(tmp_path / "out", None, lab.student(), stages=LM)
-    assert "\n" not in str(caught.value)
-
-
-def test_read_only_folder(lab, tmp_path):
-    place = Path("/proc/mhla_hf") if os.access("/proc", os.R_OK) and os.geteuid() == 0 else tmp_path / "locked"
-    if place.parent == tmp_path:
-        place.mkdir(mode=0o500)
-    with pytest.raises(ValueError, match=r"out: '.*' cannot be written") as caught:
-        lab.distill(place / "out", None, lab.student(), stages=LM)
-    assert "\n" not in str(caught.value)
-    assert not place.exists() or not list(place.iterdir())
-
-
-def test_disk_too_small(lab, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match=r"needs about 1 MB .* and 0 MB are free"):
-        lab.distill(tmp_path / "out", None, lab.student(), stages=LM)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("limit", [2_000, 60_000, 110_000])
-def test_disk_full_on_the_way(lab, tmp_path, monkeypatch, limit):
-    """A limit on the size of files stands for a full disk: the record, the weights or the moments do not fit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    stages = [Stage("lm", "lm", 4, 1e-3, **STAGE)]
-    student = lab.student()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"out: .* of '.*out' cannot be written \(.*\); nothing was kept") as caught:
-            lab.distill(tmp_path / "out", None, student, stages=stages)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.rglob("*tmp-*"))
-    fresh = lab.student()
-    lab.distill(tmp_path / "out", None, fresh, stages=stages)
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_last_whole_state_is_named_when_the_disk_fills(lab, tmp_path, monkeypatch):
-    real = run_folder.RunFolder.aside
-    monkeypatch.setattr(run_folder.RunFolder, "aside", lambda self, target: real(self, target))
-    with monkeypatch.context() as later:
-        count = []
-
-        def full(self, target):
-            count.append(target)
-            if len(count) == 3:
-                raise OSError(28, "No space left on device")
-            return real(self, target)
-
-        later.setattr(run_folder.RunFolder, "aside", full)
-        with pytest.raises(OSError, match=r"No space left on device.*the state in '.*step-000000002' is whole"):
-            lab.distill(tmp_path / "out", None, lab.student(), stages=LM, save_every=1)
-    lab.distill(tmp_path / "out", None, lab.student(), stages=LM, save_every=1)
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("when", ["logging", "saving"])
-def test_numbers_that_are_not_finite(lab, tmp_path, when):
-    stages = [Stage("lm", "lm", 40, 1e30, max_grad_norm=1.0 if when == "saving" else 0.0, **STAGE)]
-    every = {"log_every": 5, "save_every": 40} if when == "logging" else {"log_every": 40, "save_every": 5}
-    with pytest.raises(ValueError, match=r"lr: with 1e\+30 stage 'lm' left the finite numbers .*smaller lr is needed"):
-        lab.distill(tmp_path / "out", None, lab.student(), stages=stages, **every)
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("out.state/step-*"))
