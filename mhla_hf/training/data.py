@@ -77,7 +77,6 @@ class TokenRing:
         _check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
-        """What identifies the data: kind, number of tokens, hash of all tokens."""
         digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
@@ -119,7 +118,6 @@ class TokenStream:
         self.vocab_size, self.name, self.identity = vocab_size, name, identity
 
     def describe(self):
-        """What identifies the data: kind and where it comes from."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length, seed, stage, state=None):
@@ -172,15 +170,12 @@ class _StreamReader(Reader):
         return torch.cat(taken, dim=1).unbind()
 
     def state(self):
-        """The window's start, and the place in the window."""
         return {"start": self.start, "number": self.number, "next": self.next}
 
     def handover(self):
-        """The window after this one."""
         return {"start": self.end}
 
     def close(self):
-        """Stop reading ahead."""
         self.thread.shutdown(wait=True, cancel_futures=True)
 
     def _show(self, window, end):

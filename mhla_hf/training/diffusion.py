@@ -11,7 +11,6 @@ import json
 
 import torch
 
-from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import family_of
 from ..models.families import DIFFUSION
 from .denoising import DiffusionStep, NoiseProcess
@@ -85,7 +84,6 @@ class DiffusionTask(Task):
         return _Data(latents, prompts, conditions, self.pipeline.scheduler)
 
     def reader(self, source, stage, number, seed, state):
-        """Noised latents, or points of the teacher's trajectories."""
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
@@ -93,7 +91,6 @@ class DiffusionTask(Task):
         return TrajectoryReader(teacher, self._shape(stage), source.conditions, stage, key, state, self.progress)
 
     def take(self, reader, stage, rows):
-        """Noisy latents, times, conditions and perhaps targets; the share of a sample in the batch."""
         batch = reader.take(stage.batch_size, rows)
         self.names = tuple(batch)
         return tuple(batch.values()), (1 / stage.batch_size,)
@@ -122,21 +119,10 @@ class DiffusionTask(Task):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def checkpoint_gradients(self, on):
-        """diffusers' own."""
         if on:
             self.student.enable_gradient_checkpointing()
         else:
             self.student.disable_gradient_checkpointing()
-
-    def save(self, folder):
-        """The pipeline, or the transformer."""
-        self.given.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-
-    def load(self, folder):
-        """From the pipeline's folder, or the transformer's."""
-        inner = "transformer" if _is_pipeline(self.given) else None
-        trained = type(self.student).from_pretrained(folder, subfolder=inner, dtype=self.student.dtype)
-        self.student.load_state_dict(trained.state_dict())
 
     def _check_data(self, stages, prompts, latents):
         """One sentence if what conditions the model, or what a loss needs, is missing."""
@@ -225,7 +211,6 @@ class _Data:
         self.name = latents.name if latents else "the teacher's trajectories"
 
     def describe(self):
-        """What identifies the data, and the noise process."""
         known = {"kind": "trajectories"} if self.latents is None else self.latents.describe()
         if self.prompts is not None:
             known["prompts"] = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()[:16]

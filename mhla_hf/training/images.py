@@ -27,7 +27,7 @@ class ImageTask(Task):
 
     def __init__(self, student, teacher, processor=None, test=None):
         super().__init__(student, teacher)
-        self.processor, self.test = processor, test
+        self.tool, self.test = processor, test
 
     def check(self, stages):
         """As every task; and classes and widths that do not fit."""
@@ -45,11 +45,11 @@ class ImageTask(Task):
                 if own != its:
                     raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
         config = self.student.config
-        if self.processor is None and not hasattr(config, "preprocessing"):
+        if self.tool is None and not hasattr(config, "preprocessing"):
             raise ValueError(
                 f"processor: None was given for {type(self.student).__name__}; expected its image processor"
             )
-        values = config.preprocessing() if self.processor is None else self.processor.to_dict()
+        values = config.preprocessing() if self.tool is None else self.tool.to_dict()
         self.preparation = Preparation(values, getattr(config, "num_channels", 3))
 
     def open(self, data, stages):
@@ -87,12 +87,10 @@ class ImageTask(Task):
             return [0] * len(names)
 
     def reader(self, source, stage, number, seed, state):
-        """The batches of one stage."""
         classes = self.student.config.num_labels if is_classifier(self.student) else int(source.labels.max()) + 1
         return PictureReader(source, stage, (seed, number), self.preparation, classes, state)
 
     def take(self, reader, stage, rows):
-        """Pixels and the shares of the classes; 1 / batch size."""
         return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage):
@@ -100,16 +98,9 @@ class ImageTask(Task):
         return ImageStep(self.student, self.teacher, stage, self.numbered)
 
     def judge(self):
-        """The accuracy on `test`, if there is any."""
         if self.pictures_of_test is None:
             return {}
         return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.preparation)}
-
-    def save(self, folder):
-        """The model and its image processor."""
-        super().save(folder)
-        if self.processor is not None:
-            self.processor.save_pretrained(folder)
 
 
 def is_classifier(model) -> bool:

@@ -17,7 +17,7 @@ class LanguageTask(Task):
 
     def __init__(self, student, teacher, tokenizer=None, text_field="text"):
         super().__init__(student, teacher)
-        self.tokenizer, self.text_field = tokenizer, text_field
+        self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
         """As every task; and positions, vocabularies and widths that do not fit."""
@@ -41,10 +41,9 @@ class LanguageTask(Task):
     def open(self, data, stages):
         """Text, see `open_text`."""
         vocab = self.student.get_input_embeddings().weight.shape[0]
-        return open_text(data, self.tokenizer, text_field=self.text_field, vocab_size=vocab)
+        return open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
 
     def reader(self, source, stage, number, seed, state):
-        """The sequences of one stage."""
         return source.reader(stage.seq_len, seed, number, state)
 
     def try_data(self, source, stages, seed):
@@ -52,7 +51,6 @@ class LanguageTask(Task):
         self.reader(source, max(stages, key=lambda stage: stage.seq_len), 0, seed, None).close()
 
     def take(self, reader, stage, rows):
-        """ids and labels of the rows; the shares of a predicted token and of a sequence in the whole batch."""
         ids, labels = reader.take(stage.batch_size)
         predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
         return (ids[rows], labels[rows]), (1 / max(1, predicted), 1 / stage.batch_size)
@@ -62,11 +60,4 @@ class LanguageTask(Task):
         return DistillStep(self.student, self.teacher, stage)
 
     def count(self, stage):
-        """Tokens of a step."""
         return stage.batch_size * stage.seq_len
-
-    def save(self, folder):
-        """The model and its tokenizer."""
-        super().save(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)

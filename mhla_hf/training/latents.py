@@ -46,7 +46,6 @@ class Latents:
         self.columns = tuple(key for key in (*COLUMNS, PROMPT) if key in first)
 
     def describe(self):
-        """What identifies the data: kind, number, shape, and where they come from."""
         return {"kind": LATENTS, "samples": self.count, "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index):

@@ -163,24 +163,24 @@ class _Run:
         if self.main:
             self.folder.begin()
         self.accelerator.wait_for_everyone()
-        kept = [(parameter, parameter.requires_grad) for parameter in self.student.parameters()]
+        flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
             with self.interrupt:
                 set_dtypes(self.student, dtypes_to_train(self.student))
-                self._train(latest)
+                self._train(latest, flags)
                 set_dtypes(self.student, saved)
                 self._finish()
                 dtypes = saved
         finally:
             set_dtypes(self.student, dtypes)
-            for parameter, flag in kept:
+            for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
         return self.task.given
 
-    def _train(self, latest):
+    def _train(self, latest, flags):
         import accelerate
 
         if latest is not None:
@@ -191,7 +191,6 @@ class _Run:
         if self.options.tracker:
             init = {"tensorboard": {"purge_step": self.at["total"] + 1}}
             self.accelerator.init_trackers("runs", init_kwargs=init)
-        flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         self.student.train()
         if self.options.gradient_checkpointing:
             self.task.checkpoint_gradients(True)
@@ -220,7 +219,12 @@ class _Run:
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
-            self._check_generators()
+            if (
+                self.main and at.pop("generator") != _generator_hash()
+            ):  # accelerate skips what it cannot read, in silence
+                raise ValueError(
+                    f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions"
+                )
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
@@ -353,11 +357,6 @@ class _Run:
                 write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
         self.accelerator.wait_for_everyone()
 
-    def _check_generators(self):
-        """accelerate skips random generators that it cannot read, and says so to nobody."""
-        if self.main and self.at.pop("generator") != _generator_hash():
-            raise ValueError(f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions")
-
     def _finish(self):
         """The finished model, what belongs to it and the record."""
         self.accelerator.wait_for_everyone()
@@ -380,20 +379,18 @@ class _Run:
             )
         return {
             "format_version": 1,
+            **{key: self.folder.identity[key] for key in ("seed", "mixed_precision", "processes")},
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
-            "seed": self.seed,
             "stages": stages,
             "steps": at["total"],
             self.task.unit: at[self.task.unit],
             "seconds": round(at["seconds"], 3),
             "resumed": at["resumed"],
             "data": self.source.describe() | {"name": _public_name(self.source.name)},
-            "mixed_precision": self.accelerator.mixed_precision,
             "gradient_checkpointing": self.options.gradient_checkpointing,
-            "processes": self.accelerator.num_processes,
             "hardware": describe_hardware(self.accelerator.device),
             "versions": describe_versions(),
             "commit": source_commit(),

@@ -87,7 +87,6 @@ class Pictures:
         return len(self.labels)
 
     def describe(self):
-        """What identifies the data: kind, number of images, hash of all of them."""
         if self.identity is None:
             digest = hashlib.sha256(self.items.numpy().tobytes())
             digest.update(self.labels.numpy().tobytes())
@@ -126,24 +125,14 @@ class Pictures:
         """
         item = self.items[index]
         if isinstance(item, torch.Tensor):
-            image = item.float() / 255
-            if box is not None:
-                height, width = image.shape[1:]
-                left, top, right, bottom = (round(a * b) for a, b in zip(box, (width, height) * 2, strict=True))
-                image = image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
-            size = sides_of(size, *image.shape[1:])
-            if image.shape[1:] != size:
-                mode = "bilinear" if resample == Image.Resampling.BILINEAR else "bicubic"
-                image = F.interpolate(image[None], size, mode=mode, antialias=True, align_corners=False)[0]
-            return image.clamp(0, 1).expand(channels, -1, -1)
+            item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
         with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
             picture = picture.convert("L" if channels == 1 else "RGB")
             if box is not None:
                 box = tuple(a * b for a, b in zip(box, picture.size * 2, strict=True))
-            size = sides_of(size, picture.height, picture.width)
-            array = numpy.asarray(picture.resize((size[1], size[0]), resample, box=box))
-        image = torch.from_numpy(array.copy()).float() / 255
-        return image[None] if image.ndim == 2 else image.permute(2, 0, 1)
+            height, width = sides_of(size, picture.height, picture.width)
+            array = numpy.asarray(picture.resize((width, height), resample, box=box))
+        return torch.from_numpy(array.copy()).float().div(255).view(height, width, channels).permute(2, 0, 1)
 
 
 def sides_of(size, height: int, width: int) -> tuple[int, int]:
@@ -156,13 +145,11 @@ def sides_of(size, height: int, width: int) -> tuple[int, int]:
 
 def middle_of(image: torch.Tensor, size) -> torch.Tensor:
     """The middle `[C, *size]` of an image `[C, H, W]`, with zeros around it where it is smaller."""
-    (height, width), (rows, columns) = image.shape[1:], size
-    if height < rows or width < columns:
-        more, wider = max(rows - height, 0), max(columns - width, 0)
-        image = F.pad(image, (-(-wider // 2), wider // 2, -(-more // 2), more // 2))
-        height, width = image.shape[1:]
-    top, left = (height - rows) // 2, (width - columns) // 2
-    return image[:, top : top + rows, left : left + columns]
+    pads = []
+    for side, wanted in ((image.shape[2], size[1]), (image.shape[1], size[0])):
+        first = -((side - wanted) // 2)  # below zero: cut off
+        pads += [first, wanted - side - first]
+    return F.pad(image, pads)
 
 
 def open_pictures(data, split="train") -> Pictures:
@@ -309,7 +296,6 @@ class PictureReader(Reader):
         return pixels, share * targets + (1 - share) * other_targets
 
     def close(self):
-        """Let the threads go."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 

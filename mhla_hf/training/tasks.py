@@ -30,6 +30,7 @@ class Task(abc.ABC):
     unit: str  # what runs count: "tokens", "images", "samples"
     wanted: str  # what student and teacher have to be, for errors
     without_data = False  # whether `data=None` means something
+    tool = None  # a tokenizer or an image processor, saved with the model
     progress = False
 
     def __init__(self, student, teacher):
@@ -93,11 +94,14 @@ class Task(abc.ABC):
 
     def save(self, folder):
         """Write the trained model and what belongs to it into `folder`, which exists."""
-        self.student.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        self.given.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        if self.tool is not None:
+            self.tool.save_pretrained(folder)
 
     def load(self, folder):
         """Put the weights that `save` wrote into the student."""
-        trained = type(self.student).from_pretrained(folder, dtype=self.student.dtype)
+        inner = "" if self.given is self.student else "transformer"  # of a pipeline
+        trained = type(self.student).from_pretrained(folder, subfolder=inner, dtype=self.student.dtype)
         self.student.load_state_dict(trained.state_dict())
 
 
