@@ -6,7 +6,7 @@
     torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --images imagenet/ --out out/t
 
 A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
-on. Unusual: the classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has
+on. The classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has
 none (DINOv3, CLIP, SigLIP) and learns its original's features. Afterwards
 `mhla_hf.evaluate(out, recipe="table_2_imagenet", settings={"data": "DATA/val"})` gives a classifier's top-1.
 """

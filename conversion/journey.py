@@ -1,6 +1,6 @@
-"""What `wan.py`, `sana.py` and `dit.py` share: load, convert, distil, judge, card, for any pipeline that can become MHLA.
+"""What `wan.py`, `sana.py` and `dit.py` share: load, convert, distill, judge, card, for any pipeline that can become MHLA.
 
-Unusual: student and teacher share everything but the transformer, which is loaded twice, because converting happens in
+Student and teacher share everything but the transformer, which is loaded twice, because converting happens in
 place. Stopped at any moment, the same command goes on.
 """
 

@@ -1,10 +1,10 @@
-"""A language model becomes an MHLA model: load, convert, distil from itself, save. Or the paper's, from scratch.
+"""A language model becomes an MHLA model: load, convert, distill from itself, save. Or the paper's, from scratch.
 
     python conversion/language.py --model DIR_OR_HUB_ID --text FILE_FOLDER_OR_DATASET --out out/mine
     python conversion/language.py --recipe conversion/recipes/language_llama_lite.yaml --out out/smollm2
     torchrun --nproc_per_node 8 conversion/language.py --recipe conversion/recipes/language_340m_scratch.yaml --out out/p
 
-Stopped at any moment, the same command goes on. Unusual: nothing; it is what `mhla-hf distill` does, to be read and
+Stopped at any moment, the same command goes on. It is what `mhla-hf distill` does, to be read and
 changed. The teacher is a second copy of the model, because converting happens in place.
 """
 

@@ -4,7 +4,7 @@
     python conversion/official_checkpoints.py wan.safetensors --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers --out out/wan
 
 With --base the result is a whole pipeline: the checkpoint in place of that pipeline's transformer. What a file holds is
-recognised by its keys. Unusual: nothing is skipped; a key that has no place, or a place without a key, is an error that
+recognised by its keys. Nothing is skipped; a key that has no place, or a place without a key, is an error that
 names it (Wan and DiT: `mhla_hf.official`). The released vision code normalises otherwise than the paper
 (`normalize="official"`), so that is what such a model gets.
 """

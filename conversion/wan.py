@@ -1,4 +1,4 @@
-"""Wan becomes a video model with MHLA: load, convert, distil from itself, judge, card.
+"""Wan becomes a video model with MHLA: load, convert, distill from itself, judge, card.
 
     python conversion/wan.py --data prompts.txt --out out/wan
     torchrun --nproc_per_node 8 conversion/wan.py --recipe conversion/recipes/wan_paper.yaml --data LATENTS --out out/wan

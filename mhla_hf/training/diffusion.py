@@ -40,35 +40,28 @@ class DiffusionTask(Task):
 
     def check(self, stages):
         """As every task; and families, pipelines and widths that do not fit."""
-        families = []
+        kinds = set()
         for name, model in (("student", self.student), ("teacher", self.teacher)):
-            families.append(None if model is None else family_of(model))
-            if (model is not None or name == "student") and not (families[-1] and families[-1].conditions):
-                raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
+            if model is not None or name == "student":
+                family = family_of(model)
+                if family is None or not family.conditions:
+                    raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
+                kinds.add(f"{family.base} of {model.config.in_channels} channels")
         if self.pipeline is None:
             raise ValueError("teacher: neither student nor teacher is a pipeline; expected one, for its scheduler")
         if self.pipeline.components.get("transformer_2") is not None:
             raise ValueError(
                 "student: the pipeline has two transformers, each for its own times; expected a pipeline with one"
             )
-        config = self.student.config
-        if (
-            config.out_channels is not None and config.out_channels < config.in_channels
-        ):  # the image is further channels
+        own, said = self.student.config.in_channels, self.student.config.out_channels
+        if said is not None and said < own:  # the image comes as further channels
             raise ValueError("student: is an image-to-video model; expected one from text alone")
-        self.conditions, self.process = families[0].conditions, NoiseProcess(self.pipeline.scheduler)
+        if len(kinds) > 1:
+            raise ValueError(f"teacher: student and teacher are a {' and a '.join(sorted(kinds))}; expected one kind")
+        self.conditions, self.process = family_of(self.student).conditions, NoiseProcess(self.pipeline.scheduler)
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
             _import_peft()
-        if self.teacher is not None and any(stage.needs_teacher for stage in stages):
-            own, its = (
-                (f.base, model.config.in_channels)
-                for f, model in zip(families, (self.student, self.teacher), strict=True)
-            )
-            if own != its:
-                raise ValueError(
-                    f"teacher: is a {its[0]} of {its[1]} channels, and the student a {own[0]} of {own[1]}; expected one kind"
-                )
 
     def open(self, data, stages):
         """Latents, prompts, or None; see `open_latents` and `read_prompts`."""

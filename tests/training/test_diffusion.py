@@ -226,15 +226,7 @@ VIDEO = DiffusionStage("v", "prediction", 1, 1e-3, size=[9, 64, 80])
 OWN = DiffusionStage("d", "denoising", 1, 1e-3, size=[9, 64, 80])
 BAD = {
     "another VAE": ({"stages": [OWN], "data": wan_latents(8, 3, 8, 10)}, r"are \[8, 3, 8, 10\]; expected \[16, frames"),
-    "images for video": (
-        {"stages": [OWN], "data": wan_latents(16, 8, 10)},
-        r"are \[16, 8, 10\]; expected \[16, frames",
-    ),
     "odd sides": ({"stages": [OWN], "data": wan_latents(16, 3, 7, 10)}, r"which the patches \[1, 2, 2\] do not divide"),
-    "another size": (
-        {"stages": [OWN], "data": wan_latents(16, 3, 8, 8)},
-        r"are \[16, 3, 8, 8\], and stage 'd' has size \[9, 64, 80\], latents of \[16, 3, 8, 10\]",
-    ),
     "size of an image": (
         {"stages": [DiffusionStage("v", "prediction", 1, 1e-3, size=[64, 80])]},
         r"size is \[64, 80\]; expected \[frames",
@@ -244,16 +236,12 @@ BAD = {
         "size is None; expected .frames, rows, columns",
     ),
     "no prompts": ({"data": None}, "data: None was given; expected prompts"),
-    "empty prompts": ({"data": []}, "expected prompts, at least one"),
-    "no file of prompts": ({"data": "none.txt"}, "there is no file 'none.txt'"),
-    "no folder": ({"data": "./none"}, "there is no file or folder './none'"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "has no 'latents'; it has pixels"),
     "no texts": ({"data": {"latents": torch.zeros(2, 16, 3, 8, 10)}}, "has no 'prompt_embeds', which the model needs"),
     "uneven": (
         {"data": {"latents": torch.zeros(2, 1), "prompt_embeds": torch.zeros(3, 1)}},
         "expected as many rows each",
     ),
-    "loss on data": ({"stages": [OWN]}, "stage 'd' has a loss on data, and there are no latents"),
     "weight on data": (
         {"stages": [DiffusionStage("v", "prediction", 1, 1e-3, size=[9, 64, 80], data_weight=0.5)]},
         "stage 'v' has a loss on data",
@@ -263,17 +251,10 @@ BAD = {
         {"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
         "neither student nor teacher is a pipeline",
     ),
-    "another family": (
-        {"teacher": PIPELINES["sana"]},
-        "teacher: is a SanaTransformer2DModel of .*, and the student a Wan",
-    ),
+    "another family": ({"teacher": PIPELINES["sana"]}, "teacher: student and teacher are a Sana.* and a Wan"),
     "converted teacher": (
         {"stages": [DiffusionStage("t", "transfer", 1, 1e-3, trainable="mhla")], "teacher": lambda: converted("wan")},
         "is an MHLA layer itself",
-    ),
-    "unconverted": (
-        {"student": PIPELINES["wan"], "stages": [DiffusionStage("t", "transfer", 1, 1e-3, trainable="mhla")]},
-        "has no MHLA layer",
     ),
     "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: is an image-to-video model"),
     "two transformers": ({"teacher": two_transformers}, "the pipeline has two transformers, each for its own times"),

@@ -37,13 +37,6 @@ def integers(lab):
     return student
 
 
-def renamed(lab):
-    teacher = lab.teacher()
-    teacher.model.layers[1].attention = teacher.model.layers[1].self_attn
-    del teacher.model.layers[1].self_attn
-    return teacher
-
-
 def shared(lab):
     teacher = lab.teacher()
     student = lab.student(teacher)
@@ -69,7 +62,6 @@ CASES = {
         "gives token 89; the model knows tokens 0 to 63",
     ),
     "seed": (lambda lab: {"seed": -1}, ValueError, "seed: got -1; expected a whole number"),
-    "large seed": (lambda lab: {"seed": 2**32}, ValueError, "seed: got 4294967296; expected a whole number from 0 to"),
     "save_every": (lambda lab: {"save_every": 0}, ValueError, "save_every is 0; expected a whole number"),
     "log_every": (lambda lab: {"log_every": 1.5}, ValueError, "log_every is 1.5; expected int"),
     "precision": (
@@ -112,11 +104,6 @@ CASES = {
         ValueError,
         "teacher: has a vocabulary of 72, and the student one of 64",
     ),
-    "teacher's layers": (
-        lambda lab: {"stages": TRANSFER, "teacher": renamed(lab)},
-        ValueError,
-        "teacher: has no module 'model.layers.1.self_attn'",
-    ),
     "fewer layers": (
         lambda lab: {"stages": TRANSFER, "teacher": lab.teacher(num_hidden_layers=1)},
         ValueError,
@@ -126,11 +113,6 @@ CASES = {
         lambda lab: {"stages": TRANSFER, "teacher": lab.teacher(hidden_size=48)},
         ValueError,
         "teacher: has a hidden size of 48, and the student one of 32",
-    ),
-    "converted teacher": (
-        lambda lab: {"stages": TRANSFER, "teacher": lab.student()},
-        ValueError,
-        "is an MHLA layer itself; expected the softmax original",
     ),
     "shared weights": (
         lambda lab: dict(zip(("student", "teacher"), shared(lab), strict=True)) | {"stages": LOGITS},

@@ -9,14 +9,13 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_towers import softmax_tower
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_pipelines import PIPELINES, generate
-from transformers import AutoModelForCausalLM, ViTImageProcessor
+from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.training import data, loop, objectives
-from mhla_hf.training.recipe import DiffusionStage, ImageStage
+from mhla_hf.training.recipe import DiffusionStage
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -49,9 +48,9 @@ def stopping(monkeypatch, *calls, how=lambda: os.kill(os.getpid(), signal.SIGINT
     monkeypatch.setattr(objectives.DistillStep, "forward", forward)
 
 
-@pytest.mark.parametrize("step", [4, 10, 16])
+@pytest.mark.parametrize("step", [10, 16])
 def test_kill_and_go_on(lab, whole, tmp_path, step):
-    """In the first stage, at the border of both, in the second; twenty random moments are the next test's, which is slow."""
+    """At the border of both stages, and in the second; twenty random moments are the next test's, which is slow."""
     out = tmp_path / "out"
     lab.kill(lambda: run(lab, out), lambda: lab.newest(out) >= step)
     assert not out.exists()
@@ -113,7 +112,7 @@ def test_second_ctrl_c_stops_at_once():
 def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WINDOW", 16)
     file, results = lab.rows(tmp_path / "text.jsonl"), []
-    for name, calls in (("one", ()), ("two", (7,)), ("three", (13,))):
+    for name, calls in (("one", ()), ("two", (7, 16))):
         with monkeypatch.context() as later:
             stopping(later, *calls)
             for _ in calls:
@@ -121,7 +120,7 @@ def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
                     lab.distill(tmp_path / name, data=file)
         lab.distill(tmp_path / name, data=file)
         results.append((lab.weights(tmp_path / name), lab.history(tmp_path / name)))
-    assert results[1:] == results[:1] * 2
+    assert results[0] == results[1]
 
 
 def test_average_by_hand(lab, tmp_path, monkeypatch):
@@ -289,38 +288,19 @@ def test_a_stopped_run_in_half_precision_goes_on_bit_for_bit(lab, base, tmp_path
     assert lab.record(tmp_path / "out")["resumed"] == 2
 
 
-def test_image_models_in_half_precision(tmp_path):
-    teacher = softmax_tower("ViTForImageClassification").to(HALF)
-    student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", layout=[2, 2])
-    stages = [
-        ImageStage("transfer", "transfer", 2, 5e-3, trainable="mhla", batch_size=4),
-        ImageStage("distill", "logits", 2, 5e-3, batch_size=4),
-    ]
-    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8), torch.arange(16) % 3
-    options = {"data": images, "stages": stages, "processor": processor, "progress": False}
-    mhla_hf.distill(student, teacher, out=tmp_path / "out", **options)
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert dtypes(saved) == as_base(saved)
-    loaded = type(student).from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(loaded.state_dict(), student.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("family", ["wan", "dit"])
-def test_pipelines_in_half_precision(tmp_path, family):
+def test_pipelines_in_half_precision(tmp_path):
     """Loaded as diffusers loads them in bfloat16: what its class keeps in float32 stays so."""
-    PIPELINES[family]().save_pretrained(tmp_path / "base")
-    kind = type(PIPELINES[family]())
+    PIPELINES["wan"]().save_pretrained(tmp_path / "base")
+    kind = type(PIPELINES["wan"]())
     teacher, student = (kind.from_pretrained(tmp_path / "base", dtype=HALF) for _ in range(2))
-    mhla_hf.convert(student, layers=[1], layout=(1, 2, 2) if family == "wan" else (2, 2))
+    mhla_hf.convert(student, layers=[1], layout=(1, 2, 2))
     before = dtypes(student.transformer.state_dict())
-    common = {"batch_size": 2, "sampling_steps": 2, "size": {"wan": [9, 64, 80]}.get(family)}
+    common = {"batch_size": 2, "sampling_steps": 2, "size": [9, 64, 80]}
     stages = [
         DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **common),
         DiffusionStage("lora", "prediction", 2, 1e-3, trainable="lora", lora_rank=2, ema=0.5, **common),
     ]
-    data = None if family == "dit" else ["a cat"]
-    mhla_hf.distill(student, teacher, out=tmp_path / "out", data=data, stages=stages, progress=False)
+    mhla_hf.distill(student, teacher, out=tmp_path / "out", data=["a cat"], stages=stages, progress=False)
     assert dtypes(student.transformer.state_dict()) == before and HALF in before.values()
     loaded = kind.from_pretrained(tmp_path / "out", dtype=HALF, trust_remote_code=True)
     torch.testing.assert_close(loaded.transformer.state_dict(), student.transformer.state_dict(), rtol=0, atol=0)
