@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
 from mhla_hf.checkpoints.files import read_yaml, write_json
 from mhla_hf.checkpoints.load import without_bars
+from mhla_hf.checkpoints.values import read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.training.loop import distill
@@ -97,10 +97,9 @@ def read_study(name, *, epochs=None, seeds=None) -> Study:
         raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     content = read_yaml(path, "study")
-    try:
-        return Study(**{**content, **changes, "name": path.stem})
-    except (AttributeError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
+    if isinstance(content, dict):
+        content |= {**changes, "name": path.stem}
+    return read_settings(Study, content, f"study {str(path)!r}: ")
 
 
 def folder_of(out, row: str, seed: int) -> Path:
