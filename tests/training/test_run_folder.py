@@ -171,15 +171,6 @@ def test_without_a_whole_state_nothing_is_gone_on_with(lab, stopped):
     assert sorted(stopped.parent.rglob("*")) == before
 
 
-def test_no_state_is_adopted_under_another_name(lab, stopped):
-    """Whatever is lost beside the states, they say themselves what run they are of."""
-    for file in stopped.parent.glob("out.state/*"):
-        if file.is_file():
-            file.unlink()
-    with pytest.raises(ValueError, match="begun with seed 0, not 1"):
-        go_on(lab, stopped, seed=1)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
