@@ -113,7 +113,7 @@ def test_distillation_learns(lab, tmp_path):
     """A teacher with sharp attention; judged on tokens that were not trained on."""
     teacher = lab.teacher(initializer_range=0.2)
     student = lab.student(teacher)
-    stages = lab.stages(20)
+    stages = lab.stages(30)
     ids = lab.tokens(480, seed=5).view(10, 48)
     transfer, logits = (DistillStep(student, teacher, stage) for stage in stages)
 
