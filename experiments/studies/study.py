@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
 from mhla_hf.checkpoints.files import read_yaml, write_json
 from mhla_hf.checkpoints.load import without_bars
+from mhla_hf.checkpoints.values import read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.training.loop import distill
 from mhla_hf.training.pictures import Preparation, open_pictures
-from mhla_hf.training.recipe import SCIENTIFIC, ImageStage
+from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.run_folder import RECORD
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -97,16 +97,9 @@ def read_study(name, *, epochs=None, seeds=None) -> Study:
         raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     content = read_yaml(path, "study")
-    try:
-        stage = {key: _number(value) for key, value in (content.get("stage") or {}).items()}
-        return Study(**{**content, **changes, "name": path.stem, "stage": stage})
-    except (AttributeError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"study {str(path)!r}: {' '.join(str(error).split())}") from None
-
-
-def _number(value):
-    """A text such as 3e-3, which YAML 1.1 does not know as a number, as one."""
-    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
+    if isinstance(content, dict):
+        content |= {**changes, "name": path.stem}
+    return read_settings(Study, content, f"study {str(path)!r}: ")
 
 
 def folder_of(out, row: str, seed: int) -> Path:

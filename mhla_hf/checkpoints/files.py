@@ -3,11 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import yaml
+
+from .values import read_settings
 
 SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
 
@@ -49,12 +52,25 @@ def folder_aside(target, replace: bool = False):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_yaml(path, what):
-    """What the YAML file `path` holds. ValueError, in one sentence that begins with `what`: no text, no YAML, too deep."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as in YAML 1.2 and everywhere else."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
+)
+
+
+def read_yaml(path, what, cls=None):
+    """What the YAML file `path` holds, as the strict dataclass `cls` if one is given.
+
+    ValueError, in one sentence that begins with `what`: no text, no YAML, too deep, or not what `cls` holds.
+    """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{what}: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
+    return content if cls is None else read_settings(cls, content, f"{what} {str(path)!r}: ")
 
 
 def write_text(path, text: str) -> Path:

@@ -5,14 +5,15 @@ what each column of a published table is, as (task, metric), so that our scores 
 """
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict, validated_field
-from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.files import read_yaml
+from ..checkpoints.values import at_least, read_settings
+
+__all__ = ["ScoreRecipe", "at_least", "read_score_recipe", "read_settings", "recipe_names", "with_settings"]
 
 FOLDER = Path(__file__).parent / "recipes"
 COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}
@@ -59,35 +60,6 @@ class ScoreRecipe:
                 value = ",".join(map(str, value))
             words += ["--set", f"{name}={shown(value) if isinstance(value, str) else getattr(value, 'name', value)}"]
         return words
-
-
-def at_least(least, default):
-    """A field of a strict dataclass that counts something, or is None."""
-
-    def check(value):
-        if value is not None and value < least:
-            raise ValueError(f"a whole number of at least {least}")
-
-    return validated_field(check, default=default)
-
-
-def read_settings(cls, values, what="settings: "):
-    """`values` by name as the strict dataclass `cls`; ValueError in one sentence that begins with `what`."""
-    types = {field.name: field.type for field in dataclasses.fields(cls)}
-    if unknown := [name for name in values if name not in types]:
-        raise ValueError(f"{what}unknown {unknown[0]!r}; expected {', '.join(types)}")
-    try:
-        return cls(**values)
-    except StrictDataclassFieldValidationError as error:
-        name = re.match(r"Validation error for field '(\w+)'", str(error))[1]
-        kind = types[name].__name__ if isinstance(types[name], type) else str(types[name])
-        kind = kind.replace("typing.Literal", "one of ").replace("pathlib.", "")
-        expected = error.__cause__ if isinstance(error.__cause__, ValueError) else kind
-        raise ValueError(f"{what}{name} is {values[name]!r}; expected {expected}") from None
-    except StrictDataclassClassValidationError as error:
-        raise ValueError(f"{what}{error.__cause__}") from None
-    except TypeError as error:
-        raise ValueError(f"{what}{error}") from None
 
 
 def recipe_names():

@@ -1,10 +1,10 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
-Two sources, one way to read them. Text on disk is tokenised once and held as a ring of tokens; which sequences a step
+Two sources, one way to read them. Text on disk is tokenized once and held as a ring of tokens; which sequences a step
 reads follows from (seed, stage, step) alone. A stream is read in windows of 256 sequences, each shuffled within itself,
-the next one being prepared by a thread; its place is the state that `datasets` gives at the window's start. Unusual:
-every process reads the same rows and keeps its share of them, so the order of the data does not depend on how many
-processes there are; and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+the next one being prepared by a thread; its place is the state that `datasets` gives at the window's start. Every process
+reads the same rows and keeps its share of them, so the order of the data does not depend on how many processes there are;
+and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
 """
 
 import copy
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy
 import torch
+
+from .tasks import Reader
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
@@ -45,16 +47,22 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
             raise ValueError(f"data: got a tensor {tuple(data.shape)} of {data.dtype}; expected whole numbers [N]")
         return TokenRing(data, vocab_size, "tokens at hand")
     if isinstance(data, (str, Path)):
-        path = place_of(data)
-        if path.is_dir():
-            return _open_folder(path, tokenizer, text_field, vocab_size)
-        if path.is_file():
-            return _open_files([path], str(path), tokenizer, text_field, vocab_size)
-        return _open_hub(str(data), tokenizer, text_field, vocab_size)
+        path, name = place_of(data), str(data)
+        if not path.exists():
+            dataset, identity = load_split(name, *hub_id(name), streaming=True), name
+        else:
+            files = _files(path)
+            builder = TABLE_ENDINGS.get(files[0].suffix.lower())
+            if builder is None:
+                return TokenRing(_encode(tokenizer, _texts(files, name), name), vocab_size, name)
+            dataset = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
+            identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
+        return TokenStream(dataset, tokenizer, text_field, vocab_size, name, identity)
     if hasattr(data, "to_iterable_dataset"):
         data = data.to_iterable_dataset()
     if hasattr(data, "state_dict") and hasattr(data, "set_epoch"):
-        return TokenStream(data, tokenizer, text_field, vocab_size, f"a dataset with columns {data.column_names}")
+        name = f"a dataset with columns {data.column_names}"
+        return TokenStream(data, tokenizer, text_field, vocab_size, name, name)
     raise TypeError(f"data: got {type(data).__name__}; expected a file, a folder, a dataset or a tensor of tokens")
 
 
@@ -69,27 +77,21 @@ class TokenRing:
         _check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
-        """What identifies the data: kind, number of tokens, hash of all tokens."""
         digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length, seed, stage, state=None):
         """The sequences of one stage, from the start or from `state`. ValueError when the text is too short."""
-        return _RingReader(self, length, seed, stage, state)
+        _check_length(len(self.tokens), length, self.name)
+        return _RingReader(self.tokens, length, (seed, stage), state)
 
 
-class _RingReader:
+class _RingReader(Reader):
     """Every epoch cuts the ring into sequences from a new start and takes them in a new order."""
 
-    def __init__(self, ring, length, seed, stage, state):
-        if len(ring.tokens) < length:
-            raise ValueError(
-                f"data: {ring.name!r} holds {len(ring.tokens)} tokens, which is shorter than one sequence "
-                f"(seq_len {length})"
-            )
-        self.tokens, self.length, self.key = ring.tokens, length, (seed, stage)
-        self.next = state["next"] if state else 0
-        self.epoch = None
+    def __init__(self, tokens, length, key, state):
+        super().__init__(key, state)
+        self.tokens, self.length, self.epoch = tokens, length, None
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
@@ -107,32 +109,20 @@ class _RingReader:
         ids = self.tokens[index].long()
         return ids, ids
 
-    def state(self):
-        """What `reader(state=...)` needs to go on here."""
-        return {"next": self.next}
-
-    def handover(self):
-        """What the next stage's reader starts from: nothing, its order is its own."""
-
-    def close(self):
-        """Nothing is held."""
-
 
 class TokenStream:
     """A `datasets.IterableDataset` as packed sequences. Rows have `text_field`, or `input_ids` and perhaps `labels`."""
 
-    def __init__(self, dataset, tokenizer, text_field, vocab_size, name):
+    def __init__(self, dataset, tokenizer, text_field, vocab_size, name, identity):
         self.dataset, self.tokenizer, self.text_field = dataset, tokenizer, text_field
-        self.vocab_size, self.name = vocab_size, name
-        self.identity = name
+        self.vocab_size, self.name, self.identity = vocab_size, name, identity
 
     def describe(self):
-        """What identifies the data: kind and where it comes from."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length, seed, stage, state=None):
         """The sequences of one stage. Reads the first window at once, so that a bad stream is known at the start."""
-        return _StreamReader(self, length, seed, stage, state)
+        return _StreamReader(self, length, (seed, stage), state)
 
     def tokens(self, rows):
         """ids and labels, two flat lists, of a list of rows, with the end-of-sequence token after each text."""
@@ -148,64 +138,60 @@ class TokenStream:
             texts = [row[self.text_field] for row in rows]
             if bad := [text for text in texts if not isinstance(text, str)]:
                 raise ValueError(f"data: column {self.text_field!r} holds a {type(bad[0]).__name__}; expected text")
-            ids = _encode(self.tokenizer, texts, self.name)
-            labels = ids
+            ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
             _check_ids(torch.tensor(ids), self.vocab_size, self.name)
         return ids, labels
 
 
-class _StreamReader:
-    def __init__(self, stream, length, seed, stage, state):
-        self.stream, self.length, self.key = stream, length, (seed, stage)
-        state = state or {"start": {"epoch": 0, "seen": 0, "place": None, "ids": [], "labels": []}}
-        self.number, self.next = state.get("number", 0), state.get("next", 0)
-        self.start = state["start"]
-        self._place(self.start)
+class _StreamReader(Reader):
+    """The windows of a stream. start: where the present window begins; end: where the next one does."""
+
+    def __init__(self, stream, length, key, state):
+        state = {"number": 0, "next": 0} | (
+            state or {"start": {"epoch": 0, "seen": 0, "place": None, "rest": [[], []]}}
+        )
+        super().__init__(key, state)
+        self.stream, self.length, self.number, self.start = stream, length, state["number"], state["start"]
+        self._go_to(self.start["epoch"], self.start["place"])
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mhla_hf-data")
-        self._shuffle(*self._read(self.start))
+        self._show(*self._read(self.start))
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        ids, labels = [], []
+        taken = []
         while count:
             if self.next == WINDOW:
                 self.start, self.number, self.next = self.end, self.number + 1, 0
-                self._shuffle(*self.coming.result())
-            rows = self.order[self.next : self.next + count]
-            ids.append(self.ids[rows])
-            labels.append(self.labels[rows])
-            self.next += len(rows)
-            count -= len(rows)
-        return torch.cat(ids), torch.cat(labels)
+                self._show(*self.coming.result())
+            taken.append(self.window[:, self.order[self.next : self.next + count]])
+            self.next += taken[-1].shape[1]
+            count -= taken[-1].shape[1]
+        return torch.cat(taken, dim=1).unbind()
 
     def state(self):
-        """What `reader(state=...)` needs to go on here: the window's start, and the place in the window."""
         return {"start": self.start, "number": self.number, "next": self.next}
 
     def handover(self):
-        """What the next stage's reader starts from: the window after this one."""
         return {"start": self.end}
 
     def close(self):
-        """Stop reading ahead."""
         self.thread.shutdown(wait=True, cancel_futures=True)
 
-    def _shuffle(self, ids, labels, end):
-        self.ids, self.labels, self.end = ids, labels, end
+    def _show(self, window, end):
+        self.window, self.end = window, end
         self.order = torch.from_numpy(numpy.random.default_rng((*self.key, self.number)).permutation(WINDOW))
         self.coming = self.thread.submit(self._read, end)
 
-    def _place(self, start):
-        dataset = self.stream.dataset
-        dataset.set_epoch(start["epoch"])
-        dataset.load_state_dict(start["place"])
-        self.rows = iter(dataset)
+    def _go_to(self, epoch, place=None):
+        self.stream.dataset.set_epoch(epoch)
+        self.stream.dataset.load_state_dict(place)
+        self.rows = iter(self.stream.dataset)
 
     def _read(self, start):
-        """One window from `start`, where `self.rows` stands: ids, labels `[WINDOW, length]`, and the state behind it."""
-        epoch, seen = start["epoch"], start["seen"]
-        ids, labels, wanted = list(start["ids"]), list(start["labels"]), WINDOW * self.length
+        """One window from `start`, where `self.rows` stands: ids and labels `[2, WINDOW, length]`, and where it ends."""
+        epoch, seen, wanted = start["epoch"], start["seen"], WINDOW * self.length
+        ids, labels = map(list, start["rest"])
         while len(ids) < wanted:
             rows = self._next_rows()
             if rows:
@@ -214,17 +200,12 @@ class _StreamReader:
                 labels += new_labels
                 seen += len(new_ids)
             if len(rows) < DOCUMENTS_AT_ONCE:
-                if seen < self.length:
-                    raise ValueError(
-                        f"data: {self.stream.name!r} holds {seen} tokens, which is shorter than one sequence "
-                        f"(seq_len {self.length})"
-                    )
+                _check_length(seen, self.length, self.stream.name)
                 epoch, seen = epoch + 1, 0
-                self._place({"epoch": epoch, "place": None})
+                self._go_to(epoch)
         place = copy.deepcopy(self.stream.dataset.state_dict())
-        end = {"epoch": epoch, "seen": seen, "place": place, "ids": ids[wanted:], "labels": labels[wanted:]}
-        shape = (WINDOW, self.length)
-        return torch.tensor(ids[:wanted]).view(shape), torch.tensor(labels[:wanted]).view(shape), end
+        end = {"epoch": epoch, "seen": seen, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
+        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, WINDOW, self.length), end
 
     def _next_rows(self):
         rows = []
@@ -236,29 +217,23 @@ class _StreamReader:
         return rows
 
 
-def _open_folder(path, tokenizer, text_field, vocab_size):
+def _files(path):
+    """The file, or the files of a folder: its texts, or else its tables of one kind."""
+    if path.is_file():
+        return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for endings in (TEXT_ENDINGS, TABLE_ENDINGS):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
-            return _open_files(chosen, str(path), tokenizer, text_field, vocab_size)
+            return [file for file in chosen if endings is TEXT_ENDINGS or file.suffix == chosen[0].suffix]
     endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
     raise ValueError(f"data: the folder {str(path)!r} holds no text; expected files ending in {endings}")
 
 
-def _open_files(files, name, tokenizer, text_field, vocab_size):
-    builder = TABLE_ENDINGS.get(files[0].suffix.lower())
-    if builder:
-        files = [file for file in files if file.suffix == files[0].suffix]
-        stream = _load(name, tokenizer, text_field, vocab_size, builder, data_files=[str(file) for file in files])
-        stream.identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
-        return stream
-    texts = []
-    for file in files:
-        texts.append(read_text_file(file))
-    texts = [text for text in texts if text.strip()]
+def _texts(files, name):
+    texts = [text for file in files if (text := read_text_file(file)).strip()]
     if not texts:
         raise ValueError(f"data: {name!r} holds no text")
-    return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
+    return texts
 
 
 def place_of(data, what="data"):
@@ -281,15 +256,6 @@ def read_text_file(file, what="data"):
     if "\0" in text:
         raise ValueError(f"{what}: {str(file)!r} is no text: character {text.index(chr(0))} is NUL")
     return text
-
-
-def _open_hub(name, tokenizer, text_field, vocab_size):
-    return _load(name, tokenizer, text_field, vocab_size, *hub_id(name))
-
-
-def _load(label, tokenizer, text_field, vocab_size, *arguments, **options):
-    dataset = load_split(label, *arguments, streaming=True, **options)
-    return TokenStream(dataset, tokenizer, text_field, vocab_size, label)
 
 
 def load_split(label, *arguments, split="train", **options):
@@ -317,15 +283,18 @@ def hub_id(name):
     return repository, configuration or None
 
 
+def head_hash(file):
+    """Hash of a file's first megabyte, which with its size identifies it."""
+    with file.open("rb") as stream:
+        return hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+
+
 def _encode(tokenizer, texts, name):
     if tokenizer is None:
         raise ValueError(f"tokenizer: None was given, and {name!r} is text; expected a tokenizer")
-    ids, end = [], tokenizer.eos_token_id
-    for document in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        ids += document
-        if end is not None:
-            ids.append(end)
-    return ids
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [token for document in documents for token in (*document, *end)]
 
 
 def _check_ids(tokens, vocab_size, name):
@@ -337,10 +306,9 @@ def _check_ids(tokens, vocab_size, name):
         )
 
 
-def head_hash(file):
-    """Hash of a file's first megabyte, which with its size identifies it."""
-    with file.open("rb") as stream:
-        return hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+def _check_length(tokens, length, name):
+    if tokens < length:
+        raise ValueError(f"data: {name!r} holds {tokens} tokens, which is shorter than one sequence (seq_len {length})")
 
 
 def _one_line(error):

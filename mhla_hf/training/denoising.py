@@ -10,10 +10,9 @@ import inspect
 import math
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .trainable import mhla_attentions, with_dtype_of
+from .tasks import Objective
 
 PIXELS_PER_LATENT = 8  # of PixArt's VAE, for its size conditions
 
@@ -32,12 +31,10 @@ def predict(transformer, noisy, times, condition):
     arguments = {key: value.to(dtype) if value.is_floating_point() else value for key, value in condition.items()}
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
-    if hasattr(transformer, "use_additional_conditions"):  # PixArt
-        sizes = {"resolution": None, "aspect_ratio": None}
-        if transformer.use_additional_conditions:
-            height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
-            rows = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
-            sizes = {"resolution": rows * rows.new_tensor([height, width]), "aspect_ratio": rows * height / width}
+    if getattr(transformer, "use_additional_conditions", False):  # PixArt's own, of the image's size
+        height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
+        rows = torch.ones(len(noisy), 1, device=noisy.device, dtype=dtype)
+        sizes = {"resolution": rows * rows.new_tensor([height, width]), "aspect_ratio": rows * height / width}
         arguments["added_cond_kwargs"] = sizes
     output = transformer(noisy.to(dtype), timestep=times, return_dict=False, **arguments)[0]
     return output[:, : noisy.shape[1]].float()
@@ -52,18 +49,18 @@ class NoiseProcess:
 
     def __init__(self, scheduler):
         config = scheduler.config
-        self.length = config.num_train_timesteps
+        self.length, self.shift = config.num_train_timesteps, 1.0
         self.prediction = config.get("prediction_type", "epsilon")
-        flow = "FlowMatch" in type(scheduler).__name__ or config.get("use_flow_sigmas")
-        if flow or self.prediction == "flow_prediction":
+        if hasattr(scheduler, "scale_noise") or config.get("use_flow_sigmas"):  # flow matching's own, or told to be one
             self.prediction = "flow_prediction"
+        if self.flow:
             self.shift = config.get("flow_shift") or config.get("shift") or 1.0
-        elif not hasattr(scheduler, "alphas_cumprod"):
+        elif hasattr(scheduler, "alphas_cumprod"):
+            self.kept = scheduler.alphas_cumprod.double().cpu()
+        else:
             raise ValueError(
                 f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one of them"
             )
-        else:
-            self.shift, self.kept = 1.0, scheduler.alphas_cumprod.double().cpu()
 
     @property
     def flow(self):
@@ -88,12 +85,11 @@ class NoiseProcess:
             return (1 - share) * clean + share * noise, noise - clean
         kept = self.kept[int(time)].item()
         signal, rest = math.sqrt(kept), math.sqrt(1 - kept)
-        targets = {
-            "epsilon": lambda: noise,
-            "sample": lambda: clean,
-            "v_prediction": lambda: signal * noise - rest * clean,
-        }
-        return signal * clean + rest * noise, targets[self.prediction]()
+        if self.prediction == "v_prediction":
+            target = signal * noise - rest * clean
+        else:
+            target = {"epsilon": noise, "sample": clean}[self.prediction]
+        return signal * clean + rest * noise, target
 
 
 @torch.no_grad()
@@ -127,24 +123,18 @@ def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guid
     return latents
 
 
-class DiffusionStep(nn.Module):
-    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned.
+class DiffusionStep(Objective):
+    """A diffusion transformer with the loss "transfer", "prediction" or "denoising".
 
     names: gives what the tensors of a batch are, in order: "noisy", "times", the conditions, perhaps "target".
     """
 
     def __init__(self, student, teacher, stage, names):
-        super().__init__()
-        self.student, self.stage, self.names = student, stage, names
-        self.__dict__["teacher"] = teacher
-        self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
+        super().__init__(student, teacher, stage)
+        self.names = names
 
     def forward(self, *values):
-        """One part of a batch: the tensors that `names` names, then 1 / number of samples in the whole batch.
-
-        Returns:
-            loss (scalar with gradient) and a dict of detached scalars; both add up over the parts of a batch.
-        """
+        """One part of a batch: the tensors that `names` names, then 1 / number of samples in the whole batch."""
         *tensors, row_share = values
         batch = dict(zip(self.names(), tensors, strict=True))
         noisy, times, target = batch.pop("noisy"), batch.pop("times"), batch.pop("target", None)
@@ -165,38 +155,11 @@ class DiffusionStep(nn.Module):
         return loss, {"loss": loss.detach(), **logs}
 
     def _transfer(self, noisy, times, condition):
-        """Sum over samples and layers of |student - teacher| / |teacher| (L1), on the teacher's own inputs.
-
-        The student's attention runs inside the teacher's forward pass, where its inputs are, so that nothing is kept.
-        """
         grid, state = self.student.token_grid(noisy), self.student.mhla_state
-        losses = []
 
-        def compare(name):
-            attention = self.student.get_submodule(name)
+        def attend(attention, *args, **kwargs):
+            if self.student.is_gradient_checkpointing:
+                return checkpoint(state.run, grid, attention, *args, use_reentrant=False, **kwargs)
+            return state.run(grid, attention, *args, **kwargs)
 
-            def run(*args, **kwargs):
-                args, kwargs = with_dtype_of(self.student, (args, kwargs))
-                return state.run(grid, attention, *args, **kwargs)
-
-            def hook(_module, args, kwargs, wanted):
-                with torch.enable_grad():
-                    if self.student.is_gradient_checkpointing:
-                        got = checkpoint(run, *args, use_reentrant=False, **kwargs)
-                    else:
-                        got = run(*args, **kwargs)
-                    wanted = wanted.float()
-                    size = wanted.abs().flatten(1).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
-                    losses.append(((got.float() - wanted).abs().flatten(1).sum(1) / size).sum())
-
-            return hook
-
-        modules = {name: self.teacher.get_submodule(name) for name in self.attentions}
-        handles = [module.register_forward_hook(compare(name), with_kwargs=True) for name, module in modules.items()]
-        try:
-            with torch.no_grad():
-                predict(self.teacher, noisy, times, condition)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return torch.stack(losses).sum()
+        return self.transfer(lambda: predict(self.teacher, noisy, times, condition), attend, torch.abs)

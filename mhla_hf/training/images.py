@@ -1,26 +1,24 @@
 """The task of image models: classifiers (ours or converted) and vision towers, with the losses of both.
 
-Unusual: a classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no
-answers, so it learns its teacher's features. Classes that have names are numbered as the model numbers them, and only where
-it knows none of them by their order.
+A classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no answers,
+so it learns its teacher's features. Classes that have names are numbered as the model numbers them, and only where it
+knows none of them by their order.
 """
 
 import inspect
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from .pictures import PictureReader, Preparation, label_order, open_pictures, share_right
-from .tasks import Task
-from .trainable import mhla_attentions, with_dtype_of
+from .tasks import Objective, Task, relative_error
 
 
 class ImageTask(Task):
     """An image classifier or a vision tower of transformers.
 
     processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
-    test: labelled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
+    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
     """
 
     name = "images"
@@ -29,7 +27,7 @@ class ImageTask(Task):
 
     def __init__(self, student, teacher, processor=None, test=None):
         super().__init__(student, teacher)
-        self.processor, self.test = processor, test
+        self.tool, self.test = processor, test
 
     def check(self, stages):
         """As every task; and classes and widths that do not fit."""
@@ -40,78 +38,59 @@ class ImageTask(Task):
             ("teacher", self.teacher, {"logits"}),
         ):
             if model is not None and losses & needed and not is_classifier(model):
-                raise ValueError(f"{name}: {type(model).__name__} gives no classes, expected an image classifier")
-        if self.teacher is not None:
-            for loss, key in (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size")):
+                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
+        for loss, key in (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size")):
+            if self.teacher is not None and loss in losses:
                 own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
-                if loss in losses and own != its:
+                if own != its:
                     raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
-        self.preparation = self._prepare()
-
-    def _prepare(self):
         config = self.student.config
-        if self.processor is not None:
-            values = self.processor.to_dict()
-        elif hasattr(config, "preprocessing"):
-            values = config.preprocessing()
-        else:
+        if self.tool is None and not hasattr(config, "preprocessing"):
             raise ValueError(
-                f"processor: None was given for {type(self.student).__name__}, expected its image processor"
+                f"processor: None was given for {type(self.student).__name__}; expected its image processor"
             )
-        return Preparation(values, getattr(config, "num_channels", 3))
+        values = config.preprocessing() if self.tool is None else self.tool.to_dict()
+        self.preparation = Preparation(values, getattr(config, "num_channels", 3))
 
     def open(self, data, stages):
-        """Labelled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
+        """Labeled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
 
         Without a loss that reads labels, classes that the student does not have are let pass; no accuracy is logged then.
         """
         pictures = open_pictures(data)
-        self.pictures_of_test = None if self.test is None else open_pictures(self.test, split="test")
+        test = None if self.test is None else open_pictures(self.test, split="test")
         self.numbered = True
-        if not is_classifier(self.student):
-            return pictures
-        labelled = any(stage.loss == "labels" or (stage.loss == "logits" and stage.ce_weight) for stage in stages)
-        pictures = self._number(pictures, labelled)
-        for name, own in (("data", pictures), ("test", self.pictures_of_test)):
-            if own is not None:
-                low, high = int(own.labels.min()), int(own.labels.max())
-                if low < 0 or high >= self.student.config.num_labels:
-                    raise ValueError(
-                        f"{name}: {own.name!r} has labels {low} to {high}, and the model {self.student.config.num_labels} "
-                        "classes; expected labels that it knows"
-                    )
+        if is_classifier(self.student):
+            config = self.student.config
+            labeled = any(stage.loss == "labels" or (stage.loss == "logits" and stage.ce_weight) for stage in stages)
+            if test is not None and test.names:
+                if labeled and pictures.names:
+                    test = test.numbered_as(pictures.names, pictures.name)
+                    test = test.renumbered(label_order(config, pictures.names))
+                else:
+                    test = test.renumbered(label_order(config, test.names, "test"))
+            if pictures.names:
+                pictures = pictures.renumbered(self._order(pictures.names, labeled))
+            pictures.check_labels(config.num_labels)
+            if test is not None:
+                test.check_labels(config.num_labels, "test")
+        self.pictures_of_test = test
         return pictures
 
-    def _number(self, pictures, labelled):
-        """The training images, and beside them `test`, by the student's numbers; labelled: whether a loss reads them."""
-        test = self.pictures_of_test
-        if test is not None and test.names and not (labelled and pictures.names):
-            self.pictures_of_test = test.renumbered(self._order("test", test.names))
-        if not pictures.names:
-            return pictures
-        try:
-            order = self._order("data", pictures.names)
-        except ValueError:
-            if labelled:
-                raise
-            self.numbered, order = False, [0] * len(pictures.names)
-        if labelled and test is not None and test.names:
-            self.pictures_of_test = test.numbered_as(pictures.names, pictures.name).renumbered(order)
-        return pictures.renumbered(order)
-
-    def _order(self, argument, names):
+    def _order(self, names, labeled):
         try:
             return label_order(self.student.config, names)
-        except ValueError as error:
-            raise ValueError(f"{argument}: {str(error).removeprefix('data: ')}") from None
+        except ValueError:
+            if labeled:
+                raise
+            self.numbered = False
+            return [0] * len(names)
 
     def reader(self, source, stage, number, seed, state):
-        """The batches of one stage."""
         classes = self.student.config.num_labels if is_classifier(self.student) else int(source.labels.max()) + 1
         return PictureReader(source, stage, (seed, number), self.preparation, classes, state)
 
     def take(self, reader, stage, rows):
-        """Pixels and the shares of the classes; 1 / batch size."""
         return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage):
@@ -119,16 +98,9 @@ class ImageTask(Task):
         return ImageStep(self.student, self.teacher, stage, self.numbered)
 
     def judge(self):
-        """The accuracy on `test`, if there is any."""
         if self.pictures_of_test is None:
             return {}
         return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.preparation)}
-
-    def save(self, folder):
-        """The model and its image processor."""
-        super().save(folder)
-        if self.processor is not None:
-            self.processor.save_pretrained(folder)
 
 
 def is_classifier(model) -> bool:
@@ -141,17 +113,15 @@ def tower_of(model):
     return model.base_model if is_classifier(model) else model
 
 
-class ImageStep(nn.Module):
-    """The student with the loss of one stage: what Accelerate wraps. The teacher is held, not owned.
+class ImageStep(Objective):
+    """An image model with the loss "labels", "logits", "features" or "transfer".
 
     numbered: whether the classes of the images are the student's, so that its accuracy on them means something.
     """
 
     def __init__(self, student, teacher, stage, numbered=True):
-        super().__init__()
-        self.student, self.stage, self.numbered = student, stage, numbered
-        self.__dict__["teacher"] = teacher
-        self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
+        super().__init__(student, teacher, stage)
+        self.numbered = numbered
 
     def forward(self, pixels, targets, row_share):
         """One part of a batch.
@@ -159,9 +129,6 @@ class ImageStep(nn.Module):
         Args:
             pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
             row_share: 1 / number of images in the whole batch, times the number of processes.
-
-        Returns:
-            loss (scalar with gradient) and a dict of detached scalars; both add up over the parts of a batch.
         """
         if self.stage.loss == "transfer":
             loss = self._transfer(pixels) * row_share
@@ -189,42 +156,15 @@ class ImageStep(nn.Module):
         return loss, {"loss": loss.detach(), "kl": kl.detach(), **logs}
 
     def _transfer(self, pixels):
-        """Sum over images and layers of |student - teacher|^2 / |teacher|^2, on the teacher's own inputs.
-
-        The student's attention runs inside the teacher's forward pass, where its inputs are, so that nothing is kept.
-        """
-        losses = []
         patch = self.student.config.patch_size
         patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
         grid = tuple(side // part for side, part in zip(pixels.shape[2:], patch, strict=True))
 
-        def compare(name):
-            attention = self.student.get_submodule(name)
-            own = (
-                "mhla_grid" in inspect.signature(attention.forward).parameters
-            )  # models from scratch hand it on themselves
+        def attend(attention, *args, **kwargs):
+            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # models from scratch hand it on
+                kwargs["mhla_grid"] = grid
+            return attention(*args, **kwargs)
 
-            def hook(_module, args, kwargs, wanted):
-                args, kwargs = with_dtype_of(self.student, (args, kwargs))
-                with torch.enable_grad():
-                    got = attention(*args, **(kwargs | {"mhla_grid": grid} if own else kwargs))
-                    losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted))))
-
-            return hook
-
-        modules = {name: self.teacher.get_submodule(name) for name in self.attentions}
-        handles = [module.register_forward_hook(compare(name), with_kwargs=True) for name, module in modules.items()]
-        try:
-            with torch.no_grad():
-                tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return torch.stack(losses).sum()
-
-
-def relative_error(got, wanted):
-    """Sum over samples of |got - wanted|^2 / |wanted|^2, fp32."""
-    got, wanted = got.float().flatten(1), wanted.float().flatten(1)
-    size = wanted.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
-    return ((got - wanted).square().sum(1) / size).sum()
+        return self.transfer(
+            lambda: tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)), attend, torch.square
+        )

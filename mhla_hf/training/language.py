@@ -3,7 +3,6 @@
 from .data import open_text
 from .objectives import NO_LABEL, DistillStep
 from .tasks import Task
-from .trainable import check_model
 
 
 class LanguageTask(Task):
@@ -18,39 +17,33 @@ class LanguageTask(Task):
 
     def __init__(self, student, teacher, tokenizer=None, text_field="text"):
         super().__init__(student, teacher)
-        self.tokenizer, self.text_field = tokenizer, text_field
+        self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
         """As every task; and positions, vocabularies and widths that do not fit."""
         for name, model in (("student", self.student), ("teacher", self.teacher)):
-            if model is None and name == "teacher":
-                continue
-            if not hasattr(model, "base_model"):
+            if not hasattr(model, "base_model") and (model is not None or name == "student"):
                 raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
-            check_model(name, model, self.wanted)
-            limit = getattr(model.config, "max_position_embeddings", None)
+            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
             for stage in stages:
                 if limit and stage.seq_len > limit and (name == "student" or stage.needs_teacher):
                     raise ValueError(
                         f"seq_len: stage {stage.name!r} has {stage.seq_len}, and the {name} knows {limit} positions"
                     )
+        if self.teacher is not None:
+            rows = [len(model.get_input_embeddings().weight) for model in (self.student, self.teacher)]
+            widths = [model.config.hidden_size for model in (self.student, self.teacher)]
+            for loss, what, (own, its) in (("logits", "vocabulary", rows), ("transfer", "hidden size", widths)):
+                if own != its and any(stage.loss == loss for stage in stages):
+                    raise ValueError(f"teacher: has a {what} of {its}, and the student one of {own}; expected one")
         super().check(stages)
-        if self.teacher is None:
-            return
-        rows = [len(model.get_input_embeddings().weight) for model in (self.student, self.teacher)]
-        if rows[0] != rows[1] and any(stage.loss == "logits" for stage in stages):
-            raise ValueError(f"teacher: has a vocabulary of {rows[1]}, and the student one of {rows[0]}; expected one")
-        widths = [model.config.hidden_size for model in (self.student, self.teacher)]
-        if widths[0] != widths[1] and any(stage.loss == "transfer" for stage in stages):
-            raise ValueError(f"teacher: has hidden size {widths[1]}, and the student {widths[0]}; expected one")
 
     def open(self, data, stages):
         """Text, see `open_text`."""
         vocab = self.student.get_input_embeddings().weight.shape[0]
-        return open_text(data, self.tokenizer, text_field=self.text_field, vocab_size=vocab)
+        return open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
 
     def reader(self, source, stage, number, seed, state):
-        """The sequences of one stage."""
         return source.reader(stage.seq_len, seed, number, state)
 
     def try_data(self, source, stages, seed):
@@ -58,7 +51,6 @@ class LanguageTask(Task):
         self.reader(source, max(stages, key=lambda stage: stage.seq_len), 0, seed, None).close()
 
     def take(self, reader, stage, rows):
-        """ids and labels of the rows; the shares of a predicted token and of a sequence in the whole batch."""
         ids, labels = reader.take(stage.batch_size)
         predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
         return (ids[rows], labels[rows]), (1 / max(1, predicted), 1 / stage.batch_size)
@@ -68,11 +60,4 @@ class LanguageTask(Task):
         return DistillStep(self.student, self.teacher, stage)
 
     def count(self, stage):
-        """Tokens of a step."""
         return stage.batch_size * stage.seq_len
-
-    def save(self, folder):
-        """The model and its tokenizer."""
-        super().save(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)

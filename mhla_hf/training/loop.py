@@ -1,11 +1,11 @@
 """distill(): one Accelerate loop for everything that is trained here.
 
 Transfer, distillation and training from scratch differ in a loss and in which parameters move, so a stage is data
-(`recipe.Stage`); language, images and diffusion differ in data and losses, so they are tasks (`tasks.Task`); and the
-loop exists once. Unusual: a run continues bit for bit after a kill at any moment, because the
-data's order is a function of (seed, stage, step), the learning rate one of the step, and everything else (weights,
-moments, random generators, sums not yet logged, the place in a stream) is in a state that is written aside and renamed.
-The loop never waits for the device except when it logs or saves.
+(`recipe.Stage`); language, images and diffusion differ in data and losses, so they are tasks (`tasks.Task`); and the loop
+exists once. A run continues bit for bit after a kill at any moment, because the data's order is a function of (seed, stage,
+step), the learning rate one of the step, and everything else (weights, moments, random generators, sums not yet logged, the
+place in a stream) is in a state that is written aside and renamed. The loop never waits for the device except when it logs
+or saves.
 """
 
 import dataclasses
@@ -19,19 +19,17 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import write_json
 from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
-from .identity import as_begun, identify_student, identify_teacher, let_go
-from .recipe import STAGE_TYPES, Stage, make_stages, read_recipe
-from .run_folder import RECORD, RunFolder
+from ..checkpoints.values import read_settings
+from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
+from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
 from .trainable import (
-    HALVES,
     choose_trainable,
     direct_mixings,
     dtypes_of,
@@ -43,17 +41,7 @@ from .trainable import (
 
 logger = logging.getLogger("mhla_hf")
 
-KEPT_STATES = 2
 AVERAGE = "average.pt"
-DEFAULTS = {
-    "mixed_precision": None,
-    "save_dtype": None,
-    "gradient_checkpointing": False,
-    "save_every": 100,
-    "log_every": 10,
-    "tracker": "",
-}
-SAVE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 
 __all__ = ["Stage", "distill"]
 
@@ -87,7 +75,7 @@ def distill(
         teacher: the softmax original, with the same layer names and vocabulary, in its own dtype; never changed. Needed by
             the losses that compare with one. Of a diffusion student and teacher one is a pipeline, for its scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
-        data: what to train on, for text see `mhla_hf.training.data.open_text`, for labelled images
+        data: what to train on, for text see `mhla_hf.training.data.open_text`, for labeled images
             `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
             recipe's. Without latents a diffusion teacher samples trajectories, for prompts (a list, or a .txt file with
             one a line) or, given None, for its classes.
@@ -111,20 +99,24 @@ def distill(
         KeyboardInterrupt: on Ctrl-C, after the running step, with the state saved; its text says how to go on.
         After any error the student is as the last step left it.
     """
-    given = {
-        "mixed_precision": mixed_precision,
-        "save_dtype": save_dtype,
-        "gradient_checkpointing": gradient_checkpointing,
-        "save_every": save_every,
-        "log_every": log_every,
-        "tracker": tracker,
-    }
+    given = _given(
+        mixed_precision=mixed_precision, gradient_checkpointing=gradient_checkpointing, save_every=save_every,
+        save_dtype=save_dtype and str(save_dtype).removeprefix("torch."), log_every=log_every, tracker=tracker,
+    )  # fmt: skip
     task = find_task(student, teacher, options)
     stages, data, options = _resolve(task, stages, recipe, data, seed, given)
     task.check(stages)
-    accelerate = _import_accelerate()
+    return _train(task, stages, data, options, seed, RunFolder(out), progress, command)
+
+
+def _train(task, stages, data, options, seed, folder, progress, command):
+    """The run, with an Accelerator whose settings, which are global, end with it."""
+    try:
+        import accelerate
+    except ImportError as error:
+        raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
     fresh = not accelerate.state.PartialState._shared_state
-    accelerator = _make_accelerator(accelerate, options, out)  # its settings are global until they are reset below
+    accelerator = _make_accelerator(accelerate, options, folder)
     try:
         for stage in stages:
             if stage.batch_size % (accelerator.num_processes * stage.grad_accum):
@@ -133,8 +125,7 @@ def distill(
                     f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
                 )
         source = task.open(data, stages)
-        run = _Run(accelerator, task, source, stages, options, seed, out, progress, command)
-        return run.execute()
+        return _Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
         accelerator.free_memory()
         if fresh:
@@ -144,72 +135,64 @@ def distill(
 class _Run:
     """One call of `distill`, from its folder to its record."""
 
-    def __init__(self, accelerator, task, source, stages, options, seed, out, progress, command):
+    def __init__(self, accelerator, task, source, stages, options, seed, folder, progress, command):
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
-        self.source, self.stages, self.options, self.seed = source, stages, options, seed
+        self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
         self.progress, self.command = progress and accelerator.is_main_process, command
         self.main, task.progress = accelerator.is_main_process, self.progress
-        self.folder = RunFolder(out, self._identify(), main=self.main)
-        self.known = self.folder.fingerprint["student"]
-        self.folder.fingerprint["student"] = as_begun(self.student, self.folder.out, self.known)
+        self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
-        self.at |= {"sums": {}, "since": 0, "history": [], "stage_seconds": [0.0] * len(stages)}
+        self.at |= {"sums": {}, "since": 0, "history": []}
         self.interrupt = _Interrupt()
 
     def execute(self):
-        """Everything, in order: refuse or recognise the folder, train, save, give back."""
+        """Everything, in order: refuse or recognize the folder, train, save, give back."""
         dtypes = dtypes_of(self.student)
-        saved = dtypes_to_save(self.student, SAVE_DTYPES.get(self.options["save_dtype"]))
-        if self.folder.finished():
+        wanted = self.options.save_dtype and getattr(torch, self.options.save_dtype)
+        saved = dtypes_to_save(self.student, wanted)
+        latest = self.folder.find(self._identity(), self.student)
+        if latest == "finished":
             self.accelerator.wait_for_everyone()
             self.folder.clear()
             set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
-            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
-        latest = self.folder.latest()
-        if latest is None:
-            self.folder.fingerprint["student"] = self.known
         self.task.try_data(self.source, self.stages, self.seed)
-        if self.main and latest is None:
-            self.folder.check_room(self._bytes_needed())
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.begin()
-            for state in self.folder.damaged:
-                logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
         self.accelerator.wait_for_everyone()
-        kept = [(parameter, parameter.requires_grad) for parameter in self.student.parameters()]
+        flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
             with self.interrupt:
                 set_dtypes(self.student, dtypes_to_train(self.student))
-                self._train(latest)
+                self._train(latest, flags)
                 set_dtypes(self.student, saved)
                 self._finish()
                 dtypes = saved
         finally:
             set_dtypes(self.student, dtypes)
-            for parameter, flag in kept:
+            for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
             self.folder.release()
-            let_go(self.student, self.folder.out, self.folder.fingerprint["student"])
         return self.task.given
 
-    def _train(self, latest):
+    def _train(self, latest, flags):
         import accelerate
 
         if latest is not None:
             self.at = json.loads((latest / "progress.json").read_text(encoding="utf-8"))
             self.at["resumed"] += 1
-            self._say(f"going on from step {self.at['total']} of {self._total()} ({latest})")
+            self._say(f"going on from step {self.at['total']} of {self.total} ({latest})")
         accelerate.utils.set_seed(self.seed, device_specific=True)
-        self._start_tracker()
-        flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
+        if self.options.tracker:
+            init = {"tensorboard": {"purge_step": self.at["total"] + 1}}
+            self.accelerator.init_trackers("runs", init_kwargs=init)
         self.student.train()
-        if self.options["gradient_checkpointing"]:
+        if self.options.gradient_checkpointing:
             self.task.checkpoint_gradients(True)
         try:
             for number in range(self.at["stage"], len(self.stages)):
@@ -220,7 +203,7 @@ class _Run:
         finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-            if self.options["gradient_checkpointing"]:
+            if self.options.gradient_checkpointing:
                 self.task.checkpoint_gradients(False)
 
     def _stage(self, number, latest):
@@ -236,7 +219,12 @@ class _Run:
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
-            self._check_generators()
+            if (
+                self.main and at.pop("generator") != _generator_hash()
+            ):  # accelerate skips what it cannot read, in silence
+                raise ValueError(
+                    f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions"
+                )
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
@@ -249,38 +237,26 @@ class _Run:
         clock, norm = time.monotonic(), None
         try:
             while at["step"] < stage.steps:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["top_lr"] * stage.lr_factor(at["step"])
-                for part, last in self._parts(reader, stage):
-                    with nullcontext() if last else accelerator.no_sync(step):
-                        loss, logs = step(*part)
-                        accelerator.backward(loss)
-                    for key, value in logs.items():
-                        sums[key] = sums[key] + value if key in sums else value
-                if stage.max_grad_norm:
-                    norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+                norm = self._step(step, optimizer, reader, stage, sums)
                 for mixing in clamped:
                     mixing.data.clamp_(min=0.0)
                 if self.average:
                     self.average.step(trained)
                 at.update(step=at["step"] + 1, total=at["total"] + 1, since=at["since"] + 1)
                 at[self.task.unit] += self.task.count(stage)
+                moment = time.monotonic()
+                at["seconds"], clock = at["seconds"] + moment - clock, moment
                 bar.update()
                 stop = self.interrupt.asked and accelerator.num_processes == 1
                 done = at["step"] == stage.steps
-                if logged := done or at["step"] % self.options["log_every"] == 0:
-                    clock = self._count_time(clock, number)
-                    stop = self._log(stage, sums, norm, group["lr"], bar)
-                    sums = {}
-                if done or stop or at["step"] % self.options["save_every"] == 0:
-                    if not logged:
-                        clock = self._count_time(clock, number)
+                if done or at["step"] % self.options.log_every == 0:
+                    stop = self._log(stage, sums, norm, optimizer.param_groups[-1]["lr"], bar)
+                    sums.clear()
+                if done or stop or at["step"] % self.options.save_every == 0:
                     self._save(reader, sums, norm, stage)
                 if stop and not (done and number + 1 == len(self.stages)):
                     raise KeyboardInterrupt(
-                        f"stopped after step {at['total']} of {self._total()}, which is saved in {self.folder.state}; "
+                        f"stopped after step {at['total']} of {self.total}, which is saved in {self.folder.state}; "
                         "the same command goes on from there"
                     )
             at["reader"] = reader.handover()
@@ -289,6 +265,24 @@ class _Run:
         finally:
             bar.close()
             reader.close()
+
+    def _step(self, step, optimizer, reader, stage, sums):
+        """One optimizer step; adds what is logged to `sums` and gives the norm of the gradient, if it is clipped."""
+        accelerator, norm = self.accelerator, None
+        for group in optimizer.param_groups:
+            group["lr"] = group["top_lr"] * stage.lr_factor(self.at["step"])
+        for part, last in self._parts(reader, stage):
+            with nullcontext() if last else accelerator.no_sync(step):
+                loss, logs = step(*part)
+                accelerator.backward(loss)
+            for key, value in logs.items():
+                sums[key] = sums[key] + value if key in sums else value
+        if stage.max_grad_norm:
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
 
     def _start_average(self, trained, stage, latest):
         """The moving average of the stage's weights, from its start or from the state in `latest`; None without one."""
@@ -313,21 +307,12 @@ class _Run:
             part = [tensor[first : first + rows].to(device) for tensor in tensors]
             yield (*part, *(world * share for share in shares)), first + rows == own
 
-    def _count_time(self, clock, number):
-        moment = time.monotonic()
-        self.at["seconds"] += moment - clock
-        self.at["stage_seconds"][number] += moment - clock
-        return moment
-
     def _log(self, stage, sums, norm, lr, bar):
         """An entry of the history; returns whether any process was asked to stop. The only place that waits."""
         at = self.at
-        values = torch.stack(
-            [*sums.values(), torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)]
-        )
-        *means, asked = self.accelerator.reduce(values, reduction="mean").tolist()
-        entry = {"stage": stage.name, "step": at["step"], "total": at["total"]}
-        entry |= {self.task.unit: at[self.task.unit]}
+        asked = torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)
+        *means, asked = self.accelerator.reduce(torch.stack([*sums.values(), asked]), reduction="mean").tolist()
+        entry = {"stage": stage.name} | {key: at[key] for key in ("step", "total", self.task.unit)}
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
         entry |= {"lr": lr, "seconds": round(at["seconds"], 3)}
         if norm is not None:
@@ -338,8 +323,7 @@ class _Run:
         at["history"].append(entry)
         at["since"] = 0
         self.accelerator.log(
-            {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry},
-            step=at["total"],
+            {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry}, step=at["total"]
         )
         speed = at[self.task.unit] / max(at["seconds"], 1e-9)
         bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
@@ -356,107 +340,80 @@ class _Run:
         )
 
     def _save(self, reader, sums, norm, stage):
-        """Write the whole state aside and rename it; keep the last two."""
+        """Write the whole state."""
         import accelerate
 
-        at, target = self.at, self.folder.state_path(self.at["total"])
+        at = self.at
         at["reader"] = reader.state()
         at["sums"] = {key: value.item() for key, value in sums.items()}
         self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), 0.0 if norm is None else float(norm))
-        with self.folder.writing(target, "a state") if self.main else nullcontext() as aside:
-            aside = accelerate.utils.broadcast_object_list([str(aside)])[0]
-            self.accelerator.save_state(aside, safe_serialization=False)
+        with self.folder.new_state(at["total"]) if self.main else nullcontext() as own:
+            (aside,) = accelerate.utils.broadcast_object_list([own])
+            self.accelerator.save_state(str(aside), safe_serialization=False)
             self.accelerator.wait_for_everyone()
             if self.main:
                 if self.average:
-                    torch.save(self.average.state_dict(), os.path.join(aside, AVERAGE))
-                write_json(os.path.join(aside, "progress.json"), {**at, "generator": _generator_hash()})
-                self.folder.seal(Path(aside))
-                os.replace(aside, target)
-                self.folder.prune(KEPT_STATES)
+                    torch.save(self.average.state_dict(), aside / AVERAGE)
+                write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
         self.accelerator.wait_for_everyone()
-
-    def _check_generators(self):
-        """accelerate skips random generators that it cannot read, and says so to nobody."""
-        if self.main and self.at.pop("generator") != _generator_hash():
-            raise ValueError(f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions")
 
     def _finish(self):
-        """The finished model, what belongs to it and the record, aside and renamed; then the state goes."""
+        """The finished model, what belongs to it and the record."""
         self.accelerator.wait_for_everyone()
-        if not self.main:
-            self.accelerator.wait_for_everyone()
-            return
-        with self.folder.writing(self.folder.out, "the model") as aside:
-            self.task.save(aside)
-            runs = self.folder.state / "runs"
-            if runs.exists():
-                os.replace(runs, aside / "runs")
-            write_json(aside / RECORD, self._record())
-            self.folder.finish(aside)
-        self._say(f"{self.folder.out} is finished: {self.at['total']} steps in {self.at['seconds']:.0f} s")
+        if self.main:
+            with self.folder.result() as aside:
+                self.task.save(aside)
+                write_json(aside / RECORD, self._record())
+            self._say(f"{self.folder.out} is finished: {self.at['total']} steps in {self.at['seconds']:.0f} s")
         self.accelerator.wait_for_everyone()
 
     def _record(self):
-        at, stages = self.at, []
-        for stage, seconds in zip(self.stages, at["stage_seconds"], strict=True):
+        at, stages, begun = self.at, [], 0.0
+        for stage in self.stages:
             entries = [entry for entry in at["history"] if entry["stage"] == stage.name]
+            seconds, begun = entries[-1]["seconds"] - begun, entries[-1]["seconds"]
             stages.append(
                 dataclasses.asdict(stage)
                 | {self.task.unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
-                | {"steps_per_second": stage.steps / max(seconds, 1e-9)}
                 | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
             )
         return {
             "format_version": 1,
+            **{key: self.folder.identity[key] for key in ("seed", "mixed_precision", "processes")},
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
-            "seed": self.seed,
             "stages": stages,
             "steps": at["total"],
             self.task.unit: at[self.task.unit],
             "seconds": round(at["seconds"], 3),
-            "steps_per_second": at["total"] / max(at["seconds"], 1e-9),
             "resumed": at["resumed"],
             "data": self.source.describe() | {"name": _public_name(self.source.name)},
-            **{key: self.options[key] for key in ("mixed_precision", "gradient_checkpointing")},
-            "processes": self.accelerator.num_processes,
+            "gradient_checkpointing": self.options.gradient_checkpointing,
             "hardware": describe_hardware(self.accelerator.device),
             "versions": describe_versions(),
             "commit": source_commit(),
             "command": self.command,
             "date": now(),
-            "fingerprint": self.folder.fingerprint,
+            "fingerprint": self.folder.identity,
             "history": at["history"],
         }
 
-    def _identify(self):
+    def _identity(self):
         """What makes this run this run: whatever would change the trained weights, in the order of refusal."""
         used = any(stage.needs_teacher for stage in self.stages)
+        frozen = [name for name, value in self.student.named_parameters() if not value.requires_grad]
         return {
             "seed": self.seed,
-            "mixed_precision": self.options["mixed_precision"],
-            "save_dtype": self.options["save_dtype"],
+            "mixed_precision": self.accelerator.mixed_precision,
+            "save_dtype": self.options.save_dtype,
             "processes": self.accelerator.num_processes,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": identify_student(self.student),
-            "teacher": identify_teacher(self.teacher) if used else None,
+            "student": identify(self.student, frozen),
+            "teacher": identify(self.teacher) if used else None,
         }
-
-    def _bytes_needed(self):
-        weights = sum(value.numel() for value in self.student.state_dict().values())
-        return 3 * 4 * weights * (KEPT_STATES + 1) + self.task.bytes_saved()
-
-    def _start_tracker(self):
-        if not self.options["tracker"]:
-            return
-        self.accelerator.init_trackers("runs", init_kwargs={"tensorboard": {"purge_step": self.at["total"] + 1}})
-
-    def _total(self):
-        return sum(stage.steps for stage in self.stages)
 
     def _say(self, text):
         logger.info(text)
@@ -469,15 +426,13 @@ class _Interrupt:
 
     def __init__(self):
         self.asked = False
-        self.installed = False
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             self.before = signal.signal(signal.SIGINT, self._ask)
-            self.installed = True
 
     def __exit__(self, kind, _value, _trace):
-        if self.installed:
+        if hasattr(self, "before"):
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
@@ -486,6 +441,10 @@ class _Interrupt:
         if self.asked:
             raise KeyboardInterrupt("stopped at once; the same command goes on from the last saved state")
         self.asked = True
+
+
+def _given(**options):
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _resolve(task, stages, recipe, data, seed, given):
@@ -504,47 +463,27 @@ def _resolve(task, stages, recipe, data, seed, given):
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
-    options = DEFAULTS | run | {key: value for key, value in given.items() if value is not None}
-    for key in ("save_every", "log_every"):
-        if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
-            raise ValueError(f"{key}: got {options[key]!r}; expected a whole number of at least 1")
-    if options["save_dtype"] is not None:
-        options["save_dtype"] = str(options["save_dtype"]).removeprefix("torch.")
-        if options["save_dtype"] not in SAVE_DTYPES:
-            raise ValueError(f"save_dtype: got {options['save_dtype']!r}; expected one of {', '.join(SAVE_DTYPES)}")
-    return stages, data, options
+    return stages, data, read_settings(Options, run | given, "")
 
 
-def _import_accelerate():
-    try:
-        import accelerate
-    except ImportError as error:
-        raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
-    return accelerate
-
-
-def _make_accelerator(accelerate, options, out):
-    tracker, precision = options["tracker"], options["mixed_precision"]
-    if precision not in (None, "no", "bf16"):
-        raise ValueError(f"mixed_precision: got {precision!r}; expected 'no' or 'bf16'")
-    if tracker:
-        known = [kind.value for kind in accelerate.utils.LoggerType if kind.value != "all"]
-        if tracker not in known:
-            raise ValueError(f"tracker: got {tracker!r}; expected one of {', '.join(known)}")
-        if tracker not in [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]:
-            what = "'mhla_hf[train]'" if tracker == "tensorboard" else tracker
-            raise ImportError(f"tracker: {tracker} is missing: pip install {what}")
+def _make_accelerator(accelerate, options, folder):
+    known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
+    if options.tracker and options.tracker not in known:
+        raise ValueError(
+            f"tracker: got {options.tracker!r}; expected one that is installed, such as {', '.join(known) or 'none'} "
+            "(pip install 'mhla_hf[train]' brings tensorboard)"
+        )
     accelerator = accelerate.Accelerator(
-        mixed_precision=precision,
-        log_with=tracker or None,
-        project_dir=f"{os.path.abspath(os.path.expanduser(out))}.state",
+        mixed_precision=options.mixed_precision,
+        log_with=options.tracker or None,
+        project_dir=str(folder.state),
         kwargs_handlers=[
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
-    options["mixed_precision"] = accelerator.mixed_precision
+    folder.main = accelerator.is_main_process
     return accelerator
 
 

@@ -1,33 +1,18 @@
-"""The losses of language models: the student with the loss of one stage, as the one module that Accelerate wraps.
-
-Unusual: the value and the gradient of KL and cross-entropy come from one pass over chunks of tokens that stay in cache,
-and the transfer loss runs no more of the student than its attention modules.
-"""
+"""The losses of language models; the value and the gradient of KL and cross-entropy come from one pass over chunks of tokens
+that stay in cache."""
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .recipe import Stage
-from .trainable import mhla_attentions, with_dtype_of
+from .tasks import Objective
 
 NO_LABEL = -100
 CHUNK = {"cpu": 1 << 18}
 GPU_CHUNK = 1 << 25
 
 
-class DistillStep(nn.Module):
-    """The student with the loss of one stage: what Accelerate wraps.
-
-    The teacher is held, not owned: its parameters are none of this module's, so nothing can move or save them.
-    """
-
-    def __init__(self, student, teacher, stage: Stage):
-        super().__init__()
-        self.student = student
-        self.stage = stage
-        self.__dict__["teacher"] = teacher
-        self.attentions = mhla_attentions(student) if stage.loss == "transfer" else []
+class DistillStep(Objective):
+    """A causal language model with the loss "transfer", "logits" or "lm"."""
 
     def forward(self, ids, labels, token_share, row_share):
         """One part of a batch.
@@ -36,9 +21,6 @@ class DistillStep(nn.Module):
             ids, labels: int64 `[B, L]`; labels are not shifted, -100 marks tokens without a loss.
             token_share: 1 / number of predicted tokens in the whole batch, times the number of processes.
             row_share: 1 / number of sequences in the whole batch, times the number of processes.
-
-        Returns:
-            loss (scalar with gradient) and a dict of detached scalars; both add up over the parts of a batch.
         """
         if self.stage.loss == "transfer":
             loss = self._transfer(ids) * row_share
@@ -62,38 +44,12 @@ class DistillStep(nn.Module):
         return loss, logs
 
     def _transfer(self, ids):
-        """Sum over sequences and layers of |student - teacher|^2 / |teacher|^2, on the teacher's own inputs.
-
-        The ratio is taken per sequence, so that the loss of a batch does not depend on how it is cut. The teacher's
-        mask is left out: the sequences are full, and its form belongs to the teacher's kind of attention.
-        """
-        seen = {}
-
-        def remember(name):
-            def hook(module, args, kwargs, output):
-                seen[name] = args, kwargs, output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        handles = [
-            self.teacher.get_submodule(name).register_forward_hook(remember(name), with_kwargs=True)
-            for name in self.attentions
-        ]
-        try:
-            with torch.no_grad():
-                self.teacher.base_model(input_ids=ids, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        loss = 0.0
-        for name in self.attentions:
-            *given, wanted = seen[name]
-            args, kwargs = with_dtype_of(self.student, given)
-            got = self.student.get_submodule(name)(*args, **{**kwargs, "attention_mask": None})
-            got, wanted = (got[0] if isinstance(got, tuple) else got).float(), wanted.float()
-            size = wanted.square().sum((1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
-            loss = loss + ((got - wanted).square().sum((1, 2)) / size).sum()
-        return loss
+        """The teacher's mask is left out: the sequences are full, and its form belongs to the teacher's attention."""
+        return self.transfer(
+            lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
+            lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
+            torch.square,
+        )
 
 
 class NextToken(torch.autograd.Function):

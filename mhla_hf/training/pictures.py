@@ -1,8 +1,8 @@
-"""Labelled images to train and to judge on: tensors at hand, a folder with one folder per class, or a data set.
+"""Labeled images to train and to judge on: tensors at hand, a folder with one folder per class, or a data set.
 
-Unusual: which images a step gets and how each is cropped, moved, erased and mixed follows from (seed, stage, number of the
-sample) alone, so a run that was stopped goes on with the same pixels on any number of processes. Files are opened by a few
-threads, one batch ahead. Neither torchvision nor timm is needed.
+Which images a step gets and how each is cropped, moved, erased and mixed follows from (seed, stage, number of the sample)
+alone, so a run that was stopped goes on with the same pixels on any number of processes. Files are opened by a few threads,
+one batch ahead. Neither torchvision nor timm is needed.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from .data import hub_id, load_split, place_of
+from .tasks import Reader
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
-MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 THREADS = 4
 ASPECT = 4 / 3
 
@@ -31,29 +31,23 @@ class Preparation:
     """
 
     def __init__(self, values: dict, channels: int):
-        size = values.get("size") or {}
+        size, crop = values.get("size") or {}, values.get("crop_size")
         self.resized = size.get("shortest_edge") or (size.get("height"), size.get("width"))
-        if not (isinstance(self.resized, int) or all(self.resized)):
-            raise ValueError(f"processor: its size is {size!r}, expected height and width or shortest_edge")
         self.size, self.cropped = self.resized, bool(values.get("do_center_crop"))
         if self.cropped:
-            crop = values.get("crop_size")
-            if not isinstance(crop, dict) or not (crop.get("height") and crop.get("width")):
-                raise ValueError(f"processor: its crop_size is {crop!r}, expected height and width, as it crops")
-            self.size = crop["height"], crop["width"]
-        elif isinstance(self.resized, int):
+            self.size = (crop.get("height"), crop.get("width")) if isinstance(crop, dict) else (None, None)
+        if isinstance(self.size, int) or not all(self.size) or not (isinstance(self.resized, int) or all(self.resized)):
             raise ValueError(
-                f"processor: its size {size!r} gives images of many shapes, expected height and width, or a crop"
+                f"processor: its size {size!r} and crop_size {crop!r} give images of many shapes; expected height, width "
+                "or a crop of both"
             )
         self.resample = Image.Resampling(values.get("resample") or Image.Resampling.BICUBIC)
-        self.channels = channels
-        normal = values.get("do_normalize", True)
-        shape = (-1, 1, 1)
-        self.mean = torch.tensor((values.get("image_mean") or [0.5] * channels) if normal else [0.0] * channels)
-        self.std = torch.tensor((values.get("image_std") or [0.5] * channels) if normal else [1.0] * channels)
-        self.mean, self.std = self.mean.view(shape), self.std.view(shape)
-        if len(self.mean) != channels or len(self.std) != channels:
-            raise ValueError(f"processor: has {len(self.mean)} channels, and the model {channels}; expected one number")
+        self.channels, normal = channels, values.get("do_normalize", True)
+        mean = (values.get("image_mean") or [0.5] * channels) if normal else [0.0] * channels
+        std = (values.get("image_std") or [0.5] * channels) if normal else [1.0] * channels
+        self.mean, self.std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (mean, std))
+        if not len(mean) == len(std) == channels:
+            raise ValueError(f"processor: has {len(mean)} channels, and the model {channels}; expected one number")
 
     def whole(self, pictures, index: int, size=None) -> torch.Tensor:
         """One image as the processor makes it, before `finish`: resized, then the crop out of its middle.
@@ -86,14 +80,13 @@ class Pictures:
         self.identity = identity
         if not len(self.labels) or len(self.labels) != len(items):
             raise ValueError(
-                f"data: {name!r} holds {len(items)} images and {len(self.labels)} labels, expected as many"
+                f"data: {name!r} holds {len(items)} images and {len(self.labels)} labels; expected as many"
             )
 
     def __len__(self):
         return len(self.labels)
 
     def describe(self):
-        """What identifies the data: kind, number of images, hash of all of them."""
         if self.identity is None:
             digest = hashlib.sha256(self.items.numpy().tobytes())
             digest.update(self.labels.numpy().tobytes())
@@ -108,19 +101,22 @@ class Pictures:
 
     def numbered_as(self, names, what: str):
         """The same pictures with each class numbered by its place in `names`, which `what` has; ValueError: it lacks one."""
-        odd = next((name for name in self.names if name not in names), None)
-        if odd is not None:
+        if odd := [name for name in self.names if name not in names]:
             raise ValueError(
-                f"test: {self.name!r} has the class {odd!r}, expected some of the {len(names)} that {what!r} trains"
+                f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {len(names)} that {what!r} trains"
             )
         return self.renumbered([list(names).index(name) for name in self.names], names)
 
     def renumbered(self, order, names=None):
-        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers. ValueError: no class."""
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= len(order):
-            raise ValueError(f"data: {self.name!r} has labels {low} to {high}, expected 0 to {len(order) - 1}")
+        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers."""
+        self.check_labels(len(order))
         return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
+
+    def check_labels(self, classes: int, argument="data"):
+        """ValueError for a label that is none of 0 to `classes` - 1; test splits on the Hub say -1 for a hidden one."""
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(f"{argument}: {self.name!r} has labels {low} to {high}; expected 0 to {classes - 1}")
 
     def pixels(self, index: int, size, channels: int, box=None, resample=Image.Resampling.BICUBIC) -> torch.Tensor:
         """One image as fp32 `[channels, *size]` in 0 to 1.
@@ -129,24 +125,14 @@ class Pictures:
         """
         item = self.items[index]
         if isinstance(item, torch.Tensor):
-            image = item.float() / 255
-            if box is not None:
-                height, width = image.shape[1:]
-                left, top, right, bottom = (round(a * b) for a, b in zip(box, (width, height) * 2, strict=True))
-                image = image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
-            size = sides_of(size, *image.shape[1:])
-            if image.shape[1:] != size:
-                mode = MODES.get(resample, "bicubic")
-                image = F.interpolate(image[None], size, mode=mode, antialias=True, align_corners=False)[0]
-            return image.clamp(0, 1).expand(channels, -1, -1)
+            item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
         with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
             picture = picture.convert("L" if channels == 1 else "RGB")
             if box is not None:
                 box = tuple(a * b for a, b in zip(box, picture.size * 2, strict=True))
-            size = sides_of(size, picture.height, picture.width)
-            array = numpy.asarray(picture.resize((size[1], size[0]), resample, box=box))
-        image = torch.from_numpy(array.copy()).float() / 255
-        return image[None] if image.ndim == 2 else image.permute(2, 0, 1)
+            height, width = sides_of(size, picture.height, picture.width)
+            array = numpy.asarray(picture.resize((width, height), resample, box=box))
+        return torch.from_numpy(array.copy()).float().div(255).view(height, width, channels).permute(2, 0, 1)
 
 
 def sides_of(size, height: int, width: int) -> tuple[int, int]:
@@ -159,17 +145,15 @@ def sides_of(size, height: int, width: int) -> tuple[int, int]:
 
 def middle_of(image: torch.Tensor, size) -> torch.Tensor:
     """The middle `[C, *size]` of an image `[C, H, W]`, with zeros around it where it is smaller."""
-    (height, width), (rows, columns) = image.shape[1:], size
-    if height < rows or width < columns:
-        more, wider = max(rows - height, 0), max(columns - width, 0)
-        image = F.pad(image, (-(-wider // 2), wider // 2, -(-more // 2), more // 2))
-        height, width = image.shape[1:]
-    top, left = (height - rows) // 2, (width - columns) // 2
-    return image[:, top : top + rows, left : left + columns]
+    pads = []
+    for side, wanted in ((image.shape[2], size[1]), (image.shape[1], size[0])):
+        first = -((side - wanted) // 2)  # below zero: cut off
+        pads += [first, wanted - side - first]
+    return F.pad(image, pads)
 
 
 def open_pictures(data, split="train") -> Pictures:
-    """Open what a user calls labelled images.
+    """Open what a user calls labeled images.
 
     Args:
         data: a pair of tensors (images uint8 `[N, C, H, W]`, labels `[N]`); a folder with one folder of images per class,
@@ -184,7 +168,7 @@ def open_pictures(data, split="train") -> Pictures:
         images, labels = data
         if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
             raise ValueError(
-                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}, "
+                f"data: got tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}; "
                 "expected images uint8 [N, C, H, W] and labels [N]"
             )
         return Pictures(images, labels, "images at hand")
@@ -203,72 +187,62 @@ def _open_folder(folder, split):
     place = next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), None)
     if place is None:
         other = "test" if split == "train" else "train"
-        for name in SPLITS[other]:
-            if (folder / name).is_dir() and any(path.is_dir() for path in (folder / name).iterdir()):
-                raise ValueError(
-                    f"data: {str(folder)!r} has a folder {name!r} and none to {split} on, expected {split}/CLASS in it"
-                )
+        if half := [name for name in SPLITS[other] if any((folder / name).glob("*/"))]:
+            raise ValueError(
+                f"data: {str(folder)!r} has a folder {half[0]!r} and none to {split} on; expected {split}/CLASS in it"
+            )
         place = folder
     classes = sorted(path for path in place.iterdir() if path.is_dir())
-    found = [
+    files = [
         (path, label)
         for label, kind in enumerate(classes)
         for path in sorted(kind.rglob("*"))
         if path.suffix.lower() in ENDINGS
     ]
-    if not found:
-        raise ValueError(f"data: {str(folder)!r} holds no folders of images, expected one folder per class")
-    told = [f"{path.relative_to(place)} {path.stat().st_size}" for path, _ in found]
-    identity = hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
-    names = [path.name for path in classes]
-    return Pictures([path for path, _ in found], [label for _, label in found], folder.name, names, identity)
+    if not files:
+        raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one folder per class")
+    sizes = "\n".join(f"{path.relative_to(place)} {path.stat().st_size}" for path, _ in files)
+    identity = hashlib.sha256(sizes.encode()).hexdigest()[:32]
+    paths, labels = zip(*files, strict=True)
+    return Pictures(paths, labels, folder.name, [path.name for path in classes], identity)
 
 
 def _open_table(table, name):
     kinds = {column: type(kind).__name__ for column, kind in table.features.items()}
-    images = next((column for column, kind in kinds.items() if kind == "Image"), None)
-    labels = next((column for column, kind in kinds.items() if kind == "ClassLabel"), None)
-    labels = labels or next((column for column in ("label", "labels") if column in kinds), None)
-    if images is None or labels is None:
-        raise ValueError(f"data: {name!r} has the columns {list(kinds)}, expected one of images and one of labels")
-    names = getattr(table.features[labels], "names", None)
-    return Pictures(table[images], list(table[labels]), name, names, table._fingerprint)
+    images = [column for column, kind in kinds.items() if kind == "Image"]
+    labels = [column for column, kind in kinds.items() if kind == "ClassLabel"]
+    labels += [column for column in ("label", "labels") if column in kinds]
+    if not images or not labels:
+        raise ValueError(f"data: {name!r} has the columns {list(kinds)}; expected one of images and one of labels")
+    names = getattr(table.features[labels[0]], "names", None)
+    return Pictures(table[images[0]], list(table[labels[0]]), name, names, table._fingerprint)
 
 
-class PictureReader:
+class PictureReader(Reader):
     """The batches of one stage: each epoch every image once, in a new order, augmented as the stage says.
 
     stage: an `ImageStage`. key: (seed, number of the stage). classes: how many the model knows.
     """
 
     def __init__(self, pictures: Pictures, stage, key, preparation: Preparation, classes: int, state=None):
-        self.pictures, self.stage, self.key = pictures, stage, key
-        self.preparation, self.classes = preparation, classes
+        super().__init__(key, state)
+        self.pictures, self.stage, self.preparation, self.classes = pictures, stage, preparation, classes
         self.size = preparation.size if stage.size is None else (stage.size, stage.size)
-        self.next = state["next"] if state else 0
-        self.orders = {}
         files = not isinstance(pictures.items, torch.Tensor)
         self.pool, self.ahead = ThreadPoolExecutor(THREADS) if files else None, {}
 
     def take(self, count: int, rows: slice):
         """Rows of the next batch of `count`: pixels fp32 `[rows, C, H, W]` and what is right, fp32 `[rows, classes]`."""
-        mixed = bool(self.stage.mixup or self.stage.cutmix)
         own = list(range(count))[rows]
-        partners = [number ^ 1 if (number ^ 1) < count else number for number in own]
-        needed = sorted({*own, *(partners if mixed else ())})
-        found = dict(zip(needed, self._samples([self.next + number for number in needed], count), strict=True))
-        pixels = torch.stack([found[number][0] for number in own])
-        targets = torch.stack([found[number][1] for number in own])
+        mixed = bool(self.stage.mixup or self.stage.cutmix)
+        partners = [number ^ 1 if (number ^ 1) < count else number for number in own] if mixed else []
+        needed = sorted({*own, *partners})
+        samples = dict(zip(needed, self._samples([self.next + number for number in needed], count), strict=True))
+        batch = [torch.stack(parts) for parts in zip(*map(samples.get, own), strict=True)]
         if mixed:
-            other = [found[number] for number in partners]
-            pixels, targets = self._mix(
-                pixels,
-                targets,
-                torch.stack([image for image, _ in other]),
-                torch.stack([target for _, target in other]),
-            )
+            batch = self._mix(*batch, *(torch.stack(parts) for parts in zip(*map(samples.get, partners), strict=True)))
         self.next += count
-        return pixels, targets
+        return tuple(batch)
 
     def _samples(self, numbers, count):
         if self.pool is None:
@@ -278,35 +252,26 @@ class PictureReader:
             self.ahead[number + count] = self.pool.submit(self._sample, number + count)
         return [due[number].result() for number in numbers]
 
-    def _index(self, number):
-        epoch, place = divmod(number, len(self.pictures))
-        if epoch not in self.orders:
-            self.orders = {e: order for e, order in self.orders.items() if e >= epoch - 1}
-            self.orders[epoch] = numpy.random.default_rng((*self.key, epoch)).permutation(len(self.pictures))
-        return int(self.orders[epoch][place])
-
     def _sample(self, number):
         """The sample of this number: pixels and shares of the classes."""
-        stage, index = self.stage, self._index(number)
+        stage, index = self.stage, self.shuffled(number, len(self.pictures))
         random = numpy.random.default_rng((*self.key, number, 1))
-        box = random_box(random, stage.crop) if stage.crop < 1 else None
-        if box is None:
-            image = self.preparation.whole(self.pictures, index, self.size)
+        if stage.crop < 1:
+            box, own = random_box(random, stage.crop), self.preparation
+            image = self.pictures.pixels(index, self.size, own.channels, box, own.resample)
         else:
-            image = self.pictures.pixels(index, self.size, self.preparation.channels, box, self.preparation.resample)
+            image = self.preparation.whole(self.pictures, index, self.size)
         if stage.flip and random.random() < stage.flip:
             image = image.flip(-1)
         if stage.shift:
             image = image.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         image = self.preparation.finish(image)
         if stage.erase and random.random() < stage.erase:
-            height, width = self.size
-            left, top, right, bottom = (
-                round(a * b) for a, b in zip(random_box(random, 0.02, 1 / 3), (width, height) * 2, strict=True)
-            )
-            rows, columns = slice(top, bottom), slice(left, right)
-            noise = random.standard_normal(image[:, rows, columns].shape)
-            image[:, rows, columns] = torch.from_numpy(noise).float()
+            sides = self.size[::-1] * 2
+            box = random_box(random, 0.02, 1 / 3)
+            left, top, right, bottom = (round(part * side) for part, side in zip(box, sides, strict=True))
+            erased = image[:, top:bottom, left:right]
+            erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
         target = torch.full((self.classes,), stage.smoothing / self.classes)
         target[self.pictures.labels[index]] += 1 - stage.smoothing
         return image, target
@@ -330,15 +295,7 @@ class PictureReader:
             pixels = share * pixels + (1 - share) * other
         return pixels, share * targets + (1 - share) * other_targets
 
-    def state(self):
-        """What `state=` needs to go on here."""
-        return {"next": self.next}
-
-    def handover(self):
-        """What the next stage's reader starts from: nothing, its order is its own."""
-
     def close(self):
-        """Let the threads go."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -352,16 +309,18 @@ def random_box(random, least: float, most: float = 1.0):
     return left, top, left + width, top + height
 
 
-def label_order(config, names):
+def label_order(config, names, argument="data"):
     """The model's index of each class in `names`: by name where the model knows them, else by place."""
     known = {str(label): int(index) for index, label in config.id2label.items()}
-    if all(name in known for name in names):
+    odd = [name for name in names if name not in known]
+    if not odd:
         return [known[name] for name in names]
-    if any(name in known for name in names):
-        odd = next(name for name in names if name not in known)
-        raise ValueError(f"data: the model has no label {odd!r}, though it has others of these classes")
+    if len(odd) < len(names):
+        raise ValueError(f"{argument}: the model has no label {odd[0]!r}, though it has others of these classes")
     if len(names) != len(known):
-        raise ValueError(f"data: {len(names)} classes for a model with {len(known)} labels; expected equally many")
+        raise ValueError(
+            f"{argument}: {len(names)} classes for a model with {len(known)} labels; expected equally many"
+        )
     return list(range(len(names)))
 
 

@@ -1,22 +1,25 @@
-"""The folder of a training run: what lies where, who may write, and how a stop at any moment leaves it whole.
+"""The folder of a training run: what lies where, what run it is of, who may write, and how a stop leaves it whole.
 
 While a run goes on, all of its state lies beside the output, in `<out>.state/`: `step-N/` (the last states), `runs/`
-(trackers) and a lock. `<out>` appears, by one rename, when everything in it is there. Unusual: every state says what run it
-is of (`run.json`, the fingerprint), and a run that is anything else is refused by name; and what its files are (SHA256SUMS),
-so that a damaged one is known, and passed over for the one before it.
+(trackers) and a lock. `<out>` appears, by one rename, when everything in it is there. Every state says what run it is of
+(`run.json`), and a run that is anything else is refused by name; and what its files are (SHA256SUMS), so that a damaged one
+is known, and passed over for the one before it.
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import shutil
-import tempfile
+import weakref
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
 from ..checkpoints.files import write_json, write_text
+from ..checkpoints.fingerprint import fingerprint_model
 
 try:
     import fcntl
@@ -25,47 +28,61 @@ except ImportError:
 
 RECORD = "train.json"
 IDENTITY = "run.json"
+KEPT_STATES = 2
 NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "teacher": "teacher (its configuration or weights)",
     "data": "data or tokenizer",
 }
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
+VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
+# student -> {folder: what it was known by when the run into the folder began}: in a notebook, the same call comes again
+# with an object that the run has trained meanwhile
+BEGUN = weakref.WeakKeyDictionary()
+
+logger = logging.getLogger("mhla_hf")
+
+
+def identify(model, frozen=()) -> str:
+    """A hash of configuration, weights and the names of what is `frozen`; a second per gigabyte or so."""
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
+    config = {key: value for key, value in config.items() if key not in VOLATILE}
+    text = json.dumps([config, fingerprint_model(model), *frozen], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class RunFolder:
     """The paths of one run, and everything that is written to them.
 
-    out: the folder to make. fingerprint: JSON-able dict that says what the run is. main: whether this process writes.
+    out: the folder to make. main: whether this process writes.
     """
 
-    def __init__(self, out, fingerprint, *, main=True):
+    def __init__(self, out, *, main=True):
         self.out = Path(os.path.abspath(Path(out).expanduser()))
         self.state = self.out.with_name(self.out.name + ".state")
-        self.fingerprint = json.loads(json.dumps(fingerprint))
-        self.main = main
-        self.lock = None
-        self.damaged = []
+        self.main, self.lock, self.damaged = main, None, []
 
-    def finished(self):
-        """True when `out` holds this very run, done. ValueError when it holds anything else."""
-        if not self.out.exists():
-            return False
-        if not self.out.is_dir():
-            raise ValueError(f"out: {str(self.out)!r} is a file; expected a folder, or a path where one can be made")
-        record = self.out / RECORD
-        if record.is_file():
-            self._compare(_read_json(record).get("fingerprint", {}))
-            return True
-        if any(self.out.iterdir()):
-            raise ValueError(f"out: the folder {str(self.out)!r} holds other files; expected a new or an empty folder")
-        return False
+    def find(self, identity, student):
+        """Look for the run: "finished", the newest whole state to go on from, or None when there is nothing yet.
 
-    def latest(self):
-        """The newest whole state, or None when there is no state; newer ones are in `damaged`.
-
-        ValueError: the state is that of another run, or all are damaged.
+        identity: JSON-able, what makes the run this run. ValueError: there is another run, or what is there is none.
         """
-        self.damaged = []
+        now = json.loads(json.dumps(identity))
+        self.identity = now | {"student": BEGUN.get(student, {}).get(self.out, now["student"])}
+        found = self._find()
+        if found is None:
+            self.identity = now
+        BEGUN.setdefault(student, {})[self.out] = self.identity["student"]
+        return found
+
+    def _find(self):
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"out: {str(self.out)!r} is a file; expected a folder, or a path where one can be made")
+        if (self.out / RECORD).is_file():
+            self._compare(_read_json(self.out / RECORD).get("fingerprint", {}))
+            return "finished"
+        if self.out.exists() and any(self.out.iterdir()):
+            raise ValueError(f"out: the folder {str(self.out)!r} holds other files; expected a new or an empty folder")
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
                 self._compare(_read_json(state / IDENTITY))
@@ -82,56 +99,40 @@ class RunFolder:
         """The last state that was written, or None."""
         return max(self._states(), default=None)
 
-    def check_room(self, needed):
-        """ValueError when the folder cannot be made or `needed` bytes do not fit. Leaves nothing behind."""
-        place = next(parent for parent in (self.state, *self.state.parents) if parent.exists())
-        try:
-            os.rmdir(tempfile.mkdtemp(prefix=".mhla_hf-", dir=place))
-            free = shutil.disk_usage(place).free
-        except OSError as error:
-            raise ValueError(f"out: {str(self.out)!r} cannot be written ({error.strerror}: {place})") from None
-        if free < needed:
-            raise ValueError(
-                f"out: {str(self.out)!r} needs about {needed / 1e6:,.0f} MB for the states and the model, "
-                f"and {free / 1e6:,.0f} MB are free"
-            )
-
     def begin(self):
-        """Make the state folder, lock it, and clear what a killed run left half done and what `latest` found damaged."""
+        """Make the state folder, lock it, and clear what a killed run left half done and what `find` found damaged."""
         with self._errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock()
             left = (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*"))
             for rest in (*left, *self.damaged):
                 shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+        for state in self.damaged:
+            logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
 
-    def aside(self, target):
-        """Where `target` is written before it is renamed: a new, empty folder."""
-        aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+    @contextlib.contextmanager
+    def new_state(self, step):
+        """A folder aside for the state after `step` optimizer steps of the whole run; it becomes the newest one."""
+        target = self.state / f"step-{step:09d}"
+        with self._errors("a state"), _aside(target) as aside:
+            yield aside
+            write_json(aside / IDENTITY, self.identity)
+            seal(aside)
+            os.replace(aside, target)
+            for old in sorted(self._states())[:-KEPT_STATES]:
+                shutil.rmtree(old)
 
-    def state_path(self, step):
-        """The folder of the state after `step` optimizer steps of the whole run."""
-        return self.state / f"step-{step:09d}"
-
-    def seal(self, aside):
-        """Note in a state what run it is of, and what its files are."""
-        write_json(aside / IDENTITY, self.fingerprint)
-        write_text(aside / SUMS_FILE, render_sums(_sums(aside)))
-
-    def prune(self, keep):
-        """Remove all but the newest `keep` states."""
-        for old in sorted(self._states())[:-keep]:
-            shutil.rmtree(old)
-
-    def finish(self, aside):
-        """Make the finished folder `aside` the output and remove the state."""
-        if self.out.exists():
-            self.out.rmdir()
-        os.replace(aside, self.out)
-        self.clear()
+    @contextlib.contextmanager
+    def result(self):
+        """A folder aside for the model and its record; it becomes `out`, and the state goes."""
+        with self._errors("the model"), _aside(self.out) as aside:
+            yield aside
+            if (self.state / "runs").exists():
+                os.replace(self.state / "runs", aside / "runs")
+            if self.out.exists():
+                self.out.rmdir()
+            os.replace(aside, self.out)
+            self.clear()
 
     def clear(self):
         """Remove the state of a finished run."""
@@ -146,23 +147,14 @@ class RunFolder:
             self.lock = None
 
     @contextlib.contextmanager
-    def writing(self, target, what):
-        """Give a folder aside for `target`; whatever goes wrong in writing removes it and is said in one sentence."""
-        with self._errors(what):
-            aside = self.aside(target)
-            try:
-                yield aside
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-
-    @contextlib.contextmanager
     def _errors(self, what):
+        """Whatever goes wrong in writing is said in one sentence."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            last = self.newest()
+            last, reason = self.newest(), getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
             rest = f"the state in {str(last)!r} is whole" if last else "nothing was kept"
-            raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({_reason(error)}); {rest}") from error
+            raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}); {rest}") from error
 
     def _states(self):
         return [path for path in self.state.glob("step-*") if ".tmp-" not in path.name]
@@ -178,19 +170,32 @@ class RunFolder:
             raise ValueError(f"out: another process is training into {str(self.out)!r} now") from None
 
     def _compare(self, before):
-        for key, new in self.fingerprint.items():
+        for key, new in self.identity.items():
             old = before.get(key)
             if old == new:
                 continue
             if key == "stages":
                 key, old, new = _first_difference(old or [], new)
-            if key in NAMES:
-                change = f"another {NAMES[key]}"
-            else:
-                change = f"{key} {old!r}, not {new!r}"
+            change = f"another {NAMES[key]}" if key in NAMES else f"{key} {old!r}, not {new!r}"
             raise ValueError(
                 f"out: {str(self.out)!r} was begun with {change}; give what it was begun with, or another folder"
             )
+
+
+@contextlib.contextmanager
+def _aside(target):
+    aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def seal(state):
+    """Note in a state what its files are."""
+    write_text(state / SUMS_FILE, render_sums(_sums(state)))
 
 
 def _sums(state):
@@ -208,8 +213,8 @@ def _is_whole(state):
 def _read_json(path):
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"out: {str(path)!r} is damaged ({error}); expected the record of a training run") from None
+    except ValueError:
+        content = None
     if not isinstance(content, dict):
         raise ValueError(f"out: {str(path)!r} is damaged; expected the record of a training run")
     return content
@@ -221,8 +226,3 @@ def _first_difference(old, new):
             if before.get(key) != now[key]:
                 return f"{key} in stage {now['name']!r}", before.get(key), now[key]
     return "stages", len(old), len(new)
-
-
-def _reason(error):
-    cause = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return cause[:200] or type(error).__name__

@@ -1,17 +1,22 @@
 """Tasks: what the one training loop asks of a kind of model.
 
 A task binds the student, its teacher and what belongs to them, opens the data, and gives the loop batches and losses.
-Everything else (steps, resuming, processes, precision, records, bars) is the loop's. A new kind of model is a subclass of
-`Task`, a stage type in `recipe.STAGE_TYPES`, and a line in `find_task`.
+Everything else (steps, resuming, processes, precision, records, bars) is the loop's. A new kind of model is a subclass each
+of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a line in `find_task`.
 """
 
 import abc
 import contextlib
+import functools
 import inspect
+
+import numpy
+import torch
+from torch import nn
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
-from .trainable import check_model, check_not_shared, check_original, check_plain, check_stage
+from .trainable import check_model, check_student, check_teacher, mhla_attentions, with_dtype_of
 
 
 class Task(abc.ABC):
@@ -25,6 +30,7 @@ class Task(abc.ABC):
     unit: str  # what runs count: "tokens", "images", "samples"
     wanted: str  # what student and teacher have to be, for errors
     without_data = False  # whether `data=None` means something
+    tool = None  # a tokenizer or an image processor, saved with the model
     progress = False
 
     def __init__(self, student, teacher):
@@ -35,13 +41,8 @@ class Task(abc.ABC):
         check_model("student", self.student, self.wanted)
         if self.teacher is not None:
             check_model("teacher", self.teacher, self.wanted)
-        check_plain(self.student)
-        for stage in stages:
-            check_stage(self.student, self.teacher, stage)
-            if stage.loss == "transfer":
-                check_original(self.student, self.teacher)
-        if self.teacher is not None and any(stage.needs_teacher for stage in stages):
-            check_not_shared(self.student, self.teacher)
+        check_student(self.student, stages)
+        check_teacher(self.student, self.teacher, stages)
 
     @abc.abstractmethod
     def open(self, data, stages):
@@ -52,11 +53,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def reader(self, source, stage, number, seed, state):
-        """What gives the batches of stage `number` (0-based), from its start or from what `state()` or `handover()` gave.
-
-        Has `state()` (JSON-able: to go on in this stage), `handover()` (JSON-able: where the next stage's reader starts)
-        and `close()`. Which samples a step gets, and every random choice about them, follow from seed, number and step.
-        """
+        """The `Reader` of stage `number` (0-based), from its start or from what `state()` or `handover()` gave."""
 
     def try_data(self, source, stages, seed):
         """Open and close a reader, so that data that cannot be read are known before anything is written."""
@@ -73,11 +70,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def objective(self, stage):
-        """The student with the loss of `stage`: an nn.Module that Accelerate wraps.
-
-        Its forward gives the loss (scalar with gradient) and a dict of detached scalars, "loss" among them; both add up
-        over the parts of a batch. The teacher is held, not owned: `self.__dict__["teacher"] = teacher`.
-        """
+        """The `Objective` of `stage`."""
 
     def count(self, stage):
         """How many units one optimizer step works on."""
@@ -101,21 +94,100 @@ class Task(abc.ABC):
 
     def save(self, folder):
         """Write the trained model and what belongs to it into `folder`, which exists."""
-        self.student.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-
-    def bytes_saved(self):
-        """How much `save` writes, about."""
-        return bytes_of(self.student)
+        self.given.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        if self.tool is not None:
+            self.tool.save_pretrained(folder)
 
     def load(self, folder):
         """Put the weights that `save` wrote into the student."""
-        trained = type(self.student).from_pretrained(folder, dtype=self.student.dtype)
+        inner = "" if self.given is self.student else "transformer"  # of a pipeline
+        trained = type(self.student).from_pretrained(folder, subfolder=inner, dtype=self.student.dtype)
         self.student.load_state_dict(trained.state_dict())
 
 
-def bytes_of(model):
-    """The size of a model's weights in bytes."""
-    return sum(value.numel() * value.element_size() for value in model.state_dict().values())
+class Reader:
+    """What gives the batches of one stage; which samples a step gets, and every random choice, follow from `key` and step.
+
+    key: (seed, number of the stage). state: what `state()` gave, or None.
+    """
+
+    def __init__(self, key, state=None):
+        self.key, self.next = tuple(key), state["next"] if state else 0
+
+    def shuffled(self, number, count):
+        """Which of `count` samples comes as `number`: every epoch takes all of them, in a new order."""
+        epoch, place = divmod(number, count)
+        return int(_order((*self.key, epoch), count)[place])
+
+    def state(self):
+        """What `state=` needs to go on here, JSON-able."""
+        return {"next": self.next}
+
+    def handover(self):
+        """Where the next stage's reader starts, JSON-able; None: at its own beginning."""
+
+    def close(self):
+        """Let threads go."""
+
+
+@functools.lru_cache(maxsize=4)
+def _order(key, count):
+    return numpy.random.default_rng(key).permutation(count)
+
+
+class Objective(nn.Module):
+    """The student with the loss of one stage: what Accelerate wraps.
+
+    Its forward gives the loss (scalar with gradient) and a dict of detached scalars, "loss" among them; both add up over
+    the parts of a batch. The teacher is held, not owned: its parameters are none of this module's, so nothing can move or
+    save them.
+    """
+
+    def __init__(self, student, teacher, stage):
+        super().__init__()
+        self.student, self.stage = student, stage
+        self.__dict__["teacher"] = teacher
+
+    def transfer(self, ask, attend, size):
+        """Sum over samples and MHLA layers of size(student - teacher) / size(teacher), on the teacher's own inputs.
+
+        The student's attention runs inside the teacher's forward pass, where its inputs are, so nothing is kept, and no
+        more of the student runs than its attention.
+
+        Args:
+            ask: runs the teacher. attend: the student's attention and its arguments -> its output. size: elementwise.
+        """
+        losses = []
+
+        def compare(name):
+            attention = self.student.get_submodule(name)
+
+            def hook(_module, args, kwargs, wanted):
+                args, kwargs = with_dtype_of(self.student, (args, kwargs))
+                with torch.enable_grad():
+                    got = attend(attention, *args, **kwargs)
+                    losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
+
+            return hook
+
+        handles = [
+            self.teacher.get_submodule(name).register_forward_hook(compare(name), with_kwargs=True)
+            for name in mhla_attentions(self.student)
+        ]
+        try:
+            with torch.no_grad():
+                ask()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return sum(losses)
+
+
+def relative_error(got, wanted, size=torch.square):
+    """Sum over samples of size(got - wanted) / size(wanted), in fp32; of a sample the sum of all its elements."""
+    got, wanted = got.float().flatten(1), wanted.float().flatten(1)
+    whole = size(wanted).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (size(got - wanted).sum(1) / whole).sum()
 
 
 def find_task(student, teacher, options) -> Task:

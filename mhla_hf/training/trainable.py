@@ -1,9 +1,9 @@
 """What a stage trains: which parameters move, at which rate, and whether that can work at all.
 
 MHLA layers are found by name (an attention module with a child called `mhla`), so that models whose code came from the
-Hub are trained as well. Unusual: a parameter that was frozen before the run stays frozen, whatever a stage names; a
-uniform, frozen mixing is how plain linear attention is trained as a yardstick. And weights are float32 while they are
-trained, whatever they were before and will be after.
+Hub are trained as well. A parameter that was frozen before the run stays frozen, whatever a stage names: a uniform, frozen
+mixing is how plain linear attention is trained as a yardstick. And weights are float32 while they are trained, whatever
+they were before and will be after.
 """
 
 import torch
@@ -31,27 +31,43 @@ def check_model(argument, model, wanted):
         raise ValueError(f"{argument}: its weights are on the meta device; expected loaded weights")
 
 
-def check_stage(student, teacher, stage):
-    """One sentence if `stage` would train nothing, or lacks the teacher it needs."""
-    names = mhla_attentions(student)
-    label = f"stage {stage.name!r}"
-    if not names and (stage.loss == "transfer" or stage.trainable != "all"):
-        raise ValueError(f"student: has no MHLA layer, which {label} trains; expected a model from mhla_hf.convert")
-    flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    if not any(_moves(name, names, stage, flags[value]) for name, value in student.named_parameters()):
-        raise ValueError(f"student: all that {label} would train ({stage.trainable!r}) is frozen")
-    if stage.needs_teacher and teacher is None:
-        raise ValueError(f"teacher: None was given, and {label} (loss {stage.loss!r}) needs one")
-
-
-def check_plain(student):
-    """One sentence if the student is quantized: such weights can neither be trained nor always be saved."""
+def check_student(student, stages):
+    """One sentence if the student is quantized, or if a stage would train nothing of it."""
     for name, value in student.named_parameters():
         if value.dtype not in FLOATS or type(value.data) is not torch.Tensor:
             raise ValueError(
                 f"student: {name!r} is a {type(value.data).__name__} of {value.dtype}; expected float weights, so load it "
                 "without quantization"
             )
+    names = mhla_attentions(student)
+    for stage in stages:
+        if not names and (stage.loss == "transfer" or stage.trainable != "all"):
+            raise ValueError(
+                f"student: has no MHLA layer, which stage {stage.name!r} trains; expected a model from mhla_hf.convert"
+            )
+        if not any(_moves(name, names, stage, value.requires_grad) for name, value in student.named_parameters()):
+            raise ValueError(f"student: all that stage {stage.name!r} would train ({stage.trainable!r}) is frozen")
+
+
+def check_teacher(student, teacher, stages):
+    """One sentence if a stage needs a teacher that is missing, shares weights with the student, or is not its original."""
+    needing = [stage for stage in stages if stage.needs_teacher]
+    if not needing:
+        return
+    if teacher is None:
+        raise ValueError(f"teacher: None was given, and stage {needing[0].name!r} (loss {needing[0].loss!r}) needs one")
+    own = {value.untyped_storage().data_ptr() for value in student.parameters()}
+    for name, value in teacher.named_parameters():
+        if value.untyped_storage().data_ptr() in own:
+            raise ValueError(
+                f"teacher: shares {name!r} with the student; load it separately, or deepcopy before converting"
+            )
+    modules = dict(teacher.named_modules())
+    for name in mhla_attentions(student) if any(stage.loss == "transfer" for stage in needing) else ():
+        if name not in modules:
+            raise ValueError(f"teacher: has no module {name!r}, which the student has; expected the student's original")
+        if f"{name}.mhla" in modules or f"{name}.processor.mhla" in modules:
+            raise ValueError(f"teacher: {name!r} is an MHLA layer itself; expected the softmax original")
 
 
 def dtypes_of(model):
@@ -95,32 +111,10 @@ def with_dtype_of(model, values):
     return tree_map(change, values)
 
 
-def check_original(student, teacher):
-    """One sentence if the student's MHLA layers have no softmax originals of the same names in the teacher."""
-    modules = dict(teacher.named_modules())
-    for name in mhla_attentions(student):
-        if name not in modules:
-            raise ValueError(f"teacher: has no module {name!r}, which the student has; expected the student's original")
-        if f"{name}.mhla" in modules or f"{name}.processor.mhla" in modules:
-            raise ValueError(f"teacher: {name!r} is an MHLA layer itself; expected the softmax original")
-
-
-def check_not_shared(student, teacher):
-    """One sentence if training the student would change the teacher."""
-    own = {value.untyped_storage().data_ptr(): name for name, value in student.named_parameters()}
-    for name, value in teacher.named_parameters():
-        if value.untyped_storage().data_ptr() in own:
-            raise ValueError(
-                f"teacher: shares {name!r} with the student; load it separately, or deepcopy before converting"
-            )
-
-
 def _moves(name, attentions, stage, flag):
-    if stage.trainable == "all":
-        return flag
     if stage.trainable in ("mhla", "lora"):
         return flag and (".mhla." in name or (stage.trainable == "lora" and ".lora_" in name))
-    return flag and any(name.startswith(f"{attention}.") for attention in attentions)
+    return flag and (stage.trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions))
 
 
 def choose_trainable(student, stage, flags):

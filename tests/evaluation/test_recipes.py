@@ -97,7 +97,7 @@ def test_recipes_say_what_they_are_for(name):
         ("nothing", "holds a str"),
         ("{", "is not YAML"),
         ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
-        ({"kind": "language"}, "missing 1 required positional argument: 'tasks'"),
+        ({"kind": "language"}, "tasks is missing"),
         ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
         ({"kind": "language", "tasks": ["a"], "colour": 1}, "unknown 'colour'"),
         ({"kind": "language", "tasks": ["a"], "settings": [1]}, "settings is [1]; expected dict"),

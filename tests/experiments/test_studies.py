@@ -131,8 +131,9 @@ def test_scaling_times_everything_and_goes_on(tmp_path):
 BAD = {
     "no such study": ("begin", {}, "study: got 'begin', expected one of blocks, cpe, images, resolution, start"),
     "not YAML": ("tiny.yaml", "rows: [", "is not YAML"),
-    "a list": ("tiny.yaml", "- 1", "'list' object"),
-    "unknown key": ("tiny.yaml", {"row": 1}, "unexpected keyword argument 'row'"),
+    "a list": ("tiny.yaml", "- 1", "got [1]; expected a mapping"),
+    "unknown key": ("tiny.yaml", {"row": 1}, "unknown 'row'; expected name, rows"),
+    "no rows": ("tiny.yaml", {"rows": None}, "rows is None; expected dict"),
     "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
     "a claim about no measure": ("tiny.yaml", {"claims": [["softmax", "softmax", "speed"]]}, "claims name 'speed'"),
     "a bad stage": ("tiny.yaml", {"stage": {"batch_size": 0}}, "batch_size is 0"),

@@ -47,11 +47,11 @@ def folder(tmp_path_factory):
         picture = Image.new("RGB", (40 + number, 30), ((number % 3) * 100, number * 20, 50))
         picture.save(place / "data" / "train" / name / f"{number}.png")
     stage = "{name: a, loss: LOSS, steps: 2, lr: 1e-3, batch_size: 4, crop: 0.5, flip: 0.5, erase: 1, mixup: 0.8, cutmix: 1}"
-    colours = "num_channels: 3, image_mean: null, image_std: null, hidden_size: 24"
-    scratch = f"task: images\nsettings: {{preset: digits, {colours}}}\n"
+    colors = "num_channels: 3, image_mean: null, image_std: null, hidden_size: 24"
+    scratch = f"task: images\nsettings: {{preset: digits, {colors}}}\n"
     (place / "scratch.yaml").write_text(f"{scratch}stages: [{stage.replace('LOSS', 'labels')}]\n")
     transfer = "{name: t, loss: transfer, trainable: mhla, steps: 2, lr: 1e-3, batch_size: 4}"
-    (place / "distil.yaml").write_text(f"task: images\nstages: [{transfer}, {stage.replace('LOSS', 'logits')}]\n")
+    (place / "distill.yaml").write_text(f"task: images\nstages: [{transfer}, {stage.replace('LOSS', 'logits')}]\n")
     features = stage.replace("LOSS", "features").replace("mixup: 0.8, cutmix: 1", "ema: 0.5")
     (place / "features.yaml").write_text(f"task: images\nstages: [{transfer}, {features}]\n")
     return place
@@ -80,7 +80,7 @@ def test_from_scratch_on_a_folder(folder, tmp_path):
 def test_converted_and_distilled_without_labels(folder, tmp_path):
     softmax_tower("ViTForImageClassification").save_pretrained(tmp_path / "base")
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
-    arguments = ["--recipe", folder / "distil.yaml", "--images", folder / "data", "--model", tmp_path / "base"]
+    arguments = ["--recipe", folder / "distill.yaml", "--images", folder / "data", "--model", tmp_path / "base"]
     train(*arguments, "--out", tmp_path / "out")
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "MHLAViTForImageClassification" and model.config.mhla["layers"] == [0, 1]
@@ -100,7 +100,7 @@ def test_a_tower_learns_its_features(make, folder, tmp_path):
     SiglipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
     arguments = ["--images", folder / "data", "--model", tmp_path / "base", "--out", tmp_path / "out"]
     with pytest.raises(ValueError, match=r"image_features\.yaml"):
-        train("--recipe", folder / "distil.yaml", *arguments)
+        train("--recipe", folder / "distill.yaml", *arguments)
     train("--recipe", folder / "features.yaml", *arguments)
     record = json.loads((tmp_path / "out" / "train.json").read_text())
     assert [made["name"] for made in record["stages"]] == ["t", "a"]

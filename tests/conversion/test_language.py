@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
 SHORT = "{name: NAME, loss: LOSS, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: WHAT}"
-CONVERT = ["transfer transfer mhla", "distil logits all"]
+CONVERT = ["transfer transfer mhla", "distill logits all"]
 SCRATCH = ["pretrain lm all"]
 
 
@@ -25,14 +25,16 @@ def stages(lines):
 
 
 @pytest.fixture(scope="module")
-def base(lab, tmp_path_factory):
+def base(tmp_path_factory):
     """A softmax model in bfloat16 with a tokenizer, and a text, on disk."""
     folder = tmp_path_factory.mktemp("base")
     words = [f"w{i}" for i in range(60)]
     model = Tokenizer(models.WordLevel({"<end>": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="<end>"))
     model.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>").save_pretrained(folder / "model")
-    lab.teacher().bfloat16().save_pretrained(folder / "model")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=128)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(" ".join(words[i * i % 60] for i in range(2000)))
     return folder
 
@@ -43,7 +45,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def test_convert_distil_save(base, tmp_path):
+def test_convert_distill_save(base, tmp_path):
     recipe = tmp_path / "short.yaml"
     recipe.write_text("settings: {layers: all, block_size: 16}\n" + stages(CONVERT))
     arguments = ["--recipe", recipe, "--model", base / "model", "--text", base / "text.txt", "--out", tmp_path / "out"]

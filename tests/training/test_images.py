@@ -1,7 +1,4 @@
-"""The image task: what is read, how it is augmented, that every loss learns, and that a stopped run goes on bit for bit.
-
-Run: pytest tests/train/test_images.py
-"""
+"""The image task: what is read, how it is augmented, that every loss learns, and that a stopped run goes on bit for bit."""
 
 import copy
 import json
@@ -17,7 +14,7 @@ from transformers import ViTImageProcessor
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.training.pictures import PictureReader, Preparation, open_pictures, random_box, share_right
-from mhla_hf.training.recipe import ImageStage, make_recipe
+from mhla_hf.training.recipe import ImageStage
 
 SIDE = 16
 GRAY = {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5], "image_std": [0.5]}
@@ -172,22 +169,22 @@ def history(out):
     return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
 
 
-def test_labels_are_learnt_and_judged_on_the_way(tmp_path):
-    stages = [stage(steps=45, lr=5e-3, ema=0.9)]
-    model = train(tmp_path / "out", stages=stages, test=squares(40, seed=5), log_every=15)
+def test_labels_are_learned_and_judged_on_the_way(tmp_path):
+    stages, judged = [stage(steps=45, lr=5e-3, ema=0.9)], open_pictures(squares(40, seed=5))
+    model = train(tmp_path / "out", stages=stages, test=judged, log_every=15)
     entries = history(tmp_path / "out")
     assert [entry["images"] for entry in entries] == [240, 480, 720]
     assert all(0 <= entry["test_accuracy"] <= 1 and "accuracy" in entry for entry in entries)
     assert entries[-1]["test_accuracy"] > 0.9 and entries[-1]["loss"] < entries[0]["loss"]
     prepared = Preparation(model.config.preprocessing(), 1)
-    assert share_right(model, open_pictures(squares(40, seed=5)), prepared) > 0.9
-    loaded = MHLAForImageClassification.from_pretrained(tmp_path / "out")
-    assert share_right(loaded, open_pictures(squares(40, seed=5)), prepared, batch_size=7) > 0.9
+    assert (
+        share_right(MHLAForImageClassification.from_pretrained(tmp_path / "out"), judged, prepared, batch_size=7) > 0.9
+    )
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     options = {
-        "stages": [stage(steps=12, ema=0.5, **AUGMENTED)], "save_every": 5, "test": squares(8, seed=5),
+        "stages": [stage(steps=9, ema=0.5, **AUGMENTED)], "save_every": 5, "test": squares(8, seed=5),
     }  # fmt: skip
     train(tmp_path / "whole", classifier(drop_path_rate=0.3), **options)
     take, calls = PictureReader.take, []
@@ -202,7 +199,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "part", classifier(drop_path_rate=0.3), **options)
     train(tmp_path / "part", classifier(drop_path_rate=0.3), **options)
-    assert len(calls) == 8 + 7
+    assert len(calls) == 8 + 4
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part")]
     assert weights[0] == weights[1] and history(tmp_path / "whole") == history(tmp_path / "part")
 
@@ -213,7 +210,6 @@ PROCESSOR = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "imag
 @pytest.mark.parametrize(
     "tower, losses",
     [("ViTForImageClassification", ("transfer", "logits")), ("Dinov2WithRegistersForImageClassification", ("transfer",)),
-     ("CLIPVisionModel", ("features",)), ("DINOv3ViTModel", ("features",)),
      ("SiglipVisionModel", ("features",))],
 )  # fmt: skip
 def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower, losses):
@@ -221,7 +217,7 @@ def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower, l
     student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", layout=[2, 2])
     names = [name for name, _ in student.named_parameters() if ".mhla." in name]
     stages = [
-        stage(name=loss, loss=loss, steps=12, lr=5e-3, batch_size=8, trainable="mhla" if loss == "transfer" else "all")
+        stage(name=loss, loss=loss, steps=8, lr=5e-3, batch_size=8, trainable="mhla" if loss == "transfer" else "all")
         for loss in losses
     ]
     processor = ViTImageProcessor(**PROCESSOR)
@@ -233,20 +229,13 @@ def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower, l
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
-def test_a_recipe_for_images():
-    recipe = make_recipe({"task": "images", "stages": [{"name": "a", "loss": "labels", "steps": 2, "lr": "1e-3"}]})
-    assert isinstance(recipe.stages[0], ImageStage) and recipe.stages[0].lr == 1e-3
-    with pytest.raises(ValueError, match="loss is 'lm'"):
-        make_recipe({"task": "images", "stages": [{"name": "a", "loss": "lm", "steps": 2, "lr": 1e-3}]})
-
-
 def bad_data():
     images, labels = squares(8)
     return {
         "float images": ((images.float(), labels), "float32"),
         "lengths": ((images, labels[:5]), "8 images and 5 labels"),
         "no images": ((images[:0], labels[:0]), "0 images"),
-        "labels beyond": ((images, labels + 1), "labels 1 to 4, and the model 4 classes"),
+        "labels beyond": ((images, labels + 1), "labels 1 to 4; expected 0 to 3"),
         "a number": (7, "data: got int"),
         "no folder": ("./nowhere", "there is no file or folder './nowhere'"),
         "no data set": ("nobody/nothing", "'nobody/nothing' is neither a file or folder here nor a dataset"),
@@ -259,23 +248,6 @@ def test_bad_data_is_one_sentence(tmp_path, name):
     with pytest.raises((ValueError, TypeError), match=said):
         train(tmp_path / "out", data=data)
     assert not list(tmp_path.iterdir())
-
-
-BAD = {
-    "size": ({"size": 0}, "size is 0"),
-    "crop": ({"crop": 1.5}, "crop is 1.5"),
-    "mixup": ({"mixup": -1}, "mixup is -1"),
-    "shift": ({"shift": 1.5}, "shift is 1.5"),
-    "temperature": ({"temperature": 0}, "temperature is 0"),
-    "no teacher": ({"loss": "logits"}, "teacher: None was given"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_stages_are_one_sentence(tmp_path, name):
-    changes, said = BAD[name]
-    with pytest.raises(ValueError, match=said):
-        train(tmp_path / "out", stages=[stage(**changes)])
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path):

@@ -1,0 +1,288 @@
+"""Diffusion in the one loop: what is read, what moves, that stops and processes change nothing, and what is refused."""
+
+import copy
+import os
+import signal
+
+import datasets
+import pytest
+import torch
+from accelerate import debug_launcher
+from diffusers import DiffusionPipeline, WanPipeline
+from safetensors.torch import load_file, save_file
+from tiny_pipelines import PIPELINES, generate, tiny_transformer
+
+import mhla_hf
+from mhla_hf.training import denoising
+from mhla_hf.training.denoising import NoiseProcess, predict
+from mhla_hf.training.latents import open_latents
+from mhla_hf.training.recipe import DiffusionStage
+
+SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
+COMMON = {"batch_size": 2, "sampling_steps": 3}
+TRANSFER = DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **COMMON)
+MATCH = DiffusionStage("match", "prediction", 2, 1e-3, **COMMON)
+
+
+def converted(family, layers=(1,), **settings):
+    """The family's tiny pipeline, converted."""
+    torch.manual_seed(1)
+    layout = (1, 2, 2) if len(SIZES[family] or ()) == 3 else (2, 2)
+    return mhla_hf.convert(PIPELINES[family](), layers=list(layers), layout=layout, **settings)
+
+
+def latents(count=6, seed=0):
+    """For DiT: latents of two classes that look different."""
+    labels = torch.arange(count) % 2
+    noise = torch.randn(count, 4, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return {"latents": 0.3 * noise + labels[:, None, None, None], "class_labels": labels}
+
+
+def distill(out, stages=(TRANSFER, MATCH), data=None, student=None, teacher=None, **options):
+    """DiT from DiT."""
+    student = student or converted("dit")
+    options = {"progress": False, "save_every": 2, "log_every": 1} | options
+    return mhla_hf.distill(student, teacher or PIPELINES["dit"](), out=out, data=data, stages=list(stages), **options)
+
+
+@pytest.mark.parametrize("family", list(PIPELINES))
+def test_without_data_from_pipeline_to_pipeline(lab, family, tmp_path):
+    """Transfer, LoRA, everything: what moves, that it is one pipeline on disk, and that a second call finds it."""
+    teacher, student = PIPELINES[family](), converted(family)
+    before = copy.deepcopy(student.transformer.state_dict())
+    common = {"batch_size": 2, "sampling_steps": 2, "size": SIZES[family]}
+    stages = [
+        DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **common),
+        DiffusionStage("lora", "prediction", 2, 1e-3, trainable="lora", lora_rank=2, **common),
+    ]
+    data = None if family == "dit" else ["a cat", "a dog walks"]
+    out = mhla_hf.distill(student, teacher, out=tmp_path / "a", data=data, stages=stages, progress=False)
+    assert out is student
+    after = student.transformer.state_dict()
+    assert list(after) == list(before)
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    block = next(name for name in after if ".mhla." in name).split(".attn1")[0]
+    projections = {f"{block}.attn1.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    assert projections <= moved
+    assert all(name in projections or ".mhla." in name for name in moved)
+    assert any(".mhla." in name for name in moved)
+    assert {value.requires_grad for value in student.transformer.parameters()} == {True}
+
+    assert (tmp_path / "a" / "model_index.json").is_file()
+    again = converted(family)
+    mhla_hf.distill(again, teacher, out=tmp_path / "a", data=data, stages=stages, progress=False)
+    torch.testing.assert_close(again.transformer.state_dict(), after, rtol=0, atol=0)
+    assert generate(again).isfinite().all()
+    record = lab.record(tmp_path / "a")
+    assert (record["task"], record["samples"]) == ("diffusion", 8)
+    assert record["data"]["kind"] == "trajectories"
+
+
+def test_folder_dataset_and_tensors_are_one_data(lab, tmp_path):
+    table = latents()
+    (tmp_path / "latents").mkdir()
+    for number, part in enumerate((slice(0, 4), slice(4, 6))):
+        part = {key: value[part].contiguous() for key, value in table.items()}
+        save_file(part, tmp_path / "latents" / f"{number}.safetensors")
+    dataset = datasets.Dataset.from_dict({key: value.tolist() for key, value in table.items()})
+    sources = {"folder": tmp_path / "latents", "dataset": dataset.with_format("torch"), "tensors": table}
+    stage = DiffusionStage("m", "prediction", 2, 1e-3, batch_size=4, data_weight=0.5)
+    for name, data in sources.items():
+        distill(tmp_path / name, [stage], data)
+    one, *others = (lab.weights(tmp_path / name) for name in sources)
+    assert others == [one] * 2
+    assert {"match", "denoise"} <= set(lab.history(tmp_path / "folder")[-1])
+    columns = [open_latents(data).columns for data in sources.values()]
+    assert columns == [("class_labels",)] * 3
+
+
+def test_texts_beside_latents(lab, tmp_path):
+    """Prompts as texts and prompts as the pipeline encodes them train the same."""
+    pipe, prompts = PIPELINES["wan"](), ["a cat", "a dog", "a cat walks"]
+    clean = torch.randn(3, 16, 3, 8, 10, generator=torch.Generator().manual_seed(0))
+    embeds = pipe.encode_prompt(prompts, max_sequence_length=512)[0]
+    stage = DiffusionStage("m", "denoising", 2, 1e-3, batch_size=3, grad_accum=3, size=SIZES["wan"], drop_condition=0.5)
+    texts = datasets.Dataset.from_dict({"latents": clean.tolist(), "prompt": prompts}).with_format("torch")
+    for name, data in (("texts", texts), ("embeds", {"latents": clean, "prompt_embeds": embeds})):
+        options = {"out": tmp_path / name, "data": data, "stages": [stage], "progress": False, "log_every": 1}
+        mhla_hf.distill(converted("wan"), **options)
+    texts, embeds = (lab.history(tmp_path / name) for name in ("texts", "embeds"))
+    assert [entry["loss"] for entry in texts] == pytest.approx([entry["loss"] for entry in embeds], rel=1e-4)
+
+
+def test_bare_transformer_with_the_teachers_pipeline(tmp_path):
+    student = converted("dit").transformer
+    assert distill(tmp_path / "a", [MATCH], student=student) is student
+    again = type(student).from_pretrained(tmp_path / "a")
+    torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
+
+
+def test_a_pipeline_whose_transformer_was_converted_alone_is_saved_as_mhla(tmp_path):
+    student = PIPELINES["dit"]()
+    mhla_hf.convert(student.transformer, layout=(2, 2))
+    distill(tmp_path / "a", [TRANSFER], student=student)
+    there = DiffusionPipeline.from_pretrained(tmp_path / "a", trust_remote_code=True)
+    assert (generate(there) - generate(student)).abs().max() <= 1e-5
+
+
+def lora_run(out, data=None):
+    stages = [
+        DiffusionStage("transfer", "transfer", 3, 1e-2, trainable="mhla", **COMMON),
+        DiffusionStage("lora", "prediction", 5, 1e-3, trainable="lora", ema=0.9, **COMMON),
+    ]
+    return distill(out, stages, data)
+
+
+@pytest.mark.parametrize("data", [None, latents()], ids=["trajectories", "latents"])
+def test_stopped_run_ends_as_the_whole_one(lab, tmp_path, monkeypatch, data):
+    """In a LoRA stage with a moving average, in the middle of a window of trajectories."""
+    lora_run(tmp_path / "whole", data)
+    real, calls = denoising.DiffusionStep.forward, []
+
+    def forward(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(denoising.DiffusionStep, "forward", forward)
+    with pytest.raises(KeyboardInterrupt):
+        lora_run(tmp_path / "out", data)
+    lora_run(tmp_path / "out", data)
+    assert lab.record(tmp_path / "out")["resumed"] == 1
+    assert lab.weights(tmp_path / "out") == lab.weights(tmp_path / "whole")
+    assert lab.history(tmp_path / "out") == lab.history(tmp_path / "whole")
+
+
+def accumulated(out, parts):
+    common = {"batch_size": 4, "grad_accum": parts, "sampling_steps": 2}
+    stages = [
+        DiffusionStage("transfer", "transfer", 3, 1e-2, trainable="mhla", **common),
+        DiffusionStage("match", "prediction", 3, 1e-3, **common),
+    ]
+    distill(out, stages)
+
+
+def test_parts_and_processes_change_nothing(lab, tmp_path):
+    accumulated(tmp_path / "one", 1)
+    accumulated(tmp_path / "parts", 4)
+    debug_launcher(accumulated, (tmp_path / "two", 2), num_processes=2)
+    one, *others = (lab.history(tmp_path / name) for name in ("one", "parts", "two"))
+    for other in others:
+        assert [entry["loss"] for entry in one] == pytest.approx([entry["loss"] for entry in other], rel=1e-5)
+    file = "transformer/diffusion_pytorch_model.safetensors"
+    for name in ("parts", "two"):
+        torch.testing.assert_close(
+            load_file(tmp_path / "one" / file), load_file(tmp_path / name / file), rtol=1e-3, atol=1e-5
+        )
+
+
+def test_gradient_checkpointing(tmp_path):
+    plain = distill(tmp_path / "plain").transformer
+    saved = distill(tmp_path / "saved", gradient_checkpointing=True).transformer
+    torch.testing.assert_close(plain.state_dict(), saved.state_dict(), rtol=1e-4, atol=1e-6)
+    assert not saved.is_gradient_checkpointing
+
+
+def test_distillation_learns(tmp_path):
+    """Judged on the teacher's prediction under noise that was not trained on."""
+    teacher, student, data = PIPELINES["dit"](), converted("dit", layers=[0, 1]), latents(8)
+    noise = torch.randn(8, 4, 16, 16, generator=torch.Generator().manual_seed(9))
+    noisy, _ = NoiseProcess(teacher.scheduler).mix(data["latents"], noise, 500.0)
+
+    @torch.no_grad()
+    def error():
+        arguments = noisy, torch.full((8,), 500.0), {"class_labels": data["class_labels"]}
+        said, wanted = (predict(pipe.transformer.eval(), *arguments) for pipe in (student, teacher))
+        return (said - wanted).square().mean().item()
+
+    before, common = error(), {"batch_size": 8, "drop_condition": 0.0}
+    transfer = DiffusionStage("t", "transfer", 25, 1e-2, trainable="mhla", **common)
+    distill(tmp_path / "a", [transfer], data, student, teacher)
+    between = error()
+    match = DiffusionStage("m", "prediction", 35, 1e-3, lr_mhla=1e-2, **common)
+    distill(tmp_path / "b", [match], data, student, teacher)
+    assert between < 0.95 * before
+    assert error() < 0.5 * between
+
+
+def wan_latents(*shape):
+    return {"latents": torch.zeros(2, *shape), "prompt_embeds": torch.zeros(2, 4, 32)}
+
+
+def two_transformers():
+    pipe = converted("wan")
+    pipe.transformer_2 = pipe.transformer
+    pipe.register_modules(transformer_2=pipe.transformer)
+    return pipe
+
+
+def silent_wan():
+    pipe = PIPELINES["wan"]()
+    return WanPipeline(None, None, pipe.vae, pipe.scheduler, pipe.transformer)
+
+
+VIDEO = DiffusionStage("v", "prediction", 1, 1e-3, size=[9, 64, 80])
+OWN = DiffusionStage("d", "denoising", 1, 1e-3, size=[9, 64, 80])
+BAD = {
+    "another VAE": ({"stages": [OWN], "data": wan_latents(8, 3, 8, 10)}, r"are \[8, 3, 8, 10\]; expected \[16, frames"),
+    "odd sides": ({"stages": [OWN], "data": wan_latents(16, 3, 7, 10)}, r"which the patches \[1, 2, 2\] do not divide"),
+    "size of an image": (
+        {"stages": [DiffusionStage("v", "prediction", 1, 1e-3, size=[64, 80])]},
+        r"size is \[64, 80\]; expected \[frames",
+    ),
+    "no size": (
+        {"stages": [DiffusionStage("v", "prediction", 1, 1e-3)]},
+        "size is None; expected .frames, rows, columns",
+    ),
+    "no prompts": ({"data": None}, "data: None was given; expected prompts"),
+    "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "has no 'latents'; it has pixels"),
+    "no texts": ({"data": {"latents": torch.zeros(2, 16, 3, 8, 10)}}, "has no 'prompt_embeds', which the model needs"),
+    "uneven": (
+        {"data": {"latents": torch.zeros(2, 1), "prompt_embeds": torch.zeros(3, 1)}},
+        "expected as many rows each",
+    ),
+    "weight on data": (
+        {"stages": [DiffusionStage("v", "prediction", 1, 1e-3, size=[9, 64, 80], data_weight=0.5)]},
+        "stage 'v' has a loss on data",
+    ),
+    "no teacher": ({"teacher": None}, "teacher: None was given, and stage 'v'"),
+    "no pipeline": (
+        {"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
+        "neither student nor teacher is a pipeline",
+    ),
+    "another family": ({"teacher": PIPELINES["sana"]}, "teacher: student and teacher are a Sana.* and a Wan"),
+    "converted teacher": (
+        {"stages": [DiffusionStage("t", "transfer", 1, 1e-3, trainable="mhla")], "teacher": lambda: converted("wan")},
+        "is an MHLA layer itself",
+    ),
+    "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: is an image-to-video model"),
+    "two transformers": ({"teacher": two_transformers}, "the pipeline has two transformers, each for its own times"),
+    "no text encoder": ({"student": silent_wan, "teacher": silent_wan, "stages": [VIDEO]}, "has no text encoder"),
+    "unknown option": ({"tokenizer": 1}, "unknown argument 'tokenizer'"),
+    "language recipe": (
+        {"stages": None, "recipe": "language"},
+        "it is for language, and the student is a model for diff",
+    ),
+    "language stage": (
+        {"stages": [{"name": "a", "loss": "lm", "steps": 1, "lr": 1}]},
+        "loss is 'lm'; expected one of .'transfer'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_and_nothing_written(tmp_path, monkeypatch, case):
+    changes, words = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    values = {"student": lambda: converted("wan"), "teacher": PIPELINES["wan"], "data": ["a cat"], "stages": [VIDEO]}
+    values |= changes
+    if values.get("recipe"):
+        (tmp_path / "r.yaml").write_text("stages: [{name: a, loss: lm, steps: 1, lr: 1}]\n")
+        values["recipe"] = "r.yaml"
+    student, teacher = (make and make() for make in (values.pop("student"), values.pop("teacher")))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        mhla_hf.distill(student, teacher, out=tmp_path / "out", progress=False, **values)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,307 @@
+"""The loop: a run stopped at any moment ends as the one that was not, its record, its dtypes, and when it waits."""
+
+import copy
+import os
+import random
+import signal
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_pipelines import PIPELINES, generate
+from transformers import AutoModelForCausalLM
+
+import mhla_hf
+from mhla_hf.training import data, loop, objectives
+from mhla_hf.training.recipe import DiffusionStage
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def run(lab, out, **changes):
+    """Ten steps of transfer and ten of distillation with a moving average."""
+    first, second = lab.stages()
+    second.ema = 0.9
+    return lab.distill(out, **({"student": lab.dropped(), "stages": [first, second]} | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(lab, tmp_path_factory):
+    """The uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(lab, out)
+    return lab.weights(out), lab.history(out)
+
+
+def stopping(monkeypatch, *calls, how=lambda: os.kill(os.getpid(), signal.SIGINT)):
+    """From now on, the forward passes with these numbers stop the run."""
+    real, seen = objectives.DistillStep.forward, []
+
+    def forward(self, *arguments):
+        seen.append(1)
+        if len(seen) in calls:
+            how()
+        return real(self, *arguments)
+
+    monkeypatch.setattr(objectives.DistillStep, "forward", forward)
+
+
+@pytest.mark.parametrize("step", [10, 16])
+def test_kill_and_go_on(lab, whole, tmp_path, step):
+    """At the border of both stages, and in the second; twenty random moments are the next test's, which is slow."""
+    out = tmp_path / "out"
+    lab.kill(lambda: run(lab, out), lambda: lab.newest(out) >= step)
+    assert not out.exists()
+    run(lab, out)
+    assert (lab.weights(out), lab.history(out)) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_kill_at_twenty_moments(lab, whole, tmp_path):
+    moments = random.Random(0)
+    for number in range(20):
+        out, passed = tmp_path / str(number) / "out", []
+        end = moments.uniform(1, 2000)
+        lab.kill(lambda out=out: run(lab, out), lambda passed=passed, end=end: passed.append(1) or len(passed) > end)
+        run(lab, out)
+        assert (lab.weights(out), lab.history(out)) == whole
+
+
+def test_kill_again_and_again_while_states_are_written(lab, whole, tmp_path):
+    out, kills = tmp_path / "out", 0
+    while not out.exists() and kills < 3:
+        last = lab.newest(out)
+        until = lambda last=last: lab.newest(out) > last + 2 and any(tmp_path.glob("out.state/step-*.tmp-*"))  # noqa: E731
+        lab.kill(lambda: run(lab, out, save_every=1), until)
+        kills += 1
+    run(lab, out)
+    assert lab.weights(out) == whole[0]
+    assert lab.record(out)["resumed"] == kills
+
+
+def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, whole, tmp_path, monkeypatch):
+    """Trained half way, as in a notebook."""
+    out, student, before = tmp_path / "out", lab.dropped(), signal.getsignal(signal.SIGINT)
+    stopping(monkeypatch, 13)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 13 of 20, which is saved in .*out\.state"):
+        run(lab, out, student=student, save_every=100)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert all(value.requires_grad for value in student.parameters())
+    assert lab.newest(out) == 13 and not out.exists()
+    run(lab, out, student=student, save_every=100)
+    assert (lab.weights(out), lab.history(out)) == whole
+
+
+def test_ctrl_c_at_the_last_step_still_stops_the_caller(lab, tmp_path, monkeypatch):
+    real = loop._Run._record
+    monkeypatch.setattr(loop._Run, "_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])
+    with pytest.raises(KeyboardInterrupt, match="had just been finished"):
+        lab.train(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_second_ctrl_c_stops_at_once():
+    with pytest.raises(KeyboardInterrupt, match="at once"), loop._Interrupt() as _:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "WINDOW", 16)
+    file, results = lab.rows(tmp_path / "text.jsonl"), []
+    for name, calls in (("one", ()), ("two", (7, 16))):
+        with monkeypatch.context() as later:
+            stopping(later, *calls)
+            for _ in calls:
+                with pytest.raises(KeyboardInterrupt):
+                    lab.distill(tmp_path / name, data=file)
+        lab.distill(tmp_path / name, data=file)
+        results.append((lab.weights(tmp_path / name), lab.history(tmp_path / name)))
+    assert results[0] == results[1]
+
+
+def test_average_by_hand(lab, tmp_path, monkeypatch):
+    """The decay of step n, counted from 0, is min(decay, (1 + n) / (10 + n)), and 0 for the first."""
+    student = lab.student()
+    seen, real = [], torch.optim.AdamW.step
+
+    def step(self, *arguments, **options):
+        real(self, *arguments, **options)
+        seen.append(copy.deepcopy(student.state_dict()))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    lab.train(tmp_path / "out", student, stages=lab.lm(9, ema=0.4))
+    want = seen[0]
+    for number, weights in enumerate(seen[1:], 1):
+        decay = min(0.4, (1 + number) / (10 + number))
+        want = {name: decay * value + (1 - decay) * weights[name] for name, value in want.items()}
+    torch.testing.assert_close(dict(student.state_dict()), want, rtol=1e-5, atol=1e-6)
+
+
+def test_record(lab, tmp_path, capsys):
+    """What a card shows, what tensorboard draws, and no place on this machine."""
+    out, data = tmp_path / "out", lab.rows(tmp_path / "book.jsonl")
+    lab.teacher().save_pretrained(tmp_path / "original")
+    teacher = type(lab.teacher()).from_pretrained(tmp_path / "original")
+    lab.distill(
+        out, teacher, data=data, seed=3, command="mhla-hf ...", tracker="tensorboard", log_every=4, progress=True
+    )
+    shown = capsys.readouterr().err
+    assert "logits (2/2): 100%" in shown and "out is finished: 20 steps in" in shown
+    record = lab.record(out)
+    assert (record["steps"], record["tokens"], record["seed"]) == (20, 20 * 4 * 48, 3)
+    assert (record["command"], record["data"]["name"], record["teacher"]) == ("mhla-hf ...", "book.jsonl", "original")
+    assert {"torch", "transformers", "accelerate", "mhla_hf"} <= set(record["versions"]) and record["hardware"]
+    assert [(stage["name"], stage["tokens"]) for stage in record["stages"]] == [("transfer", 1920), ("logits", 1920)]
+    assert record["seconds"] == pytest.approx(sum(stage["seconds"] for stage in record["stages"]), abs=0.01)
+    assert [(entry["step"], entry["total"]) for entry in record["history"]] == [
+        (4, 4), (8, 8), (10, 10), (4, 14), (8, 18), (10, 20),
+    ]  # fmt: skip
+    keys = {"stage", "step", "total", "tokens", "loss", "kl", "ce", "lr", "seconds", "grad_norm"}
+    assert set(record["history"][-1]) == keys
+    assert str(tmp_path) not in (out / "train.json").read_text()
+    events = EventAccumulator(str(out / "runs"))
+    events.Reload()
+    points = {event.step: event.value for event in events.Scalars("logits/kl")}
+    assert points == pytest.approx({e["total"]: e["kl"] for e in record["history"] if "kl" in e}, rel=1e-6)
+
+
+def test_history_is_the_mean_since_the_last_entry(lab, tmp_path, capsys):
+    losses = {}
+    for every in (1, 4):
+        lab.train(tmp_path / str(every), stages=lab.lm(6), log_every=every, save_every=3)
+        losses[every] = [entry["loss"] for entry in lab.history(tmp_path / str(every))]
+    assert losses[4] == pytest.approx([sum(losses[1][:4]) / 4, sum(losses[1][4:]) / 2], rel=1e-6)
+    silent = capsys.readouterr()
+    assert silent.out == "" and "lm (1/1)" not in silent.err
+
+
+@pytest.mark.parametrize("when", ["logging", "saving"])
+def test_numbers_that_are_not_finite(lab, tmp_path, when):
+    stages = lab.lm(20, lr=1e30, max_grad_norm=1.0 if when == "saving" else 0.0)
+    every = {"log_every": 5, "save_every": 20} if when == "logging" else {"log_every": 20, "save_every": 5}
+    with pytest.raises(ValueError, match=r"lr: with 1e\+30 stage 'lm' left the finite numbers .*smaller lr is needed"):
+        lab.train(tmp_path / "out", stages=stages, **every)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out.state/step-*"))
+
+
+def test_the_loop_waits_only_to_log(lab, tmp_path, monkeypatch):
+    calls = []
+    for name in ("item", "tolist", "__float__", "__bool__"):
+        real = getattr(torch.Tensor, name)
+
+        def counted(self, *arguments, real=real, name=name):
+            if "transformers" not in sys._getframe(1).f_code.co_filename:
+                calls.append(name)
+            return real(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    counts, tokens = [], lab.tokens()
+    for steps in (8, 24):
+        calls.clear()
+        lab.train(tmp_path / str(steps), data=tokens, stages=lab.lm(steps), log_every=8, save_every=100)
+        counts.append(len(calls))
+    assert counts[1] - counts[0] < 5 * 2
+
+
+def test_gradient_checkpointing_and_bf16(lab, tmp_path):
+    options = {"plain": {}, "saved": {"gradient_checkpointing": True}, "half": {"mixed_precision": "bf16"}}
+    runs = {name: lab.distill(tmp_path / name, stages=lab.stages(4), **more) for name, more in options.items()}
+    plain, saved, half = (model.state_dict() for model in runs.values())
+    torch.testing.assert_close(plain, saved, rtol=1e-4, atol=1e-6)
+    assert not runs["saved"].is_activation_checkpointing
+    assert {value.dtype for value in half.values()} == {FULL}
+    torch.testing.assert_close(plain, half, rtol=0.1, atol=0.05)
+    assert not torch.equal(plain["lm_head.weight"], half["lm_head.weight"])
+
+
+# A model in half precision is trained in float32, and given back and saved as it came.
+
+
+@pytest.fixture
+def base(lab, tmp_path):
+    """A softmax model in bfloat16, as transformers loads one."""
+    lab.teacher().to(HALF).save_pretrained(tmp_path / "base")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def in_dtype(lab, base, dtype=None):
+    return lab.student(base).to(dtype)
+
+
+def short(lab, out, student, teacher, **options):
+    return lab.distill(out, teacher, student, stages=lab.stages(4), **options)
+
+
+def as_base(state):
+    """The mixing is float32 in every MHLA model, the rest is the base's."""
+    assert any(".mixing." in name for name in state)
+    return {name: FULL if ".mixing." in name else HALF for name in state}
+
+
+def dtypes(state):
+    return {name: value.dtype for name, value in state.items()}
+
+
+def test_trained_in_float32_and_saved_as_it_came_or_as_told(lab, base, tmp_path):
+    """What comes out is what a float32 run gives, rounded once, at the end."""
+    before = copy.deepcopy(base.state_dict())
+    full = short(lab, tmp_path / "full", in_dtype(lab, base, FULL), base).state_dict()
+    half = short(lab, tmp_path / "half", in_dtype(lab, base), base)
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+    assert dtypes(saved) == as_base(saved)
+    wanted = {name: full[name].to(value.dtype) for name, value in saved.items()}
+    torch.testing.assert_close(saved, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(base.state_dict(), before, rtol=0, atol=0)
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "half"), lab.tokens()[:96].view(2, 48)
+    assert loaded.dtype == half.dtype == HALF
+    assert torch.equal(loaded(ids).logits, half.eval()(ids).logits)
+
+    told = short(lab, tmp_path / "told", in_dtype(lab, base), base, save_dtype=FULL)
+    torch.testing.assert_close(told.state_dict(), full, rtol=0, atol=0)
+    again = short(lab, tmp_path / "told", in_dtype(lab, base), base, save_dtype="float32")  # finished: loaded
+    torch.testing.assert_close(again.state_dict(), full, rtol=0, atol=0)
+    small = short(lab, tmp_path / "small", in_dtype(lab, base, FULL), base, save_dtype="bfloat16").state_dict()
+    assert dtypes(small) == as_base(small)
+    torch.testing.assert_close({name: small[name] for name in saved}, saved, rtol=0, atol=0)
+
+
+def test_a_stopped_run_in_half_precision_goes_on_bit_for_bit(lab, base, tmp_path, monkeypatch):
+    """With the same object, half trained, and with a fresh one; between the calls the student is as it came."""
+    short(lab, tmp_path / "whole", in_dtype(lab, base), base)
+
+    def fail():
+        raise MemoryError
+
+    stopping(monkeypatch, 4, 8, how=fail)
+    student = in_dtype(lab, base)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            short(lab, tmp_path / "out", student, base, save_every=2)
+        assert dtypes(student.state_dict()) == dtypes(in_dtype(lab, base).state_dict())
+    short(lab, tmp_path / "out", in_dtype(lab, base), base, save_every=2)
+    assert lab.weights(tmp_path / "out") == lab.weights(tmp_path / "whole")
+    assert lab.record(tmp_path / "out")["resumed"] == 2
+
+
+def test_pipelines_in_half_precision(tmp_path):
+    """Loaded as diffusers loads them in bfloat16: what its class keeps in float32 stays so."""
+    PIPELINES["wan"]().save_pretrained(tmp_path / "base")
+    kind = type(PIPELINES["wan"]())
+    teacher, student = (kind.from_pretrained(tmp_path / "base", dtype=HALF) for _ in range(2))
+    mhla_hf.convert(student, layers=[1], layout=(1, 2, 2))
+    before = dtypes(student.transformer.state_dict())
+    common = {"batch_size": 2, "sampling_steps": 2, "size": [9, 64, 80]}
+    stages = [
+        DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **common),
+        DiffusionStage("lora", "prediction", 2, 1e-3, trainable="lora", lora_rank=2, ema=0.5, **common),
+    ]
+    mhla_hf.distill(student, teacher, out=tmp_path / "out", data=["a cat"], stages=stages, progress=False)
+    assert dtypes(student.transformer.state_dict()) == before and HALF in before.values()
+    loaded = kind.from_pretrained(tmp_path / "out", dtype=HALF, trust_remote_code=True)
+    torch.testing.assert_close(loaded.transformer.state_dict(), student.transformer.state_dict(), rtol=0, atol=0)
+    assert torch.equal(generate(loaded), generate(student))
