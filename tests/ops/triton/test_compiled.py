@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
 SHAPES = ("causal-64", "causal-128", "lm-340m", "long-blocks", "dit", "dit-xl", "sana", "wan")
-FEW = ("causal-64:90", "causal-128:120", "wan:90", "dit:80", "sana:100", "long-blocks:gfx942")
+FEW = ("causal-64:90", "causal-128:120", "dit:80", "wan:100", "long-blocks:gfx942")
 ONE_COMPILATION = """
 import torch
 from offline import *
@@ -112,9 +112,9 @@ def run(*arguments, **environment):
 
 
 def test_the_papers_shapes_compile():
-    """A shape or two for each chip; all of them below."""
+    """A shape for each chip; all of them below."""
     lines = run(HERE / "offline.py", *FEW).splitlines()
-    assert {line.split()[1] for line in lines} == set(CHIPS) and len(lines) == 3 * 7 + 3 * 5
+    assert {line.split()[1] for line in lines} == set(CHIPS) and len(lines) == 3 * 7 + 2 * 5
 
 
 @pytest.mark.slow

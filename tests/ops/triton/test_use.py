@@ -1,6 +1,5 @@
 """What people do with the kernels: decode, compile, pad, hold huge tensors, ask for them in vain. In the interpreter."""
 
-import itertools
 import math
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from mhla_hf.checkpoints.bundle import write_bundle
-from mhla_hf.ops import api, checks
+from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
@@ -53,7 +52,12 @@ LAYOUTS = {  # of [2, T] values, the same in memory of another order
 
 @pytest.mark.parametrize(
     "kind, layout",
-    [*itertools.product(("key_mask", "causal key_mask"), LAYOUTS), ("starts", "every second"), ("starts", "expanded")],
+    [
+        ("key_mask", "column-major"),
+        ("causal key_mask", "every second"),
+        ("starts", "every second"),
+        ("starts", "expanded"),
+    ],
 )
 def test_padding_in_any_memory_layout(kind, layout):
     inputs = [x.requires_grad_() for x in (*features(2, 24, dtype=torch.bfloat16), torch.rand(4, 4, device=DEVICE))]
@@ -70,8 +74,10 @@ def test_padding_in_any_memory_layout(kind, layout):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("normalize, den_width", [(True, None), (False, None), (True, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "normalize, den_width, dtype",
+    [(True, None, torch.bfloat16), (False, None, torch.float16), (True, 5, torch.float32)],
+)
 def test_decoding_equals_the_whole(normalize, den_width, dtype):
     tokens, size = 21, 8
     q, k, v = features(2, tokens, heads=4, groups=2, dtype=dtype)
@@ -108,7 +114,7 @@ class Recorded:
         return launch
 
 
-@pytest.mark.parametrize("normalize, den_width, per_head", [(True, None, False), (False, None, True), (True, 5, True)])
+@pytest.mark.parametrize("normalize, den_width, per_head", [(False, None, False), (True, 5, True)])
 def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypatch):
     """As a CUDA graph does: the launches of one step, again and again, with new tokens in the same memory."""
     tokens, size, begin = 21, 4, 6
@@ -153,19 +159,6 @@ def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypat
     assert close(o, want[:, tokens - 4 : tokens - 3])
 
 
-def test_decoding_rows_at_different_places():
-    q, k, v = features(2, 14)
-    mixing, starts = torch.rand(2, 2, device=DEVICE), torch.tensor([0, 6])
-    want = mhla(q, k, v, mixing, blocks=Blocks.sequence(14, 8), causal=True, starts=starts, impl="reference")
-    first = [x[:, :9] for x in (q, k, v)]
-    _, state = mhla(
-        *first, mixing, blocks=Blocks.sequence(9, 8), causal=True, starts=starts, return_state=True, impl="triton"
-    )
-    for t in range(9, 14):
-        o, _ = mhla_step(*(x[:, t : t + 1] for x in (q, k, v)), mixing, state, impl="triton")
-        assert close(o, want[:, t : t + 1])
-
-
 def test_how_much_padding_changes_nothing():
     q, k, v = features(1, 20)
     mixing = torch.rand(4, 4, device=DEVICE)
@@ -174,17 +167,6 @@ def test_how_much_padding_changes_nothing():
         padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, extra, 0)) for x in (q, k, v)]
         options = {"blocks": Blocks.sequence(20 + extra, 8), "causal": True, "starts": torch.tensor([extra])}
         assert close(mhla(*padded, mixing, impl="triton", **options)[:, extra:], alone, 1e-6)
-
-
-def test_how_much_padding_on_the_right_changes_nothing():
-    q, k, v = features(1, 20)
-    mixing = torch.rand(4, 4, device=DEVICE)
-    alone = mhla(q, k, v, mixing, blocks=Blocks.sequence(20, 8), causal=True, impl="triton")
-    for extra in (1, 8, 11):
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, extra)) for x in (q, k, v)]
-        mask = torch.arange(20 + extra, device=DEVICE)[None] < 20
-        options = {"blocks": Blocks.sequence(20 + extra, 8), "causal": True, "key_mask": mask}
-        assert torch.equal(mhla(*padded, mixing, impl="triton", **options)[:, :20], alone)
 
 
 def test_dead_queries_and_keys_give_zeros():
@@ -198,21 +180,10 @@ def test_dead_queries_and_keys_give_zeros():
         assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), inputs))
 
 
-def test_gradients_are_the_same_every_time():
-    q, k, v = (x.requires_grad_() for x in features(2, 40, heads=4, groups=2))
-    mixing = torch.rand(5, 5, device=DEVICE, requires_grad=True)
-    runs = []
-    for _ in range(2):
-        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(40, 8), causal=True, impl="triton")
-        runs.append(torch.autograd.grad(o.square().sum(), (q, k, v, mixing)))
-    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("form", ["sequence", "causal"])
-@pytest.mark.parametrize("apart", ["rows", "tokens", "heads"])
+@pytest.mark.parametrize("form, apart", [("sequence", "rows"), ("causal", "tokens"), ("causal", "heads")])
 def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
     """The last row, token or head of each tensor, outputs and gradients among them, begins past element 2^31 of memory that
-    nobody touches in between."""
+    nobody touches in between; so does the last row of the mixing."""
     inputs, made = [x.to(torch.bfloat16) for x in features(2, 20, groups=2)], []
 
     def spread(shape):
@@ -224,36 +195,25 @@ def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
             made.append(torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device=DEVICE).as_strided(shape, strides))
         return made[-1].fill_(math.nan)
 
+    def far_rows(x):
+        """The mixing, its rows so far apart that its diagonal is not within 32 bits."""
+        with monkeypatch.context() as unfilled:
+            unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            return torch.empty(2**31 + 2**16, device=DEVICE).as_strided((3, 3), (2**30 + 16, 1)).copy_(x)
+
     def room(call, x, *shape, dtype=None):
         shape = shape or x.shape
         return spread(shape) if len(shape) == 4 else torch.empty(shape, dtype=dtype or x.dtype, device=DEVICE)
 
     mixing, results = torch.rand(3, 3, device=DEVICE), []
     options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
-    for tensors in (inputs, [spread(x.shape).copy_(x) for x in inputs]):
+    for tensors, weights in ((inputs, mixing), ([spread(x.shape).copy_(x) for x in inputs], far_rows(mixing))):
         tensors = [x.detach().requires_grad_() for x in tensors]
-        o = mhla(*tensors, mixing, **options)
+        o = mhla(*tensors, weights, **options)
         results.append([o, *torch.autograd.grad(o, tensors, torch.ones_like(o))])
         monkeypatch.setattr(register.Call, "room", room)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     assert len(made) == 7 and all(max(x.stride()) > 2**26 for x in results[1])
-
-
-@pytest.mark.parametrize("form", ["sequence", "causal"])
-def test_a_mixing_beyond_two_to_the_31(form, monkeypatch):
-    """Rows of the mixing so far apart that its diagonal is not within 32 bits."""
-    inputs = features(1, 20, groups=2)
-    mixing = torch.rand(3, 3, device=DEVICE)
-    with monkeypatch.context() as unfilled:
-        unfilled.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-        far = torch.empty(2**31 + 2**16, device=DEVICE).as_strided((3, 3), (2**30 + 16, 1)).copy_(mixing)
-    options = {"blocks": Blocks.sequence(20, 8), "causal": form == "causal", "impl": "triton"}
-    results = []
-    for weights in (mixing, far):
-        tensors = [x.detach().requires_grad_() for x in (*inputs, weights)]
-        o = mhla(*tensors, **options)
-        results.append([o, *torch.autograd.grad(o.square().sum(), tensors)])
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 class NothingReadBack(torch.utils._python_dispatch.TorchDispatchMode):
@@ -308,9 +268,7 @@ def test_lengths_are_never_compiled_in():
         assert not fixed & set(LENGTHS) and "blocks" in function.arg_names, function.fn.__name__
 
 
-@pytest.mark.parametrize(
-    "causal, padding", [(True, None), (True, "key_mask"), (True, "starts"), (False, None), (False, "key_mask")]
-)
+@pytest.mark.parametrize("causal, padding", [(True, "key_mask"), (True, "starts"), (False, None)])
 def test_compiles_to_one_graph_for_all_lengths(causal, padding):
     graphs = []
 
@@ -333,20 +291,6 @@ def test_compiles_to_one_graph_for_all_lengths(causal, padding):
         want = torch.autograd.grad(loss(*inputs, mixing, **given), (*inputs, mixing))
         assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_training_step(backend):
-    blocks = Blocks.grid((4, 6), (2, 2))
-
-    def step(q, k, v, mixing):
-        return mhla(q, k, v, mixing, blocks=blocks, impl="triton").square().sum()
-
-    torch.compiler.reset()
-    inputs = [x.requires_grad_() for x in (*features(1, 24), torch.rand(4, 4, device=DEVICE))]
-    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend=backend)(*inputs), inputs)
-    want = torch.autograd.grad(step(*inputs), inputs)
-    assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("causal, normalize, dtype", [(True, True, torch.float32), (False, False, torch.bfloat16)])
@@ -383,22 +327,6 @@ def test_refusals_name_the_reason(monkeypatch):
         mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
 
 
-def test_auto_stays_with_torch_on_a_cpu():
-    x = torch.rand(1, 4, 1, 3)
-    assert api.choose_implementation("auto", x, x, x, None, None, normalize=True) == "torch"
-
-
-def test_odd_memory_orders_are_read_right():
-    q, k, v = features(1, 20)
-    mixing = torch.rand(3, 3, device=DEVICE)
-    options = {"blocks": Blocks.sequence(20, 8), "causal": True, "impl": "triton"}
-    want = mhla(q, k, v, mixing, **options)
-    by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    by_width = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
-    for inputs in (by_head, by_width):
-        assert torch.equal(mhla(*inputs, mixing.mT.contiguous().mT, **options), want)
-
-
 IN_A_BUNDLE = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -420,10 +348,9 @@ for causal, blocks in ((False, bundle.Blocks.grid((4, 6), (2, 2))), (True, bundl
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="sets the interpreter itself")
-@pytest.mark.parametrize("entry", ["models.language", "models.dit_transformer"])
-def test_a_bundle_has_its_own_kernels_where_triton_is(entry, tmp_path):
+def test_a_bundle_has_its_own_kernels_where_triton_is(tmp_path):
     """Without the package; where triton is absent too the tests of the hub load every bundle."""
-    module = write_bundle(entry, tmp_path).stem
+    module = write_bundle("models.language", tmp_path).stem
     code = IN_A_BUNDLE.format(folder=str(tmp_path), module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
