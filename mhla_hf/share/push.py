@@ -11,8 +11,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from httpx import HTTPError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -28,6 +28,7 @@ from .facts import find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
+HTTPError = HfHubHTTPError.__bases__[0]  # of the library that the client uses: no answer at all is one, too
 STALE = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".model")
 
 
@@ -135,7 +136,7 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
         for tag in tags:
             api.create_tag(repo_id, tag=tag, revision=made.oid, exist_ok=not new)
     except (HTTPError, OSError, RuntimeError) as error:
-        said = " ".join(str(error.__cause__ or error).split())
+        said = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split())
         raise OSError(
             f"push to {repo_id}: {said}; the repository holds the old model or the new one, whole: push again"
         ) from error

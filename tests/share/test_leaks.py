@@ -30,6 +30,40 @@ def test_harmless_text_passes(monkeypatch):
         check_leaks("notes.txt", b"in /elsewhere/me/too")
 
 
+PLACES = (
+    "/home/anna/x", "/Volumes/anna/x", "/lustre/a/b", "/u/anna/m.pt", "C:\\Users\\anna\\x", "E:/models/x/y", "/dev/shm/x/y",
+    "\\\\nas\\models\\x", "~/secret.txt", "~anna/secret.txt", "file:///srv/anna",
+)  # fmt: skip
+
+
+def test_places_on_a_computer_are_found():
+    for place in PLACES:
+        with pytest.raises(ValueError, match=rf"NOTICE:2 names the local path {re.escape(repr(place))}"):
+            check_leaks("NOTICE", f"a\nx={place}".encode())
+
+
+TOKEN = "hf_" + "aB3" * 12
+IN_FILES = {
+    "that a second one hides": (
+        "a.json",
+        f'{{"hint": {{"a": ["{TOKEN}"], "a": 1}}}}',
+        r"json:hint\.a holds what looks like",
+    ),
+    "in a vocabulary": ("tokenizer.json", f'{{"hint": "{TOKEN}"}}', r"tokenizer\.json holds what looks"),
+    "among merges": ("merges.txt", f"a b\n{TOKEN} c\n", r"merges\.txt holds what looks like"),
+    "as a name": ("a.json", '{"hint": {"/home/anna/x": 1}}', "json:hint names the local path '/home/anna"),
+    "by its name": ("a.json", '{"hint": {"password": "horse"}}', r"json:hint\.password holds .*Keyword"),
+}
+
+
+@pytest.mark.parametrize("case", IN_FILES)
+def test_where_a_secret_may_stand(case):
+    path, text, said = IN_FILES[case]
+    with pytest.raises(ValueError, match=said) as caught:
+        check_leaks(path, text.encode())
+    assert TOKEN not in str(caught.value)
+
+
 ALPHABETS = {
     "a": string.ascii_letters + string.digits,
     "x": "0123456789abcdef",
