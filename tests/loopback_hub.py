@@ -81,7 +81,7 @@ class Refused(Exception):
 class LoopbackHub:
     """`with LoopbackHub() as hub:` serves at `hub.endpoint` until the block ends.
 
-    log: (method, path) of every request that arrived. Files above 100 kB, and those that are no text, are large files.
+    log: (method, path, bytes of the body) of every request that arrived. Files above 100 kB, and those that are no text, are large files.
     The license "refused" is one that it does not know.
     """
 
@@ -127,7 +127,7 @@ class LoopbackHub:
 
     def sent(self, method, path):
         """How many requests fit."""
-        return sum(made == method and re.search(path, where) is not None for made, where in self.log)
+        return sum(made == method and re.search(path, where) is not None for made, where, _ in self.log)
 
 
 def is_large(path, sample, size):
@@ -149,9 +149,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         where = unquote(urlsplit(self.path).path)
-        self.hub.log.append((self.command, where))
         fault = self.hub.strike(where)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.log.append((self.command, where, len(body)))
         self.close_connection = fault in ("cut", "cut after")
         if fault == "cut":
             return

@@ -30,21 +30,8 @@ TAGS = ["mhla", "linear-attention", "custom_code"]
 MEASURES = {"ms": "faster", "mib": "smaller"}  # unit -> better
 
 
-def write_card(
-    folder,
-    *,
-    name,
-    base_model=None,
-    compared=None,
-    license=None,
-    license_name=None,
-    license_link=None,
-    datasets=(),
-    language=(),
-    about="",
-    limits=(),
-) -> Path:
-    """Write README.md and card.json into a saved and evaluated MHLA model's folder.
+def write_card(folder, *, name, base_model=None, compared=None, license=None, **person) -> Path:
+    """Write README.md and card.json into a saved and evaluated MHLA model's folder; returns the path of README.md.
 
     Args:
         folder: holds config.json and results.json; train.json and speed.json are used when there, the latter's numbers also
@@ -53,13 +40,9 @@ def write_card(
         base_model: Hub id of the softmax original; None when it is not published or the model was trained from scratch.
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original; "hybrid" and "plain linear" are the usual others.
-        license, license_name, license_link: taken from the base's card (README.md in the teacher's folder, else the
-            Hub's); given here only when that states none. Never guessed.
-        datasets, language: Hub ids of training sets, ISO language codes.
-        about: a sentence or more below the title. limits: sentences to add to the limits.
-
-    Returns:
-        Path of README.md.
+        license: taken from the base's card (README.md in the teacher's folder, else the Hub's); given here, as are
+            license_name and license_link, only when that states none. Never guessed.
+        **person: other fields of `facts.Person`: datasets, language, about, limits.
 
     Raises:
         ValueError: one sentence that names what is missing or wrong; nothing has been written then.
@@ -67,9 +50,9 @@ def write_card(
     folder, compared = Path(folder), dict(compared or {})
     records = {label: [dataclasses.asdict(r) for r in known.read_records(place)] for label, place in compared.items()}
     measured = known.read_folder(folder, records)
-    terms = known.find_license(base_model, compared.get(TEACHER), license, license_name, license_link)
-    lists = {"datasets": list(datasets), "language": list(language), "limits": list(limits)}
-    person = known.read_as(Person, {"name": name, "base_model": base_model, "about": about, **terms, **lists}, "card")
+    terms = {key: person.pop(key, None) for key in ("license_name", "license_link")}
+    terms = known.find_license(base_model, compared.get(TEACHER), license, **terms)
+    person = known.read_as(Person, {"name": name, "base_model": base_model, **terms, **person}, "card")
     text = render_card(known.make_facts(measured, person, folder))
     kept = {"format_version": known.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
     write_json(folder / known.PERSON_FILE, kept)
@@ -116,13 +99,12 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
     """Put the card of a model's folder on the shelf `root`; over_seeds: a JSON file with results over several seeds."""
     person, compared = read_person(folder)
     measured = known.read_folder(folder, compared)
-    text = render_card(known.make_facts(measured, person, Path(folder)))
+    text = render_card(known.make_facts(measured, person, folder))
     Path(root, RESULTS).mkdir(parents=True, exist_ok=True)
     written = yaml.safe_dump(dataclasses.asdict(person), sort_keys=False, allow_unicode=True, width=120)
     write_text(Path(root, f"{name}.yaml"), written)
-    write_json(
-        Path(root, RESULTS, f"{name}.json"), measured | ({"over_seeds": read_json(over_seeds)} if over_seeds else {})
-    )
+    measured |= {"over_seeds": read_json(over_seeds)} if over_seeds else {}
+    write_json(Path(root, RESULTS, f"{name}.json"), measured)
     return write_text(Path(root, f"{name}.md"), text)
 
 

@@ -8,7 +8,7 @@ may stand, are searched for the most telling forms only.
 import json
 import re
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from huggingface_hub import get_token
@@ -28,14 +28,12 @@ _SECRET = re.compile(
     r"|(?i:\blogin\s+\S+\s+password\s+\S)|\s-(?:u\s*[\w.-]+:|p\s+)(?=\S*\d)\S{6}|://:[^\s/@]+@"
     r"|(?<=[g-zG-Z_.-])(?<!sha256-)[0-9a-f]{32,}"
 )
-_TAIL = r"[^\s\"'`,;)\]}>]*"
 # Below any root but the system's, which is the same everywhere; no URL, tag, template or link of the site.
 _PATH = re.compile(
-    r"(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?/(?!(?:usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys)/)[\w.@+-]+/[\w.@+-]" + _TAIL
-    + r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]" + _TAIL
-    + r"|(?<!\w)[A-Za-z]:[\\/]{1,2}[\w .@+-]+[\\/]" + _TAIL
-    + r"|(?<![\w\\])\\\\[\w.-]{2,}\\[\w.$-]{2,}" + _TAIL
-)  # fmt: skip
+    r"(?:(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?/(?!(?:usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys)/)[\w.@+-]+/[\w.@+-]"
+    r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]|(?<!\w)[A-Za-z]:[\\/]{1,2}[\w .@+-]+[\\/]"
+    r"|(?<![\w\\])\\\\[\w.-]{2,}\\[\w.$-]{2,})[^\s\"'`,;)\]}>]*"
+)
 # The same in quotes, where spaces may be in it
 _QUOTED = re.compile(r"""(['"])((?:[^'"\n/]*[=\s,(])?)((?:file://)?(?:~|[A-Za-z]:)?[/\\][\w.@+-][^'"\n]*)\1""")
 
@@ -48,14 +46,13 @@ def _detectors() -> tuple:
 
 
 def check_leaks(path: str, data: bytes) -> None:
-    """Refuse the content of a text file that holds a secret or a local path; of JSON, the texts in it are looked at.
+    """ValueError for the content of a text file, in the repository at `path`, that holds a secret or a local path.
 
-    path: of the file in the repository, for the message. ValueError: names the file, the line or key, and the kind of secret
-    or the path.
+    It names the file, the line or key, and the kind of secret or the path; of JSON, the texts in it are looked at.
     """
     text = data.decode("utf-8", errors="replace")
     if Path(path).name in VOCABULARIES:
-        if _is_own(text) or _SECRET.search(text):
+        if (get_token() or "\0") in text or _SECRET.search(text):
             raise ValueError(f"{path} holds what looks like a key, token or password: take it out")
         return
     if path.endswith(".json"):
@@ -73,25 +70,18 @@ def check_leaks(path: str, data: bytes) -> None:
 
 def _find_secret(line: str, label: str = "") -> str | None:
     """What the first secret in a line is; `label`: the key that it has in a JSON file."""
-    if _is_own(line):
+    if (get_token() or "\0") in line:
         return "your own Hugging Face token"
-    labeled = f'{label} = "{line}"' if label else line
-    for text in (labeled, *(word.strip("\"'`,;()") for word in line.split())):
-        for plugin in _detectors():
-            if plugin.analyze_line(filename="x.py", line=text, line_number=1):
-                return f"what looks like a secret ({plugin.secret_type})"
-            # As in a settings file, without quotes: there a word with letters and digits, else it is prose.
-            for found in plugin.analyze_line(filename="x.yaml", line=text, line_number=1) or ():
-                if re.match(r"(?=\S*\d)(?=\S*[A-Za-z])\S{6}", found.secret_value):
-                    return f"what looks like a secret ({plugin.secret_type})"
-    if _SECRET.search(labeled) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
+    text = f'{label} = "{line}"' if label else line
+    for plugin in _detectors():
+        found = plugin.analyze_line(filename="x.py", line=text, line_number=1)
+        # as in a settings file, without quotes: there a word with letters and digits, else it is prose
+        bare = plugin.analyze_line(filename="x.yaml", line=text, line_number=1) or ()
+        if found or any(re.match(r"(?=\S*\d)(?=\S*[A-Za-z])\S{6}", secret.secret_value) for secret in bare):
+            return f"what looks like a secret ({plugin.secret_type})"
+    if _SECRET.search(text) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
         return "what looks like a key, token or password"
     return None
-
-
-def _is_own(text: str) -> bool:
-    token = get_token()
-    return bool(token) and token in text
 
 
 def _is_random(word: str) -> bool:
@@ -127,4 +117,4 @@ def cut_record(content, key: str = ""):
 
 
 def _last(path: str) -> str:
-    return re.split(r"[/\\]+", path.rstrip("/\\"))[-1]
+    return PureWindowsPath(path).name
