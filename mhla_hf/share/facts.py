@@ -4,6 +4,7 @@ A model's folder and the shelf `model_cards` keep the same facts: `read_folder` 
 results/<name>.json, `make_facts` checks that form and adds the person's part.
 """
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -80,9 +81,9 @@ class Stage:
     seconds: Number
     first_loss: Number
     last_loss: Number
-    name: str | None = None
-    loss: str | None = None
-    trainable: str | None = None
+    name: str
+    loss: str
+    trainable: str
     seq_len: int | None = None
     lr_mhla: Number | None = None
     tokens: int | None = None
@@ -229,18 +230,16 @@ def make_facts(measured: dict, person: Person, where) -> Facts:
     """Typed and checked. ValueError: a record lacks something, or a score does not say how it was measured."""
     if OWN in measured["compared"]:
         raise ValueError(f"compared: the label {OWN!r} is the model's own, expected another")
-    own = [Result.from_dict(record) for record in measured["results"]]
-    compared = {label: [Result.from_dict(r) for r in records] for label, records in measured["compared"].items()}
-    for label, records in {"its own": own, **compared}.items():
-        for record in records:
-            if not (record.hardware and record.versions and record.command) or record.seed in (None, ""):
-                raise ValueError(f"{where}: {label} score of {record.task} does not say how it was measured")
-    train, speed = measured["train"], measured["speed"]
-    speed = speed or speed_of_records({"softmax": compared.get(TEACHER, ()), "mhla": own})
+    models = {OWN: measured["results"], **measured["compared"]}
+    models = {label: [Result.from_dict(record) for record in records] for label, records in models.items()}
+    for label, record in ((label, record) for label, records in models.items() for record in records):
+        if not (record.hardware and record.versions and record.command) or record.seed in (None, ""):
+            raise ValueError(f"{where}: {label} score of {record.task} does not say how it was measured")
+    own, train, speed = models.pop(OWN), measured["train"], measured["speed"]
+    speed = speed or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": own})
     train = train and read_as(Train, train, f"{where}: train")
     speed = speed and read_as(Speed, speed, f"{where}: speed")
-    what = (measured[key] for key in ("kind", "class_name", "config"))
-    return Facts(*what, person, own, compared, train, speed)
+    return Facts(measured["kind"], measured["class_name"], measured["config"], person, own, models, train, speed)
 
 
 def read_records(folder, weights: bool = True) -> list[Result]:
@@ -248,11 +247,10 @@ def read_records(folder, weights: bool = True) -> list[Result]:
     records = Results.read(folder).records
     if not records:
         raise ValueError(f"{folder} holds no results.json with scores: evaluate the model first")
-    local = [record for record in records if record.fingerprint.startswith("files:")] if weights else []
+    local = [record for record in records if weights and record.fingerprint.startswith("files:")]
     now = fingerprint_folder(folder) if local else None
-    for record in local:
-        if record.fingerprint != now:
-            raise ValueError(f"{folder}: {record.task} was scored with other weights than it holds now: evaluate again")
+    if others := [record.task for record in local if record.fingerprint != now]:
+        raise ValueError(f"{folder}: {others[0]} was scored with other weights than it holds now: evaluate again")
     return records
 
 
@@ -292,19 +290,18 @@ def find_license(base_model, teacher, license=None, license_name=None, license_l
 
     base_model: Hub id or None. teacher: folder of the base, or None. ValueError: none, or another than the base's.
     """
-    given = {"license": license, "license_name": license_name, "license_link": license_link}
-    card = Path(teacher, CARD_FILE) if teacher else None
-    for place in (card if card and card.is_file() else None, base_model):
-        try:
-            stated = ModelCard.load(place, ignore_metadata_errors=True).data.to_dict() if place else {}
-        except (OSError, ValueError, yaml.YAMLError):  # there is none, or none that can be read
-            continue
-        if license is not None and stated.get("license", license) != license:
-            raise ValueError(f"license {license!r} is not what {place} states: {stated['license']!r}")
-        if "license" in stated:
-            return {key: stated.get(key) for key in given}
-    if license is None:
+    terms = {"license": license, "license_name": license_name, "license_link": license_link}
+    cards = [Path(teacher, CARD_FILE)] if teacher and Path(teacher, CARD_FILE).is_file() else []
+    for place in (*cards, *([base_model] if base_model else [])):
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # there is none, or none that can be read
+            stated = ModelCard.load(place, ignore_metadata_errors=True).data.to_dict()
+            if "license" in stated:
+                terms = {key: stated.get(key) for key in terms}
+                break
+    if license not in (None, terms["license"]):
+        raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
+    if terms["license"] is None:
         raise ValueError(
-            f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give license=..."
+            f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give license"
         )
-    return given
+    return terms

@@ -39,17 +39,9 @@ def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tupl
     """Lay out in `place` what is shared of `folder`, look at everything that can be wrong with it, and name what stays.
 
     Configurations and records lose the places on this computer that they name; the weights are links.
-
-    Args:
-        folder: a saved MHLA model, or a pipeline with one. place: a folder to make.
-        repo_id: the Hub id it will have. card: the text of README.md where the folder has none.
-        draft: whether a converted language model may come without scores for recall and generation.
-
-    Returns:
-        Paths in `folder` of the files and folders that are no part of the model.
-
-    Raises:
-        ValueError: the first thing that is wrong, in one sentence with the file's name.
+    folder: a saved MHLA model, or a pipeline with one. place: a folder to make. repo_id: the Hub id it will have. card: the
+    text of README.md where the folder has none. draft: a converted language model may come without scores for recall and
+    generation. ValueError: the first thing that is wrong, in one sentence with the file's name.
     """
     folder, place = Path(folder), Path(place)
     if not folder.is_dir():
@@ -71,24 +63,18 @@ def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tupl
     except RecursionError:
         raise ValueError(f"{folder} holds a JSON file that is nested too deep") from None
     except ValueError as error:
-        without = " (looked at without what stays here)" if left else ""
-        raise ValueError(str(error).replace(str(place), str(folder)) + without) from error
+        raise ValueError(str(error).replace(str(place), str(folder))) from error
     return left
 
 
 def list_files(folder: Path) -> list[str]:
-    """Paths below `folder` of all that is shared of it.
-
-    ValueError: a name on the list that is no file in the folder; no weights.
-    """
+    """Paths below `folder` of all that is shared of it. ValueError: one that is no file in the folder; no weights."""
     files = [file for file in saved_files(folder) if file.name != SUMS_FILE]
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file} is no regular file in the folder: put the file itself there")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(
-            f"{folder} holds no .safetensors file under its usual name: expected a model saved without a variant"
-        )
+        raise ValueError(f"{folder} holds no .safetensors file under its usual name: save the model without a variant")
     return sorted(file.relative_to(folder).as_posix() for file in files)
 
 
@@ -104,7 +90,7 @@ def _list_left(folder: Path, shared: set[str], below: str = ""):
 
 def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None, draft: bool) -> None:
     """Everything about a folder that holds exactly what goes out; its records and its card are written anew."""
-    kind = read_model(place)[0]
+    kind, _, config = read_model(place)
     texts = [path for path in paths if not path.endswith(".safetensors")]
     for path in texts:
         _check_format(place, path)
@@ -118,57 +104,39 @@ def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None,
     for path in {*texts, CARD_FILE}:
         if not path.endswith(".py"):  # that is this package's
             check_leaks(path, (place / path).read_bytes())
-    if kind == "language" and not draft:
+    if kind == "language" and config["model_type"] != "mhla" and not draft:
         _check_measured(place)
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
 
 
 def _check_format(place: Path, path: str) -> None:
     """A file is what its name says, and the only code is what mhla_hf made; weights are looked at elsewhere."""
-    file = place / path
+    file, data = place / path, (place / path).read_bytes()
     if file.suffix == ".model":
-        if not TOKENS.match(file.read_bytes()):
+        if not TOKENS.match(data):
             raise ValueError(f"{file} does not begin as a {file.suffix} file does")
         return
-    text = _read_text(file)
-    if file.suffix == ".json":
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from None
-        if file.name not in (*VOCABULARIES, *RECORDS):
-            _check_references(place, path, content)
-    elif file.suffix == ".py":
-        try:
-            made = build_bundle(check_bundle(text)["entry"])
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-        if made != text:  # its hash says only that it is whole: anybody can hash a text anew
-            raise ValueError(
-                f"{file} is not the source that this mhla_hf makes: load the model with it and save it again"
-            )
-
-
-def _read_text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text: {error}") from None
-    if "\0" in text:
-        raise ValueError(f"{file} is no text: it holds a NUL byte")
-    return text
+        text = data.decode()
+        content = json.loads(text) if file.suffix == ".json" else None
+        made = build_bundle(check_bundle(text)["entry"]) if file.suffix == ".py" else text
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if made != text:  # its hash says only that it is whole: anybody can hash a text anew
+        raise ValueError(f"{file} is not the source that this mhla_hf makes: load the model with it and save it again")
+    if content is not None and file.name not in (*VOCABULARIES, *RECORDS):
+        _check_references(place, path, content)
 
 
 def _check_references(place: Path, path: str, content) -> None:
     """Names in a JSON file that point to code, files or libraries lead to something in the folder."""
     file = place / path
-    if path == INDEX:
-        for name, value in content.items():
-            if name == "_class_name" and not isinstance(value, str):
-                raise ValueError(f"{path}: _class_name is {value!r}, expected the name of a pipeline of diffusers")
-            library = value[0] if not name.startswith("_") and isinstance(value, list) and len(value) == 2 else None
-            if library not in (None, "diffusers", "transformers") and not (place / name / f"{library}.py").is_file():
-                raise ValueError(f"{path}: {name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
+    for name, value in content.items() if path == INDEX else ():
+        library = value[0] if not name.startswith("_") and isinstance(value, list) and len(value) == 2 else None
+        if library not in (None, "diffusers", "transformers") and not (place / name / f"{library}.py").is_file():
+            raise ValueError(f"{path}: {name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
+        if name == "_class_name" and not isinstance(value, str):
+            raise ValueError(f"{path}: _class_name is {value!r}, expected the name of a pipeline of diffusers")
     for key, value in strings(content):
         if "auto_map" in key.split("."):
             found = REFERENCE.fullmatch(value)
@@ -210,7 +178,7 @@ def _check_card(place: Path, card: str | None, repo_id: str | None) -> None:
     if not file.exists():
         raise ValueError(f"{file} does not exist: write it with mhla_hf.share.card.write_card, or give license")
     try:
-        license = ModelCard(_read_text(file)).data.get("license")
+        license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     except (TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} has front matter that cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(license, str):
@@ -224,8 +192,6 @@ def _check_card(place: Path, card: str | None, repo_id: str | None) -> None:
 
 def _check_measured(place: Path) -> None:
     """A converted language model says how well it recalls and how well it writes."""
-    if json.loads((place / "config.json").read_text(encoding="utf-8")).get("model_type") == "mhla":
-        return
     records = read_records(place) if (place / PERSON_FILE).is_file() else []
     if absent := not_measured(records):
         raise ValueError(

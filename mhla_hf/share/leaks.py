@@ -52,7 +52,7 @@ def check_leaks(path: str, data: bytes) -> None:
     """
     text = data.decode("utf-8", errors="replace")
     if Path(path).name in VOCABULARIES:
-        if (get_token() or "\0") in text or _SECRET.search(text):
+        if _is_own(text) or _SECRET.search(text):
             raise ValueError(f"{path} holds what looks like a key, token or password: take it out")
         return
     if path.endswith(".json"):
@@ -70,7 +70,7 @@ def check_leaks(path: str, data: bytes) -> None:
 
 def _find_secret(line: str, label: str = "") -> str | None:
     """What the first secret in a line is; `label`: the key that it has in a JSON file."""
-    if (get_token() or "\0") in line:
+    if _is_own(line):
         return "your own Hugging Face token"
     text = f'{label} = "{line}"' if label else line
     for plugin in _detectors():
@@ -82,6 +82,10 @@ def _find_secret(line: str, label: str = "") -> str | None:
     if _SECRET.search(text) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
         return "what looks like a key, token or password"
     return None
+
+
+def _is_own(text: str) -> bool:
+    return bool(token := get_token()) and token in text
 
 
 def _is_random(word: str) -> bool:

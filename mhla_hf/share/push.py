@@ -36,9 +36,8 @@ STALE = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl",
 class Pushed:
     """What a push made.
 
-    repo_id; revision: id of the commit (40 hex digits), for `from_pretrained(..., revision=...)`; url: of the commit, or of
-    the pull request; new: False when the repository held exactly this model already and no commit was made; left: files and
-    folders, by their paths in the pushed folder, that are no part of a model and stayed where they are.
+    revision: id of the commit, for `from_pretrained(..., revision=...)`. url: of the commit or the pull request. new: False
+    when the repository held exactly this model already. left: files and folders that are no part of a model and stayed.
     """
 
     repo_id: str
@@ -68,18 +67,15 @@ def push(
 
     Args:
         what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files go out; or the
-            model or pipeline itself.
+            model or pipeline itself, with its `tokenizer`.
         repo_id: "user/name"; made when it is not there.
         private: whether a new repository is private; one that is there must be what is asked for.
         create_pr: open a pull request instead of committing; the repository must be there.
         tags: names that the commit gets, such as "v1". revision: branch to commit to (default: main), made when missing.
         draft: let a converted language model without scores for recall and generation pass.
-        message: first line of the commit. tokenizer: goes with a model that is given as an object.
+        message: first line of the commit. token: of the Hub; default: the one of `hf auth login` or HF_TOKEN.
         license, base_model: for the card of a model that has none; never beside a README.md.
-        token: of the Hub; default: the one of `hf auth login` or HF_TOKEN. progress: show progress bars.
-
-    Returns:
-        Pushed: what is there now, and at which revision.
+        progress: show progress bars.
 
     Raises:
         ValueError, TypeError: something is wrong with the arguments or the folder; nothing was committed.

@@ -230,7 +230,7 @@ FILES = {
     "speed without hardware": (changed("speed.json", lambda j: j.pop("hardware")), "speed: .*'hardware'"),
     "speed without length": (changed("speed.json", lambda j: j["rows"][0].update(length="a")), "speed: rows: .*'length'"),
     "a score without a seed": (
-        changed("results.json", lambda j: j["results"][0].update(seed=None)), "its own score of topics_bpb does not say"),
+        changed("results.json", lambda j: j["results"][0].update(seed=None)), "MHLA score of topics_bpb does not say"),
 }  # fmt: skip
 ARGUMENTS = {
     "base out of reach": ({"base_model": "a/base", "compared": {}}, "license is missing: no card of a/base states one"),

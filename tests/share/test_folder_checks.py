@@ -69,150 +69,101 @@ def forge(folder):
     source.write_text(text)
 
 
-def put(file, text):
-    return lambda folder: (folder / file).write_text(text)
-
-
-def append(file, text):
-    return lambda folder: (folder / file).write_text((folder / file).read_text() + text)
+def put(file, data):
+    return lambda folder: (folder / file).write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
 def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def weights(change):
+def weights(change, name="model.safetensors", metadata=None):
     def carry_out(folder):
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").unlink()
+        save_file(tensors, folder / name, metadata=metadata or {"format": "pt"})
 
     return carry_out
 
 
-def spoil(name, value):
-    def change(tensors):
-        tensors[name].view(-1)[5] = value
-
-    return weights(change)
+def spoil(value):
+    return weights(lambda tensors: tensors["model.norm.weight"].view(-1)[5].fill_(value))
 
 
-def truncate(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-40])
+def shard_outside(folder):
+    weights(lambda tensors: None, "model-00001-of-00001.safetensors")(folder)
+    put("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}')(folder)
 
 
-def shard(named):
+def special(file, make):
     def carry_out(folder):
-        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-        names = load_file(folder / "model-00001-of-00001.safetensors")
-        index = {"metadata": {}, "weight_map": dict.fromkeys(names, named)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / file).unlink(missing_ok=True)
+        make(folder / file)
 
     return carry_out
 
 
-def link_out(folder):
-    drop("tokenizer.json")(folder)
-    (folder / "tokenizer.json").symlink_to("/etc/hostname")
-
-
-def link_nowhere(folder):
-    drop("generation_config.json")(folder)
-    (folder / "generation_config.json").symlink_to("nothing")
-
-
-def pipe_of(name):
-    def carry_out(folder):
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return carry_out
-
-
-def as_bytes(file, data):
-    return lambda folder: (folder / file).write_bytes(data)
-
-
-def zipped(folder):
-    torch.save({"a": torch.zeros(2)}, folder / "vocab.txt")
-
-
+AUTO = "expected a class of a modeling_mhla"
+FOREIGN = "which is code of another repository"
+EDITED = {  # file, what is written into it, what is said
+    "code outside": (
+        "config.json", {"auto_map": {"AutoModelForCausalLM": "../modeling_mhla.Model"}}, "is '../modeling_mhla.Model', "),
+    "code that is not there": (
+        "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["tokenization_x.Tokenizer", None]}}, AUTO),
+    "code of another repository, as a list": (
+        "tokenizer_config.json", {"auto_map": ["someone/evil--tok.Evil", None]}, f"auto_map is 'someone/evil--tok.Evil', {AUTO}"),
+    "code of another repository, deep down": (
+        "config.json", {"text_config": {"auto_map": {"AutoModel": "someone/evil--tok.Evil"}}}, f"Evil', {AUTO}"),
+    "another repository's pipeline, by a name with a space": (
+        "config.json", {"custom_pipelines": {"task": {"impl": "someone/evil--pipe.Pipe ", "pt": []}}}, FOREIGN),
+    "another repository's generation": ("generation_config.json", {"custom_generate": "someone/evil"}, FOREIGN),
+    "code by another key": ("generation_config.json", {"any": ["someone/evil--code.Code"]}, FOREIGN),
+    "a value that leads up": ("config.json", {"vocab_file": "../../etc/passwd"}, "leads out of the folder"),
+    "a model's origin": ("config.json", {"_name_or_path": "/fsx/anna/a b"}, "_name_or_path is '/fsx/anna/a b', which leads"),
+    "a token in a record": ("generation_config.json", {"hint": TOKEN}, "json:hint holds what looks like a key, token or p"),
+}  # fmt: skip
 BROKEN = {
-    # code
-    "source changed": (append("modeling_mhla.py", "\nimport os\n"), r"modeling_mhla\.py: the bundle was changed after"),
-    "source by another": (put("modeling_mhla.py", "import os\n"), r"modeling_mhla\.py: text must be a bundle made by"),
-    "no source": (drop("modeling_mhla.py"), r"no modeling_mhla\*\.py beside config\.json|AutoConfig"),
-    # weights
-    **{f"a pickle called tokenizer, protocol {number}": (as_bytes("tokenizer.model", data),
-       r"tokenizer\.model does not begin as a \.model") for number, data in RUNS_CODE.items()},
-    "no weights": (drop("model.safetensors"), r"holds no \.safetensors file"),
-    "not a number": (spoil("model.norm.weight", float("nan")), r"'model\.norm\.weight' holds NaN or infinity"),
-    "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
-    "other weights than were judged": (spoil("model.norm.weight", 3.0), "was scored with other weights"),
-    "shard outside": (shard("../../secret.safetensors"), r"names the file '\.\./\.\./secret\.safetensors', which is not"),
-    "shard missing": (shard("model-00002-of-00002.safetensors"), "names the file 'model-00002-of-00002.safetensors'"),
+    "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py: text must be a bundle made by"),
+    "code that was changed and hashed anew": (forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
+    **{f"a pickle called tokenizer, protocol {number}": (put("tokenizer.model", data),
+       "tokenizer.model does not begin as a .model") for number, data in RUNS_CODE.items()},
+    "no weights": (drop("model.safetensors"), "holds no .safetensors file"),
+    "not a number": (spoil(float("nan")), "'model.norm.weight' holds NaN or infinity"),
+    "truncated": (put("model.safetensors", b"\0" * 40), "model.safetensors is no whole safetensors file"),
+    "other weights than were judged": (spoil(3.0), "was scored with other weights"),
+    "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
     "index and whole": (
         put("model.safetensors.index.json", '{"weight_map": {"a": "model.safetensors"}}'), "are both there"),
-    # configuration
-    "no config": (drop("config.json"), r'holds no config\.json with "mhla" settings' ),
-    "config no JSON": (put("config.json", "{"), r"config\.json is not JSON"),
-    "a nest of lists": (put("generation_config.json", "[" * 5000 + "]" * 5000), r"is not JSON|nested too deep"),
+    "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
+    "a nest of lists": (put("generation_config.json", "[" * 5000 + "]" * 5000), "nested too deep"),
     "a softmax model": (put("config.json", '{"model_type": "llama"}'), 'no config.json with "mhla" settings'),
-    "code outside": (
-        lambda f: edit(f, "config.json", auto_map={"AutoModelForCausalLM": "../modeling_mhla.Model"}),
-        r"auto_map.AutoModelForCausalLM is '\.\./modeling_mhla\.Model'"),
-    "code that is not there": (
-        lambda f: edit(f, "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.Tokenizer", None]}),
-        "tokenizer_config.json: auto_map.AutoTokenizer is 'tokenization_x.Tokenizer'"),
-    "code of another repository, as a list": (
-        lambda f: edit(f, "tokenizer_config.json", auto_map=["someone/evil--tok.Evil", None]),
-        "tokenizer_config.json: auto_map is 'someone/evil--tok.Evil', expected a class of a modeling_mhla"),
-    "code of another repository, deep down": (
-        lambda f: edit(f, "config.json", text_config={"auto_map": {"AutoModel": "someone/evil--tok.Evil"}}),
-        "config.json: text_config.auto_map.AutoModel is 'someone/evil--tok.Evil', expected a class"),
-    "another repository's pipeline, by a name with a space": (
-        lambda f: edit(f, "config.json", custom_pipelines={"task": {"impl": "someone/evil--pipe.Pipe ", "pt": []}}),
-        "config.json: custom_pipelines.task.impl is 'someone/evil--pipe.Pipe ', which is code of another repository"),
-    "another repository's generation": (
-        put("generation_config.json", '{"custom_generate": "someone/evil"}'),
-        "generation_config.json: custom_generate is 'someone/evil', which is code of another repository"),
-    "code that was changed and hashed anew": (
-        forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
-    "a value that leads up": (lambda f: edit(f, "config.json", vocab_file="../../etc/passwd"), "leads out of the folder"),
-    "a model's origin": (
-        lambda f: edit(f, "config.json", _name_or_path="/fsx/anna/a b"), "_name_or_path is '/fsx/anna/a b', which leads"),
-    "an absolute value": (lambda f: edit(f, "config.json", data="/etc/passwd"), "data is '/etc/passwd', which leads out"),
-    # text
     "a token": (
-        lambda f: (drop("card.json")(f), append("README.md", f"token {TOKEN}\n")(f)),
-        r"README\.md:\d+ holds what looks like a key, token"),
-    "a token in a record": (
-        lambda f: edit(f, "generation_config.json", hint=TOKEN), r"json:hint holds what looks like a key, token or p"),
-    "a private key": (put("LICENSE", "a\n-----BEGIN OPENSSH PRIVATE KEY-----\n"), r"LICENSE:2 holds .*Private Key"),
+        lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "holds what looks like a key, token"),
+    "a private key": (put("LICENSE", "a\n-----BEGIN OPENSSH PRIVATE KEY-----\n"), "LICENSE:2 holds "),
     "metadata of weights": (
-        lambda f: save_file(load_file(f / "model.safetensors"), f / "model.safetensors", metadata={"by": "/home/anna/x"}),
-        r"model\.safetensors:1 names the local path"),
-    # files
-    "a link out": (link_out, r"tokenizer\.json is no regular file in the folder"),
-    "a link to nothing": (link_nowhere, r"generation_config\.json is no regular file in the folder"),
-    "a configuration that waits for a writer": (pipe_of("config.json"), r"config\.json is no regular file"),
-    # card
-    "no card": (drop("README.md", "card.json"), r"README\.md does not exist"),
+        weights(lambda tensors: None, metadata={"by": "/home/anna/x"}), "model.safetensors:1 names the local path"),
+    "a link out": (
+        special("tokenizer.json", lambda f: f.symlink_to("/etc/hostname")), "tokenizer.json is no regular file in the folder"),
+    "a link to nothing": (special("LICENSE", lambda f: f.symlink_to("nothing")), "LICENSE is no regular file in the"),
+    "a configuration that waits for a writer": (special("config.json", os.mkfifo), "config.json is no regular file"),
+    "no card": (drop("README.md", "card.json"), "README.md does not exist"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
-    "a wrong number": (
-        lambda f: (f / "README.md").write_text((f / "README.md").read_text().replace("0.5000", "0.6000")),
-        r"README\.md is not what the files beside it say"),
+    "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "front matter that cannot be"),
     "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: evaluate it and"),
 }  # fmt: skip
+BROKEN |= {
+    name: (lambda folder, file=file, changes=changes: edit(folder, file, **changes), said)
+    for name, (file, changes, said) in EDITED.items()
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_one_sentence_says_what_is_wrong(folder, tmp_path, case):
     damage, said = BROKEN[case]
     damage(folder)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
         stage_folder(folder, tmp_path / "staged")
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
 
@@ -302,10 +253,10 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("tasks", MEASURED)
-def test_which_scores_tell_of_recall_and_generation(tasks):
-    assert not_measured([make_result(task=task) for task in tasks]) == MEASURED[tasks]
-    assert not_measured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
+def test_which_scores_tell_of_recall_and_generation():
+    for tasks, absent in MEASURED.items():
+        assert not_measured([make_result(task=task) for task in tasks]) == absent, tasks
+        assert not_measured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
 
 
 def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):
@@ -314,14 +265,8 @@ def test_recall_and_generation_are_asked_of_converted_language_models(folder, tm
     with pytest.raises(ValueError, match="no result for generation: evaluate it and write the card again, or push it"):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
-    sizes = {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    scratch = mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig.preset("tiny", **sizes))
+    sizes = {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    scratch = mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig.preset("tiny", intermediate_size=48, **sizes))
     save_model(tmp_path / "scratch", scratch)
     stage_folder(tmp_path / "scratch", tmp_path / "staged", card=CARD)
     assert (tmp_path / "staged" / "README.md").read_text() == CARD

@@ -154,46 +154,29 @@ def hostile(hub, tmp_path, unvisited):
 
     pickled = io.BytesIO()
     torch.save({**weights, "extra": Evil()}, pickled)
-    secret = tmp_path / "secret.safetensors"
-    secret.write_bytes(good["model.safetensors"])
-    changed = bytearray(good["model.safetensors"])
-    changed[-3] ^= 1
-    up = os.path.relpath(secret, "/")
-    outside = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../" * 20 + up)}
-    lost = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00002.safetensors")}
+    outside = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../" * 20 + os.path.relpath(trace, "/"))}
     action = f"open({str(trace)!r}, 'w')\n".encode()
 
     def put(name, leave_out=(), **files):
         left = {path: data for path, data in good.items() if path not in leave_out}
         hub.put(f"tester/{name}", left | {path.replace("__", "."): data for path, data in files.items()})
 
-    def configured(**changes):
-        return json.dumps(config | changes).encode()
-
     auto = {"AutoConfig": "evil/code--code.Config", "AutoModelForCausalLM": "evil/code--code.Model"}
     hub.put("evil/code", {"code.py": action})
     put("pickled", ("model.safetensors",), pytorch_model__bin=pickled.getvalue())
-    put("changed", model__safetensors=bytes(changed))
     put("truncated", (SUMS_FILE,), model__safetensors=good["model.safetensors"][:-1000])
     put("outside", ("model.safetensors",), model__safetensors__index__json=json.dumps(outside).encode())
-    put("shard-lost", ("model.safetensors",), model__safetensors__index__json=json.dumps(lost).encode())
-    put("no-weights", ("model.safetensors",))
-    put("no-config", ("config.json",))
     put("no-source", ("modeling_mhla.py",))
-    put("elsewhere", config__json=configured(auto_map=auto))
-    put("newer", (SUMS_FILE,), config__json=configured(mhla=config["mhla"] | {"format_version": 99}))
+    put("elsewhere", config__json=json.dumps(config | {"auto_map": auto}).encode())
+    put("newer", (SUMS_FILE,), config__json=json.dumps(config | {"mhla": {"format_version": 99}}).encode())
     put("own-code", modeling_mhla__py=action + good["modeling_mhla.py"])
     return trace
 
 
 REFUSED = {
     "pickled": "does not appear to have a file named model.safetensors",
-    "changed": "model.safetensors was changed after the model was pushed: it is not what SHA256SUMS names",
     "truncated": "Error while deserializing header: incomplete metadata",
     "outside": "cannot contain a '..' path segment",
-    "shard-lost": "does not appear to have a file named model-00001-of-00002.safetensors",
-    "no-weights": "does not appear to have a file named model.safetensors",
-    "no-config": "the repository has no config.json",
     "elsewhere": "config.json was changed after the model was pushed",
     "newer": "format_version: got 99, expected at most",
     "nothing": "is not a valid model identifier|not a local folder",
@@ -216,12 +199,7 @@ def test_our_loading_refuses_in_one_sentence(hub, hostile):
 TRUSTED = {
     "good": None,
     "pickled": "UnpicklingError: Weights only load failed",
-    "changed": None,  # nobody looks at SHA256SUMS here
-    "truncated": "SafetensorError: Error while deserializing header: incomplete metadata",
     "outside": "ValueError: Invalid filename",
-    "shard-lost": "OSError: tester/shard-lost does not appear to have a file named model-00001-of-00002",
-    "no-weights": "OSError: tester/no-weights does not appear to have a file named pytorch_model.bin or model.safetensors",
-    "no-config": "ValueError: Unrecognized model in tester/no-config",
     "no-source": "OSError: tester/no-source does not appear to have a file named modeling_mhla.py",
     "newer": "ValueError: format_version: got 99, expected at most",
 }
@@ -233,9 +211,7 @@ def test_transformers_runs_no_code_without_trust(hub, hostile, tmp_path):
     said = elsewhere(hub, tmp_path / "victim", VICTIM, names=names, trace=str(hostile))
     for name in (*TRUSTED, *RUNS):
         text, ran = said[f"tester/{name} False"]
-        assert not ran and text.startswith("ValueError"), (name, text)
-        assert "trust_remote_code=True" in text or name == "no-config", (name, text)
+        assert not ran and text.startswith("ValueError") and "trust_remote_code=True" in text, (name, text)
         text, ran = said[f"tester/{name} True"]
         assert ran is (name in RUNS), (name, text)
-        if name in TRUSTED:
-            assert text.startswith(TRUSTED[name] or "loaded"), (name, text)
+        assert name in RUNS or text.startswith(TRUSTED[name] or "loaded"), (name, text)
