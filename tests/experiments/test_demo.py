@@ -115,7 +115,7 @@ def test_what_lies_in_out(journey):
     assert results["models"]["control"]["steps"]["mean"] == results["models"]["mhla"]["steps"]["mean"] == 30
 
 
-def test_card_states_the_teachers_licence_and_only_true_numbers(journey):
+def test_card_states_the_teachers_license_and_only_true_numbers(journey):
     check_card(journey.out / "mhla")
     card = (journey.out / "mhla" / "README.md").read_text()
     assert "license: apache-2.0" in card and "plain linear" in card
@@ -147,7 +147,7 @@ def test_run_again_it_trains_and_measures_nothing(journey):
     assert output.count("is there already") == 7 and output.count("is scored already") == 5
 
 
-def test_a_given_model_without_a_licence_gets_no_card(journey, tmp_path):
+def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
     (given := tmp_path / "given").mkdir()
     for file in (journey.out / "teacher").iterdir():
         if file.suffix in (".json", ".safetensors") and file.name not in ("train.json", "results.json"):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
-from tiny_pipelines import generate, sana_pipeline, wan_pipeline
+from tiny_pipelines import generate, sana_pipeline
 from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -39,7 +39,6 @@ run: {save_every: 2}
 """
 
 CONFIGS = {
-    "no_heads": {"num_attention_heads": 0},
     "eos_x": {"eos_token_id": "x"},
     "endless": {"num_hidden_layers": 10**7},
 }
@@ -59,17 +58,6 @@ def shelf(tmp_path_factory):
     save_llama(folder / "truncated")
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4000])
-    save_llama(folder / "no_config")
-    (folder / "no_config" / "config.json").unlink()
-    save_llama(folder / "lacking")
-    kept = load_file(folder / "lacking" / "model.safetensors")
-    kept.pop("model.layers.0.mlp.up_proj.weight")
-    save_file(kept, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
-    save_mhla(folder / "negative")
-    kept = load_file(folder / "negative" / "model.safetensors")
-    name = next(name for name in kept if "mixing" in name)
-    kept[name].fill_(float("nan"))
-    save_file(kept, folder / "negative" / "model.safetensors", metadata={"format": "pt"})
     for name, values in CONFIGS.items():
         save_llama(folder / name)
         config = json.loads((folder / name / "config.json").read_text())
@@ -77,7 +65,6 @@ def shelf(tmp_path_factory):
     (folder / "huge.yaml").write_text((RECIPE % 2).replace("batch_size: 2", "batch_size: 1000000000000"))
     (folder / "nul.txt").write_text(TRAINING + "\0" * 100)
     (folder / "link").symlink_to("nowhere")
-    (folder / "empty").mkdir()
     (folder / "full").mkdir()
     (folder / "full" / "letter.txt").write_text("mine")
     (folder / "file").write_text("")
@@ -131,20 +118,14 @@ def start(arguments, folder):
 
 BAD = {
     "no command": ("", "COMMAND"),
-    "unknown command": ("evalute llama", "'evalute'"),
     "unknown option": ("convert llama new --layer all", "--layer"),
     "no tasks": ("evaluate llama", "tasks is None and so is recipe"),
-    "tasks empty": ("evaluate llama --tasks ,", "tasks is empty"),
-    "model without config": ("convert no_config new", "'no_config' has no config.json"),
     "model truncated": ("convert truncated new", "truncated/model.safetensors is no whole safetensors file"),
-    "model lacking": ("convert lacking new", "'lacking' lacks 1 of its weights"),
     "model converted already": ("convert mhla new", "is an MHLA model already"),
     "model not on the hub": ("convert nobody/nothing new", "'nobody/nothing' cannot be loaded"),
     "layers": ("convert llama new --layers half", "layers is 'half'"),
     "layers beyond": ("convert llama new --layers 1,7", "index 7"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
-    "setting without value": ("convert llama new --set block_size", "set is 'block_size'"),
-    "no heads": ("convert no_heads new", "'no_heads' cannot be loaded"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
     "ten million layers": ("convert endless new", "asks for 10000000 layers; expected at most 1000"),
     "a billion blocks": (
@@ -154,30 +135,18 @@ BAD = {
     "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
     "model a broken link": ("convert link new", "'link' is a link to nothing"),
     "batch without end": ("distill llama --recipe huge.yaml --text train.txt --out new", "batch_size is 1000000000000"),
-    "text a broken link": ("distill llama --recipe recipe.yaml --text link --out new", "'link' is a link to nothing"),
     "text with NUL": ("distill llama --recipe recipe.yaml --text nul.txt --out new", "'nul.txt' is no text"),
     "analyze too much": ("analyze llama --length 100000 --out new", "length: got 100000"),
     "output not empty": ("convert llama full", "'full' is not empty"),
-    "output a file": ("convert llama file", "'file' is a file"),
     "output on a read-only system": ("convert llama /proc/new", "/proc"),
-    "recipe missing": ("distill llama --recipe no.yaml --text train.txt --out new", "'no.yaml'"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --text train.txt --out new", "stepps"),
-    "teacher missing": ("distill mhla --teacher ./no --recipe recipe.yaml --text train.txt --out new", "'./no'"),
     "no teacher": ("distill mhla --recipe recipe.yaml --text train.txt --out new", "teacher"),
     "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
-    "task folder missing": ("evaluate llama --tasks x --include-path nowhere", "'nowhere' is no folder"),
-    "evaluated model has NaN": ("evaluate negative --tasks here_cloze --include-path tasks", "'negative'"),
-    "limit": ("evaluate llama --tasks x --limit 0", "limit is 0"),
     "batch size": ("evaluate llama --tasks x --batch-size -3", "batch_size is -3"),
-    "device": ("evaluate llama --tasks x --device gpu", "device 'gpu'"),
-    "results nowhere": ("evaluate llama --tasks x --output file/r.json", "file/r.json"),
-    "suite": ("bench --suite slow", "'slow'"),
     "threads": ("bench --threads 0", "threads is 0"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
-    "push without a card": ("push mhla me/model", "mhla/README.md does not exist"),
     "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
-    "push NaN": ("push negative me/model --license mit --draft", "holds NaN or infinity"),
 }
 
 
@@ -276,49 +245,18 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
         assert inventory(tmp_path) == kept
 
 
-def test_a_full_disk_while_converting_leaves_the_old_folder(shelf, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(shelf)
-    out = save_mhla(tmp_path / "out")
-    kept = inventory(tmp_path)
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device", str(out))
-
-    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
-    assert main(["convert", "llama", str(out), "--overwrite"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"mhla-hf convert: {out}: No space left on device"
-    assert inventory(tmp_path) == kept
-
-
-def interrupt_when(process, ready, patience=90):
-    """Ctrl-C as soon as `ready()`; returns (exit code, stderr)."""
-    deadline = time.monotonic() + patience
-    while not ready() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert process.poll() is None and ready(), process.communicate()
-    process.send_signal(signal.SIGINT)
-    stderr = process.communicate(timeout=60)[1]
-    return process.returncode, stderr
-
-
 def test_ctrl_c_in_distill_is_130_and_one_sentence_how_to_go_on(shelf, tmp_path):
-    out = tmp_path / "new"
+    out, state = tmp_path / "new", tmp_path / "new.state"
     line = ["distill", "llama", "--recipe", "long.yaml", "--text", "train.txt", "--out", str(out), "--quiet"]
     process = start(line, shelf)
-    state = tmp_path / "new.state"
-    code, stderr = interrupt_when(process, lambda: state.is_dir() and any(state.glob("*/*")))
-    assert code == 130 and "Traceback" not in stderr
+    deadline = time.monotonic() + 90
+    while not any(state.glob("*/*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) == 1 and stderr.startswith("mhla-hf") and "same" in stderr
     assert not out.exists() and state.exists()
-
-
-def test_ctrl_c_in_evaluate_keeps_what_is_scored(shelf, tmp_path):
-    out = tmp_path / "scores.json"
-    tasks = "here_cloze,here_bits_per_byte,here_recall"
-    line = ["evaluate", "llama", "--tasks", tasks, "--include-path", "tasks", "--batch-size", "1", "--output", str(out)]
-    code, stderr = interrupt_when(start([*line, "--quiet"], shelf), out.exists)
-    assert code == 130 and len(stderr.strip().splitlines()) == 1 and "the same command goes on" in stderr
-    assert "here_cloze" in {record.task for record in Results.read(out)}
 
 
 def test_debug_shows_where_an_error_came_from(place):
@@ -336,18 +274,13 @@ def test_layers_and_settings_are_read_as_meant():
 
 def test_a_pipeline_is_converted_and_stays_itself(tmp_path, capsys):
     sana_pipeline().save_pretrained(tmp_path / "sana")
+    options = ["--set", "layout=2,2", "--dtype", "bfloat16", "--layers", "1"]
+    assert main(["convert", str(tmp_path / "sana"), str(tmp_path / "half"), *options]) == 0
+    assert "MHLASanaTransformer2DModel, layers [1] are MHLA" in capsys.readouterr().out
+    weights = load_file(tmp_path / "half/transformer/diffusion_pytorch_model.safetensors")
+    assert torch.bfloat16 in {value.dtype for value in weights.values()}
     assert main(["convert", str(tmp_path / "sana"), str(tmp_path / "out"), "--set", "layout=2,2"]) == 0
-    assert "MHLASanaTransformer2DModel, layers [0, 1] are MHLA" in capsys.readouterr().out
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert pipe.transformer.config.mhla["layout"] == [2, 2]
     assert (generate(pipe) - generate(sana_pipeline())).abs().max() <= 1e-5
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "new")]) == 2
     assert "holds the source of its MHLA model" in capsys.readouterr().err and not (tmp_path / "new").exists()
-
-
-def test_layers_and_dtype_of_a_pipeline(tmp_path):
-    wan_pipeline().save_pretrained(tmp_path / "wan")
-    options = ["--layers", "all", "--dtype", "bfloat16"]
-    assert main(["convert", str(tmp_path / "wan"), str(tmp_path / "out"), *options]) == 0
-    pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True, dtype=torch.bfloat16)
-    assert pipe.transformer.config.mhla["layers"] == [0, 1, 2] and pipe.transformer.dtype == torch.bfloat16

@@ -103,7 +103,7 @@ def short(tmp_path):
 
 
 def test_the_card_names_the_model_that_was_given(short, tmp_path, monkeypatch):
-    """Not the recipe's base, and the licence of the folder's own card."""
+    """Not the recipe's base, and the license of the folder's own card."""
     monkeypatch.syspath_prepend(ROOT / "conversion")
     (tmp_path / "base" / "README.md").write_text(
         "---\nlicense: other\nlicense_name: ours\nlicense_link: https://example.org/ours\n---\n# Base\n"
@@ -113,7 +113,7 @@ def test_the_card_names_the_model_that_was_given(short, tmp_path, monkeypatch):
     assert "facebook" not in card and "license_name: ours\nlicense_link: https://example.org/ours" in card
 
 
-def test_a_licence_that_is_missing_is_missed_before_training(short, tmp_path, monkeypatch):
+def test_a_license_that_is_missing_is_missed_before_training(short, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "conversion")
     with pytest.raises(ValueError, match="license is missing"):
         script("dit").main(short)
