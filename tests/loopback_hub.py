@@ -22,23 +22,7 @@ REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 ROUTES = []
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One file of a commit."""
-
-    data: bytes
-    lfs: bool
-
-    @property
-    def sha256(self):
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def oid(self):
-        """As the Hub names its content: git's name of a text, the digest of a large file."""
-        return self.sha256 if self.lfs else hashlib.sha1(f"blob {len(self.data)}\0".encode() + self.data).hexdigest()
-
-
+Entry = collections.namedtuple("Entry", "data oid")  # a file; oid: the digest of a large one, git's name of a text
 Commit = collections.namedtuple("Commit", "oid parent files")
 
 
@@ -65,7 +49,7 @@ class Repo:
 
     def files(self, revision="main"):
         """path -> bytes at a revision."""
-        return {path: entry.data for path, entry in self.find(revision).files.items()}
+        return {path: file.data for path, file in self.find(revision).files.items()}
 
 
 class Refused(Exception):
@@ -81,8 +65,8 @@ class Refused(Exception):
 class LoopbackHub:
     """`with LoopbackHub() as hub:` serves at `hub.endpoint` until the block ends.
 
-    log: (method, path, bytes of the body) of every request that arrived. Files above 100 kB, and those that are no text, are large files.
-    The license "refused" is one that it does not know.
+    log: (method, path, bytes of the body) of every request that arrived. Files above 100 kB, and those that are no text, are
+    large files. The license "refused" is one that it does not know.
     """
 
     def __init__(self):
@@ -121,13 +105,18 @@ class LoopbackHub:
     def put(self, name, files):
         """A repository with these files (path -> bytes) in one commit, as if somebody had pushed it."""
         repo = self.repos.setdefault(name, Repo(name, False))
-        entries = {path: Entry(data, is_large(path, data[:512], len(data))) for path, data in files.items()}
-        repo.lfs.update({entry.sha256: entry.data for entry in entries.values()})
+        entries = {path: entry(data, is_large(path, data[:512], len(data))) for path, data in files.items()}
+        repo.lfs.update({kept.oid: kept.data for kept in entries.values()})
         return repo.add("refs/heads/main", repo.refs.get("refs/heads/main"), entries)
 
     def sent(self, method, path):
         """How many requests fit."""
         return sum(made == method and re.search(path, where) is not None for made, where, _ in self.log)
+
+
+def entry(data, large=False):
+    text = f"blob {len(data)}\0".encode() + data
+    return Entry(data, hashlib.sha256(data).hexdigest() if large else hashlib.sha1(text).hexdigest())
 
 
 def is_large(path, sample, size):
@@ -235,7 +224,7 @@ def create_repo(ask, body):
     if name in ask.hub.repos:
         return 409, {}, json.dumps({**url, "error": "You already created this model repo"}).encode()
     repo = ask.hub.repos[name] = Repo(name, asked.get("visibility") == "private")
-    repo.add("refs/heads/main", None, {".gitattributes": Entry(b"*.safetensors filter=lfs\n", False)})
+    repo.add("refs/heads/main", None, {".gitattributes": entry(b"*.safetensors filter=lfs\n")})
     return url
 
 
@@ -259,10 +248,10 @@ def model_info(ask, body, repo, revision):
 @route("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+|refs/[^/]+/[^/]+)(?:/(?P<folder>.+))?")
 def tree(ask, body, repo, revision, folder):
     commit = ask.commit(ask.repo(repo), revision)
-    below = [(path, entry) for path, entry in commit.files.items() if path.startswith(f"{folder}/" if folder else "")]
+    below = [(path, file) for path, file in commit.files.items() if path.startswith(f"{folder}/" if folder else "")]
     if folder and not below:
         raise Refused(404, f"{folder} does not exist", "EntryNotFound", commit.oid)
-    return [{"type": "file", "oid": entry.oid, "size": len(entry.data), "path": path} for path, entry in below]
+    return [{"type": "file", "oid": file.oid, "size": len(file.data), "path": path} for path, file in below]
 
 
 @route("GET", f"/api/models/{REPO}/refs")
@@ -296,8 +285,8 @@ def preupload(ask, body, repo, revision):
     for file in asked["files"]:
         path, known = file["path"], commit.files.get(file["path"])
         large = is_large(path, base64.b64decode(file["sample"]), file["size"])
-        entry = {"path": path, "uploadMode": "lfs" if large else "regular", "oid": known and known.oid}
-        answer.append(entry | {"shouldIgnore": path in (ignore or "").splitlines()})
+        shown = {"path": path, "uploadMode": "lfs" if large else "regular", "oid": known and known.oid}
+        answer.append(shown | {"shouldIgnore": path in (ignore or "").splitlines()})
     return {"files": answer}
 
 
@@ -329,9 +318,9 @@ def create_commit(ask, body, repo, revision):
         raise Refused(412, "A commit has happened since. Please refresh and try again.")
     for key, value in ((line["key"], line["value"]) for line in lines):
         if key == "file":
-            files[value["path"]] = Entry(base64.b64decode(value["content"], validate=True), False)
+            files[value["path"]] = entry(base64.b64decode(value["content"], validate=True))
         elif key == "lfsFile" and value["oid"] in found.lfs:
-            files[value["path"]] = Entry(found.lfs[value["oid"]], True)
+            files[value["path"]] = entry(found.lfs[value["oid"]], True)
         elif key == "deletedFile" and value["path"] in files:
             del files[value["path"]]
         else:

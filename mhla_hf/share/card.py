@@ -218,19 +218,13 @@ def _scores(facts: Facts) -> dict[str, str]:
 
 def _changes(facts: Facts) -> str | None:
     """The table of changes against the teacher, "" without a pair of scores; None without a teacher."""
-    models = _columns(facts)
-    if TEACHER not in models:
-        return None
-    others, rows = [label for label in models if label != TEACHER], []
-    for record in filter(is_score, models[TEACHER]):
-        cells = [_change(record, _same(models[label], record)) for label in others]
-        if any(cells):
-            rows.append([record.task, record.metric, *cells])
-    return render_rows(["task", "metric", *others], rows, "markdown", left=2 + len(others)) if rows else ""
-
-
-def _same(records, wanted: Result) -> Result | None:
-    return next((record for record in records if record.identity == wanted.identity), None)
+    models = {label: {record.identity: record for record in records} for label, records in _columns(facts).items()}
+    teacher, rows = models.pop(TEACHER, None), []
+    for before in filter(is_score, (teacher or {}).values()):
+        cells = [_change(before, records.get(before.identity)) for records in models.values()]
+        rows += [[before.task, before.metric, *cells]] if any(cells) else []
+    header = ["task", "metric", *models]
+    return None if teacher is None else render_rows(header, rows, "markdown", left=len(header)) if rows else ""
 
 
 def _change(before: Result, after: Result | None) -> str:
@@ -246,11 +240,11 @@ def _change(before: Result, after: Result | None) -> str:
 
 def _lost(facts: Facts) -> list[str]:
     """The scores that are worse than the teacher's by more than two standard errors (of both, independent; unknown: 0)."""
-    lost = []
-    for before in filter(lambda record: record.task != SPEED, facts.compared.get(TEACHER, ())):
-        after = _same(facts.records, before)
+    lost, own = [], {record.identity: record for record in facts.records if record.task != SPEED}
+    for before in facts.compared.get(TEACHER, ()):
+        after = own.get(before.identity)
         if after is not None and None not in (before.value, after.value, before.higher_is_better):
-            worse = before.value - after.value if before.higher_is_better else after.value - before.value
+            worse = (before.value - after.value) * (1 if before.higher_is_better else -1)
             if worse > 2 * math.hypot(before.stderr or 0.0, after.stderr or 0.0):
                 scores = f"{format_score(before.value)} → {format_score(after.value)}"
                 lost.append(f"{before.metric} of {before.task} ({scores})")
@@ -292,9 +286,8 @@ def cache_ratio(config: dict) -> float:
 def _measured(facts: Facts) -> dict[str, dict[tuple, dict[str, None]]]:
     """How the scores came about: circumstances -> (model, commit, date, command) -> tasks."""
     groups: dict[str, dict[tuple, dict[str, None]]] = {}
-    for label, records in _columns(facts).items():
-        for record in records:
-            around = f"{record.dtype} on {record.hardware}; seed {record.seed}; {_versions(record.versions)}"
-            made = (label, record.commit, record.date, record.command)
-            groups.setdefault(around, {}).setdefault(made, {})[record.task] = None
+    for label, record in ((label, record) for label, records in _columns(facts).items() for record in records):
+        around = f"{record.dtype} on {record.hardware}; seed {record.seed}; {_versions(record.versions)}"
+        made = (label, record.commit, record.date, record.command)
+        groups.setdefault(around, {}).setdefault(made, {})[record.task] = None
     return groups
