@@ -64,10 +64,9 @@ class Person:
 
     def validate_ids(self):
         validate_repo_id(self.name)
-        if self.base_model is not None:
-            validate_repo_id(self.base_model)
-            if Path(self.base_model).exists():
-                raise ValueError(f"base_model {self.base_model!r} is a local path: a card names a Hub id, or nothing")
+        validate_repo_id(self.base_model or self.name)
+        if self.base_model is not None and Path(self.base_model).exists():
+            raise ValueError(f"base_model {self.base_model!r} is a local path: a card names a Hub id, or nothing")
 
 
 @strict
@@ -81,9 +80,9 @@ class Stage:
     seconds: Number
     first_loss: Number
     last_loss: Number
-    name: str
-    loss: str
-    trainable: str
+    name: str | None = None
+    loss: str | None = None
+    trainable: str | None = None
     seq_len: int | None = None
     lr_mhla: Number | None = None
     tokens: int | None = None
