@@ -173,7 +173,7 @@ def evaluate_options(add):
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of the recipe")
     add("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
-    add("--limit", type=parse_value, help="documents per task, or a share below 1: for trying out")
+    add("--limit", type=number, help="documents per task, or a share below 1: for trying out")
     add("--batch-size", default=8, type=parse_value, help='documents at once, or "auto" (default: 8)')
     add("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
@@ -312,6 +312,12 @@ def seed_number(text):
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
     return int(text)
+
+
+def number(text):
+    """A whole number where it is one, else a float."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def parse_layers(text):
