@@ -130,7 +130,8 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
         made = api.create_commit(repo_id, [*additions, *stale], commit_message=message, parent_commit=head, **where)
         new = made.oid != head
         for tag in tags:
-            api.create_tag(repo_id, tag=tag, revision=made.oid, exist_ok=not new)
+            if new or tag not in {ref.name for ref in refs}:
+                api.create_tag(repo_id, tag=tag, revision=made.oid)
     except (HTTPError, OSError, RuntimeError) as error:
         said = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split())
         raise OSError(

@@ -73,6 +73,7 @@ def test_a_second_push_changes_only_what_changed(hub, shelf):
     assert first.new and hub.sent("PUT", "/storage/") == 2
     again = send(shelf / "old", NAME, tags=["v1"])
     assert (again.revision, again.new) == (first.revision, False) and len(hub.repos[NAME].commits) == 2
+    assert hub.sent("POST", "/tag/") == 1
     second = send(shelf / "new", NAME)
     assert hub.sent("PUT", "/storage/") == 3  # the source file was there
     repo = hub.repos[NAME]
