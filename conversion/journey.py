@@ -17,7 +17,7 @@ from mhla_hf.checkpoints.files import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.cli import parse_settings
 from mhla_hf.share.card import plain_card, write_card
-from mhla_hf.share.facts import find_licence
+from mhla_hf.share.facts import find_license
 from mhla_hf.training.recipe import read_recipe
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -40,8 +40,7 @@ def run(about, recipe, arguments=None):
     if name is None:
         parser.error(f"--model is needed: {given.recipe} names no base")
     base = None if Path(name).exists() else name
-    asked = {"license": given.license, "license_name": None, "license_link": None}
-    origin = {"base_model": base, **find_licence(base, None if base else name, asked)}  # before the long work
+    terms = find_license(base, None if base else name, given.license)  # before the long work
 
     half = recipe.run.get("mixed_precision") == "bf16"
     teacher = load_pipeline(name, dtype="bfloat16" if half else "float32", device="cpu")
@@ -70,8 +69,7 @@ def run(about, recipe, arguments=None):
         print(
             mhla_hf.evaluate(given.out, recipe=given.judge, settings=settings, seed=given.seed, trust_remote_code=True)
         )
-        write_card(given.out, name=given.out.name, **origin)
+        write_card(given.out, name=given.out.name, base_model=base, **terms)
     else:
-        words = given.out.name, "pipeline", type(student).__name__
-        write_text(given.out / "README.md", plain_card(*words, **origin))
+        write_text(given.out / "README.md", plain_card(given.out, given.out.name, base, terms))
     return student

@@ -19,7 +19,6 @@ CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-  mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --set layout=4,4
 A converted model has to be distilled before it is good again: mhla-hf distill.
 """
 DISTILL = """\
@@ -32,14 +31,11 @@ Stopped at any moment, the same command goes on where it was.
 EVALUATE = """\
 example:
   mhla-hf evaluate out/mhla out/teacher --tasks arc_easy,wikitext --batch-size 16
-  mhla-hf evaluate out/mhla --tasks heldout_recall --include-path out/tasks
   mhla-hf evaluate out/mhla out/teacher --recipe table_6_language          the paper's table, in its layout
   mhla-hf evaluate out/mhla out/teacher --recipe recall --set lengths=512,1024 --plot recall.png
   mhla-hf evaluate out/dit --trust-remote-code --recipe table_9_class_to_image --set reference=imagenet256.npz
-  mhla-hf evaluate out/wan --trust-remote-code --recipe table_5_vbench --set python=/opt/vbench/bin/python
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
-table_9_class_to_image, recall, ruler, speed, or a YAML file. For images and videos on several processes: torchrun
--m mhla_hf.cli evaluate ...
+table_9_class_to_image, recall, ruler, speed, or a YAML file. On several processes: torchrun -m mhla_hf.cli evaluate ...
 Scores are kept in results.json in each model's folder; what this machine measured is read, not run again.
 """
 PUSH = """\
@@ -75,140 +71,40 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser():
-    """The parser of the whole command."""
+    """The parser of the whole command; the options of a sub-command have the names of the function's that it calls."""
     parser = Parser(
         prog="mhla-hf",
         description="Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-
-    def add(name, run, about, epilog):
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, (run, options, about, epilog) in COMMANDS.items():
         sub = commands.add_parser(
             name, help=about, description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )  # fmt: skip
         sub.set_defaults(run=run)
-        sub.add_argument("--quiet", action="store_true", help="no progress bars and notes")
+        sub.add_argument("--quiet", action="store_false", dest="progress", help="no progress bars and notes")
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
-        return sub
-
-    _convert_options(add("convert", run_convert, "Turn a softmax model into an MHLA model.", CONVERT))
-    _distill_options(add("distill", run_distill, "Train an MHLA model from its softmax original.", DISTILL))
-    _evaluate_options(add("evaluate", run_evaluate, "Score language, image and video models side by side.", EVALUATE))
-    _card_options(add("card", run_card, "Write a model's card from its scores, or check one.", CARD))
-    _push_options(add("push", run_push, "Share a model on the Hub: checked whole, then one commit.", PUSH))
-    _analyze_options(add("analyze", run_analyze, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE))
-    _bench_options(add("bench", run_bench, "Time the operator, after checking that it is right.", BENCH))
+        options(sub.add_argument)
     return parser
 
 
-def _convert_options(sub):
-    sub.add_argument(
-        "model", metavar="DIR_OR_ID", help="folder or Hub id of a language model, an image classifier or a pipeline"
-    )
-    sub.add_argument("out", metavar="OUT", help="folder to make")
-    sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
-    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
-    sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    sub.add_argument("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
-    sub.add_argument("--revision", help="branch, tag or commit on the Hub")
-    sub.add_argument("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
+def convert_options(add):
+    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model, an image classifier or a pipeline")
+    add("out", metavar="OUT", help="folder to make")
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    add("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
 
 
-def _distill_options(sub):
-    sub.add_argument("student", metavar="STUDENT", help="an MHLA model, or a softmax model, which is converted first")
-    sub.add_argument("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
-    sub.add_argument("--recipe", required=True, metavar="YAML", help="stages, learning rates, settings")
-    sub.add_argument("--text", help="file, folder or dataset to train on (default: the recipe's)")
-    sub.add_argument("--out", required=True, help="folder to make")
-    sub.add_argument("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
-    sub.add_argument("--tracker", help="tensorboard, or another that accelerate knows")
-
-
-def _evaluate_options(sub):
-    sub.add_argument("models", nargs="+", metavar="DIR", help="folders or Hub ids, shown side by side")
-    sub.add_argument("--tasks", help="lm-eval names, groups or patterns, separated by commas; or some of the recipe's")
-    sub.add_argument(
-        "--recipe", help="name or YAML file of a score recipe: which tasks, how many shots, which protocol"
-    )
-    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the recipe")
-    sub.add_argument("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
-    sub.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
-    sub.add_argument("--limit", type=float, help="documents per task, or a share below 1: for trying out")
-    sub.add_argument("--batch-size", default="8", help='documents at once, or "auto" (default: 8)')
-    sub.add_argument("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
-    sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-    sub.add_argument("--max-length", type=int, help="tokens seen at once (default: the model's)")
-    sub.add_argument("--revision", help="branch, tag or commit on the Hub")
-    sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
-    sub.add_argument("--output", help="a .json file, or a folder for several models (default: in the model's folder)")
-    sub.add_argument("--force", action="store_true", help="run again what is known")
-    sub.add_argument("--trust-scores", action="store_true", help="read results that this machine did not measure")
-    sub.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    sub.add_argument("--plot", metavar="PNG", help="draw the scores")
-
-
-def _push_options(sub):
-    sub.add_argument("folder", metavar="DIR", help="folder of a saved MHLA model, or of a pipeline with one")
-    sub.add_argument("repo_id", metavar="USER/NAME", help="Hub id; made when it is not there")
-    sub.add_argument("--private", action="store_true", help="make a private repository")
-    sub.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    sub.add_argument("--tag", action="append", default=[], help="name that the commit gets; may be given again")
-    sub.add_argument("--revision", help="branch to commit to (default: main)")
-    sub.add_argument("--message", help="first line of the commit")
-    sub.add_argument("--draft", action="store_true", help="a converted language model may come without recall scores")
-    sub.add_argument("--license", help="for the card of a model that has none, such as apache-2.0")
-    sub.add_argument("--base-model", help="Hub id of the softmax original, for such a card")
-
-
-def _analyze_options(sub):
-    sub.add_argument(
-        "models", nargs="+", metavar="DIR", help="language models or image classifiers: folders or Hub ids"
-    )
-    sub.add_argument("--out", help="folder for JSON and figures")
-    sub.add_argument("--data", help="text or images to look at (default: the Python language reference, the digits)")
-    sub.add_argument("--samples", type=int, help="sequences or images (default: 8)")
-    sub.add_argument("--length", type=int, help="tokens in a sequence (default: 256)")
-    sub.add_argument("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
-    sub.add_argument("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-    sub.add_argument("--trust-remote-code", action="store_true", help="run source from the model's folder")
-
-
-def _card_options(sub):
-    sub.add_argument(
-        "folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards"
-    )
-    sub.add_argument("--check", action="store_true", help="write nothing; rendering it again must give the same")
-    sub.add_argument("--name", help="Hub id that the model will have")
-    sub.add_argument(
-        "--compare", action="append", default=[], metavar="LABEL=DIR", help='such as "teacher=out/teacher"'
-    )
-    sub.add_argument("--base-model", metavar="ID", help="Hub id of the softmax original")
-    sub.add_argument("--license", help="license of the weights, when the original's card states none")
-    sub.add_argument("--about", default="", help="a sentence below the title")
-    sub.add_argument("--limit", action="append", default=[], metavar="SENTENCE", help="a known failure")
-    sub.add_argument("--shelve", metavar="CARDS/NAME", help="put its facts and its card into a folder of cards")
-    sub.add_argument(
-        "--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, kept with the facts"
-    )
-
-
-def _bench_options(sub):
-    sub.add_argument("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    sub.add_argument("--suite", help="quick or decode")
-    sub.add_argument("--device", default="cpu", help="as torch names it (default: cpu)")
-    sub.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    sub.add_argument("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
-    sub.add_argument("--out", help="JSON file to write")
-
-
-def run_convert(given, command):
+def run_convert(model, out, layers, settings, dtype, seed, revision, overwrite, **_):
     """mhla-hf convert"""
-    settings = parse_settings(given.set)
-    layers = parse_layers(given.layers)
+    settings, layers = parse_settings(settings), parse_layers(layers)
 
     import torch
 
@@ -216,29 +112,36 @@ def run_convert(given, command):
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
     from .convert import convert
 
-    check_new_folder(given.out, given.overwrite)
-    if is_pipeline(given.model, given.revision):
-        pipe = load_pipeline(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
-        torch.manual_seed(given.seed)
-        model = convert(pipe, layers=layers, **settings).transformer
-        save_pipeline(pipe, given.out, given.overwrite)
-        chosen = model.config.mhla["layers"]
-        print(f"{given.out}: {type(model).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
+    check_new_folder(out, overwrite)
+    source = {"dtype": dtype, "device": "cpu", "revision": revision}
+    if is_pipeline(model, revision):
+        pipe = load_pipeline(model, **source)
+        torch.manual_seed(seed)
+        transformer = convert(pipe, layers=layers, **settings).transformer
+        save_pipeline(pipe, out, overwrite)
+        chosen = transformer.config.mhla["layers"]
+        print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
         return
-    if is_classifier_name(given.model, given.revision):
-        model, tools = load_classifier(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
-        further = "conversion/image_classifier.py"
-    else:
-        model, tools = load_language_model(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
-        further = f"mhla-hf distill {given.out} --teacher ..."
-    torch.manual_seed(given.seed)
-    convert(model, layers=layers, **settings)
-    save_language_model(model, tools, given.out, given.overwrite)
-    layers, total = model.config.mhla["layers"], model.config.num_hidden_layers
-    print(f"{given.out}: layers {layers} of {total} are MHLA; now distill it: {further}")
+    image = is_classifier_name(model, revision)
+    converted, tools = (load_classifier if image else load_language_model)(model, **source)
+    torch.manual_seed(seed)
+    config = convert(converted, layers=layers, **settings).config
+    save_language_model(converted, tools, out, overwrite)
+    further = "conversion/image_classifier.py" if image else f"mhla-hf distill {out} --teacher ..."
+    print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now distill it: {further}")
 
 
-def run_distill(given, command):
+def distill_options(add):
+    add("student", metavar="STUDENT", help="an MHLA model, or a softmax model, which is converted first")
+    add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
+    add("--recipe", required=True, metavar="YAML", help="stages, learning rates, settings")
+    add("--text", dest="data", help="file, folder or dataset to train on (default: the recipe's)")
+    add("--out", required=True, help="folder to make")
+    add("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
+    add("--tracker", help="tensorboard, or another that accelerate knows")
+
+
+def run_distill(student, teacher, recipe, seed, **options):
     """mhla-hf distill"""
     import torch
 
@@ -247,164 +150,161 @@ def run_distill(given, command):
     from .training.loop import distill
     from .training.recipe import read_recipe
 
-    recipe = read_recipe(given.recipe)
-    if is_classifier_name(given.student):
+    stages = read_recipe(recipe)
+    if is_classifier_name(student):
         raise ValueError(
-            f"student {given.student!r} is an image classifier; expected a causal language model (for classifiers there is "
+            f"student {student!r} is an image classifier; expected a causal language model (for classifiers there is "
             "conversion/image_classifier.py)"
         )
-    student, tokenizer = load_language_model(given.student, device="cpu")
-    softmax = not hasattr(student.config, "mhla")
-    if softmax:
-        torch.manual_seed(given.seed)
-        convert(student, **recipe.settings)
-    name = given.teacher or (given.student if softmax else None)
-    half = recipe.run.get("mixed_precision") == "bf16"
-    teacher = name and load_language_model(name, dtype="bfloat16" if half else "float32", device="cpu")[0]
-    distill(
-        student,
-        teacher,
-        out=given.out,
-        data=given.text,
-        tokenizer=tokenizer,
-        recipe=given.recipe,
-        seed=given.seed,
-        tracker=given.tracker,
-        progress=not given.quiet,
-        command=command,
-    )
+    model, tokenizer = load_language_model(student, device="cpu")
+    if not hasattr(model.config, "mhla"):
+        torch.manual_seed(seed)
+        convert(model, **stages.settings)
+        teacher = teacher or student
+    dtype = "bfloat16" if stages.run.get("mixed_precision") == "bf16" else "float32"
+    original = teacher and load_language_model(teacher, dtype=dtype, device="cpu")[0]
+    distill(model, original, tokenizer=tokenizer, recipe=recipe, seed=seed, **options)
 
 
-def run_evaluate(given, command):
+def evaluate_options(add):
+    add("models", nargs="+", metavar="DIR", help="folders or Hub ids, shown side by side")
+    add("--tasks", help="lm-eval names, groups or patterns, separated by commas; or some of the recipe's")
+    add("--recipe", help="name or YAML file of a score recipe: which tasks, how many shots, which protocol")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of the recipe")
+    add("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
+    add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
+    add("--limit", type=number, help="documents per task, or a share below 1: for trying out")
+    add("--batch-size", default=8, type=parse_value, help='documents at once, or "auto" (default: 8)')
+    add("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
+    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    add("--max-length", type=int, help="tokens seen at once (default: the model's)")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--trust-remote-code", action="store_true", help="run source from the model's folder")
+    add("--output", help="a .json file, or a folder for several models (default: in the model's folder)")
+    add("--force", action="store_true", help="run again what is known")
+    add("--trust-scores", action="store_true", help="read results that this machine did not measure")
+    add("--markdown", action="store_true", help="print the table as Markdown")
+    add("--plot", metavar="PNG", help="draw the scores")
+
+
+def run_evaluate(settings, markdown, plot, command, **options):
     """mhla-hf evaluate"""
     from .evaluation.figures import check_plot
     from .evaluation.runner import evaluate
 
-    if given.plot:
-        check_plot(given.plot)
-    limit = given.limit
-    compared = evaluate(
-        given.models,
-        given.tasks,
-        recipe=given.recipe,
-        settings=parse_settings(given.set),
-        output=given.output,
-        include_path=given.include_path,
-        num_fewshot=given.num_fewshot,
-        limit=int(limit) if limit is not None and limit.is_integer() else limit,
-        batch_size=int(given.batch_size) if given.batch_size.isdecimal() else given.batch_size,
-        seed=given.seed,
-        dtype=given.dtype,
-        device=given.device,
-        max_length=given.max_length,
-        revision=given.revision,
-        trust_remote_code=given.trust_remote_code,
-        force=given.force,
-        trust_scores=given.trust_scores,
-        progress=not given.quiet,
-    )
+    if plot:
+        check_plot(plot)
+    compared = evaluate(settings=parse_settings(settings), **options)
     if int(os.environ.get("RANK", "0")):
         return  # of several processes the first one has the scores
-    style = "markdown" if given.markdown else "text"
+    style = "markdown" if markdown else "text"
     print("\n\n".join(table for table in (compared.table(style), compared.paper_table(style)) if table))
-    if given.plot:
-        compared.plot(given.plot)
+    if plot:
+        compared.plot(plot)
 
 
-def run_push(given, command):
+def push_options(add):
+    add("what", metavar="DIR", help="folder of a saved MHLA model, or of a pipeline with one")
+    add("repo_id", metavar="USER/NAME", help="Hub id; made when it is not there")
+    add("--private", action="store_true", help="make a private repository")
+    add("--create-pr", action="store_true", help="open a pull request instead of committing")
+    add("--tag", action="append", default=[], dest="tags", help="name that the commit gets; may be given again")
+    add("--revision", help="branch to commit to (default: main)")
+    add("--message", help="first line of the commit")
+    add("--draft", action="store_true", help="a converted language model may come without recall scores")
+    add("--license", help="for the card of a model that has none, such as apache-2.0")
+    add("--base-model", help="Hub id of the softmax original, for such a card")
+
+
+def run_push(command, **options):
     """mhla-hf push"""
     from .share.push import push
 
-    pushed = push(
-        given.folder,
-        given.repo_id,
-        private=given.private,
-        create_pr=given.create_pr,
-        tags=given.tag,
-        revision=given.revision,
-        message=given.message,
-        draft=given.draft,
-        license=given.license,
-        base_model=given.base_model,
-        progress=not given.quiet,
-    )
+    pushed = push(**options)
     print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing had changed; revision'} {pushed.revision}")
 
 
-def run_analyze(given, command):
+def analyze_options(add):
+    add("models", nargs="+", metavar="DIR", help="language models or image classifiers: folders or Hub ids")
+    add("--out", help="folder for JSON and figures")
+    add("--data", help="text or images to look at (default: the Python language reference, the digits)")
+    add("--samples", type=int, default=8, help="sequences or images (default: 8)")
+    add("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
+    add("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    add("--trust-remote-code", action="store_true", help="run source from the model's folder")
+
+
+def run_analyze(**options):
     """mhla-hf analyze"""
     from .analysis import analyze, render_analysis
 
-    settings = {name: getattr(given, name) for name in ("data", "samples", "length", "tolerance", "device")}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    record = analyze(
-        given.models,
-        out=given.out,
-        trust_remote_code=given.trust_remote_code,
-        progress=not given.quiet,
-        command=command,
-        **settings,
-    )
-    print(render_analysis(record))
+    print(render_analysis(analyze(**options)))
 
 
-def run_card(given, command):
+def card_options(add):
+    add("folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards")
+    add("--check", action="store_true", help="write nothing; rendering it again must give the same")
+    add("--name", dest="hub_id", metavar="NAME", help="Hub id that the model will have")
+    add("--compare", action="append", default=[], metavar="LABEL=DIR", help='such as "teacher=out/teacher"')
+    add("--base-model", metavar="ID", help="Hub id of the softmax original")
+    add("--license", help="license of the weights, when the original's card states none")
+    add("--about", default="", help="a sentence below the title")
+    add("--limit", action="append", default=[], metavar="SENTENCE", dest="limits", help="a known failure")
+    add("--shelve", metavar="CARDS/NAME", help="put its facts and its card into a folder of cards")
+    add("--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, kept with the facts")
+
+
+def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, command, **options):
     """mhla-hf card"""
-    from pathlib import Path
+    from .share import card
 
-    from .checkpoints.files import write_text
-    from .share.card import RESULTS, check_card, compare_card, render_card, shelf_facts, shelf_names, shelve, write_card
-    from .share.facts import read_json
-
-    folder = Path(given.folder)
-    if (folder / RESULTS).is_dir():
-        for name in shelf_names(folder):
-            card, text = folder / f"{name}.md", render_card(shelf_facts(folder, name))
-            compare_card(card, text) if given.check else write_text(card, text)
-            print(f"{card}: {'says what its files say' if given.check else 'rendered'}")
-        return
-    if given.check:
-        check_card(folder)
-        print(f"{folder / 'README.md'}: says what its files say")
-    elif given.shelve:
-        place = Path(given.shelve)
-        further = {"over_seeds": read_json(*os.path.split(given.over_seeds))} if given.over_seeds else {}
-        print(shelve(folder, place.parent, place.name, **further))
-    elif given.name is None:
+    if os.path.isdir(os.path.join(folder, card.RESULTS)):
+        for path in card.render_shelf(folder, check):
+            print(f"{path}: {'says what its files say' if check else 'rendered'}")
+    elif check:
+        card.check_card(folder)
+        print(f"{folder}: its card says what the files beside it say")
+    elif shelve:
+        print(card.shelve(folder, *os.path.split(shelve), over_seeds))
+    elif hub_id is None:
         raise ValueError("name is None; expected the Hub id that the model will have, such as me/model")
     else:
-        pairs = [pair.partition("=") for pair in given.compare]
-        if odd := [label for label, equals, place in pairs if not (label and equals and place)]:
+        compared = dict(pair.partition("=")[::2] for pair in compare)
+        if odd := [label for label, place in compared.items() if not (label and place)]:
             raise ValueError(f"compare is {odd[0]!r}; expected LABEL=DIR, such as teacher=out/teacher")
-        print(
-            write_card(
-                folder,
-                name=given.name,
-                base_model=given.base_model,
-                compared={label: place for label, _, place in pairs},
-                license=given.license,
-                about=given.about,
-                limits=given.limit,
-            )
-        )
+        print(card.write_card(folder, name=hub_id, compared=compared, **options))
 
 
-def run_bench(given, command):
+def bench_options(add):
+    add("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
+    add("--suite", default="quick", help="quick or decode")
+    add("--device", default="cpu", help="as torch names it (default: cpu)")
+    add("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    add("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
+    add("--out", help="JSON file to write")
+
+
+def run_bench(**options):
     """mhla-hf bench"""
-    from .bench import render_bench, run_bench
+    from . import bench
 
-    record = run_bench(
-        given.suite or "quick",
-        device=given.device,
-        threads=given.threads,
-        seed=given.seed,
-        out=given.out,
-        progress=not given.quiet,
-        command=command,
-    )
-    print(render_bench(record))
+    record = bench.run_bench(**options)
+    print(bench.render_bench(record))
     if any(reason.startswith("is wrong") for row in record["rows"] for reason in row["failed"].values()):
         raise SystemExit(1)
+
+
+COMMANDS = {
+    "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
+    "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),
+    "card": (run_card, card_options, "Write a model's card from its scores, or check one.", CARD),
+    "push": (run_push, push_options, "Share a model on the Hub: checked whole, then one commit.", PUSH),
+    "analyze": (run_analyze, analyze_options, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE),
+    "bench": (run_bench, bench_options, "Time the operator, after checking that it is right.", BENCH),
+}
 
 
 def seed_number(text):
@@ -412,6 +312,12 @@ def seed_number(text):
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
     return int(text)
+
+
+def number(text):
+    """A whole number where it is one, else a float."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def parse_layers(text):
@@ -442,19 +348,18 @@ def parse_settings(pairs):
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"set is {pair!r}; expected NAME=VALUE, such as block_size=32")
-        parts = [_parse_value(part.strip()) for part in value.split(",")]
+        parts = [parse_value(part.strip()) for part in value.split(",")]
         settings[name.strip()] = parts[0] if len(parts) == 1 else [part for part in parts if part != ""]
     return settings
 
 
-def _parse_value(text):
+def parse_value(text):
+    """A number, true, false or none where the text says one; else the text."""
     words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
+    for read in (int, float, lambda word: words[word.lower()]):
         try:
-            return number(text)
-        except ValueError:
+            return read(text)
+        except (ValueError, KeyError):
             continue
     return text
 
@@ -463,21 +368,22 @@ def main(argv=None):
     """Run the command; returns the exit code: 0, 2 for bad input (one sentence on stderr), 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        given = build_parser().parse_args(argv)
+        given = vars(build_parser().parse_args(argv))
+        run, name, debug = given.pop("run"), given.pop("name"), given.pop("debug")
         logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-        logging.getLogger("mhla_hf").setLevel(logging.WARNING if given.quiet else logging.INFO)
+        logging.getLogger("mhla_hf").setLevel(logging.INFO if given["progress"] else logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         importlib.import_module(__package__)._start()
-        given.run(given, shlex.join(["mhla-hf", *argv]))
+        run(command=shlex.join(["mhla-hf", *argv]), **given)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
         print(f"mhla-hf: {str(stop) or STOPPED}", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        if given.debug:
+        if debug:
             raise
-        print(f"mhla-hf {given.command}: {describe(error)}", file=sys.stderr)
+        print(f"mhla-hf {name}: {describe(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -96,6 +96,7 @@ def save_model(folder, records, *, layers=(1, 2), readme=None):
         "hidden_size": 128,
         "num_attention_heads": 4,
         "mhla": mhla,
+        "auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"},
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.full((2,), records[0].value)}, folder / "model.safetensors")

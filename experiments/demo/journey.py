@@ -34,7 +34,7 @@ from mhla_hf.evaluation.local_tasks import make_tasks
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import find_licence
+from mhla_hf.share.facts import find_license
 from mhla_hf.speed import measure_speed
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
@@ -371,10 +371,9 @@ class _Demo:
         """Step 4, its end: the model card, where a license is known."""
         folder = self.folder("mhla", 0)
         hub_id = self.model if self.model and not Path(self.model).exists() else None
-        given = {"license": self.license, "license_name": None, "license_link": None}
         teacher = self.folder("teacher", 0)
         try:
-            find_licence(hub_id, teacher, given)
+            find_license(hub_id, teacher, self.license)
         except ValueError as error:
             self.say(f"no model card: {error}")
             return

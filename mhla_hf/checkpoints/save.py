@@ -1,18 +1,63 @@
-"""Models into a folder, whole or not at all: what was there goes only when the new one is complete."""
+"""Models into a folder, whole or not at all: what was there goes only when the new one is complete.
 
+What belongs to a saved model is listed here, once: only such files give way to a new model, and only they are shared.
+"""
+
+import json
 import os
 import re
 from pathlib import Path
 
+from .checksums import SUMS_FILE
 from .files import SHARD_SIZE, folder_aside
 from .load import without_bars
 
-# What lies in a folder that mhla_hf, transformers and diffusers have saved a model into.
-SAVED = re.compile(
-    r"[\w-]*config\.json|model_index\.json|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|(diffusion_pytorch_)?model[\w.-]*\.safetensors(\.index[\w.]*\.json)?|modeling_mhla\w*\.py|merges\.txt|vocab\.txt"
-    r"|[\w.-]+\.model|[\w.-]+\.jinja|(results|train|speed|card)\.json|README\.md|SHA256SUMS"
+CARD_FILE = "README.md"
+INDEX = "model_index.json"
+RECORDS = ("results.json", "train.json", "speed.json", "card.json")  # what mhla_hf writes about a model
+LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
+CONFIGURATIONS = (
+    "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
+    "chat_template.jinja",
+)  # fmt: skip
+WEIGHTS_AND_SOURCE = re.compile(
+    r"(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|modeling_mhla\w*\.py"
 )
+
+
+def saved_files(folder) -> list[Path]:
+    """Entries of `folder` with the names that mhla_hf, transformers and diffusers give to the files of a model.
+
+    Of a pipeline, those of its components too, in the folders that model_index.json names. ValueError: that is not JSON.
+    """
+    folder = Path(folder)
+    names = read_json(folder / INDEX) or {}
+    components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
+    found = [folder / name for name in (CARD_FILE, INDEX, *RECORDS, *LICENSE_TEXTS, SUMS_FILE)]
+    for part in (folder, *components):
+        found += [part / name for name in (*CONFIGURATIONS, *VOCABULARIES)]
+        found += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
+        found += part.glob("additional_chat_templates/*.jinja")
+    return sorted(file for file in found if os.path.lexists(file))
+
+
+def read_json(path) -> dict | None:
+    """The object in a JSON file; None without such a file. ValueError in one sentence when it holds anything else."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
 
 
 def check_new_folder(folder, overwrite=False):
@@ -34,7 +79,8 @@ def check_new_folder(folder, overwrite=False):
             raise ValueError(
                 f"output {str(folder)!r} is not empty and holds no MHLA model; only such a model is overwritten"
             )
-        if foreign := next((file for file in path.rglob("*") if not file.is_dir() and not _is_saved(file)), None):
+        kept = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+        if foreign := min(kept - {file for file in saved_files(path) if not file.is_symlink()}, default=None):
             raise ValueError(
                 f"output {str(folder)!r} holds {str(foreign)!r}, which is no part of a model; move it first"
             )
@@ -51,10 +97,6 @@ def holds_saved_model(folder):
     pipeline = (folder / "model_index.json").is_file()
     sources = folder.glob("*/modeling_mhla*.py" if pipeline else "modeling_mhla*.py")
     return any((source.parent / "config.json").is_file() for source in sources)
-
-
-def _is_saved(file):
-    return SAVED.fullmatch(file.name) is not None and not file.is_symlink()
 
 
 def save_language_model(model, tokenizer, folder, overwrite=False):

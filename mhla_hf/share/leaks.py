@@ -6,20 +6,16 @@ may stand, are searched for the most telling forms only.
 """
 
 import json
-import os
 import re
-import tempfile
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from huggingface_hub import get_token
 
+from ..checkpoints.save import VOCABULARIES
+
 PLACES = ("model", "student", "teacher", "name", "data", "source", "path")  # keys in records whose value may be a path
-VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 NOISY = ("HexHighEntropyString", "Base64HighEntropyString", "IPPublicDetector")  # commits, names of models, versions
 _VALUE = r"(?=[\w+/=%-]*\d[\w+/=%-]*\d)[\w+/=%-]{16,}"
 # What detect-secrets does not know: Hugging Face's tokens, more private keys, what follows a label or stands on a command
@@ -32,19 +28,14 @@ _SECRET = re.compile(
     r"|(?i:\blogin\s+\S+\s+password\s+\S)|\s-(?:u\s*[\w.-]+:|p\s+)(?=\S*\d)\S{6}|://:[^\s/@]+@"
     r"|(?<=[g-zG-Z_.-])(?<!sha256-)[0-9a-f]{32,}"
 )
-_TAIL = r"[^\s\"'`,;)\]}>]*"
-_BEFORE = r"(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?"  # neither a URL, a tag, a template nor a link of the site
-_ABSOLUTE = re.compile(_BEFORE + r"/[\w.@+-]+/[\w.@+-]" + _TAIL)  # whatever its root
-_SYSTEM = "usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys"  # the same on every computer
+# Below any root but the system's, which is the same everywhere; no URL, tag, template or link of the site.
 _PATH = re.compile(
-    _BEFORE + rf"/(?!(?:{_SYSTEM})/)[\w.@+-]+/[\w.@+-]" + _TAIL
-    + r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]" + _TAIL
-    + r"|(?<!\w)[A-Za-z]:[\\/]{1,2}[\w .@+-]+[\\/]" + _TAIL
-    + r"|(?<![\w\\])\\\\[\w.-]{2,}\\[\w.$-]{2,}" + _TAIL
-)  # fmt: skip
-_QUOTED = re.compile(
-    r"""(['"])((?:[^'"\n/]*[=\s,(])?)((?:file://)?(?:~|[A-Za-z]:)?[/\\][\w.@+-][^'"\n]*)\1"""
-)  # spaces may be in it
+    r"(?:(?<![\w.~/\\<>)}\]-])(?<!\]\()(?:file://)?/(?!(?:usr|bin|sbin|lib|etc|dev(?!/shm)|proc|sys)/)[\w.@+-]+/[\w.@+-]"
+    r"|(?<![\w/])~(?:[a-z][\w-]*)?/[\w.@+-]|(?<!\w)[A-Za-z]:[\\/]{1,2}[\w .@+-]+[\\/]"
+    r"|(?<![\w\\])\\\\[\w.-]{2,}\\[\w.$-]{2,})[^\s\"'`,;)\]}>]*"
+)
+# The same in quotes, where spaces may be in it
+_QUOTED = re.compile(r"""(['"])((?:[^'"\n/]*[=\s,(])?)((?:file://)?(?:~|[A-Za-z]:)?[/\\][\w.@+-][^'"\n]*)\1""")
 
 
 @cache
@@ -54,15 +45,10 @@ def _detectors() -> tuple:
     return tuple(plugin() for plugin in known if plugin.__name__ not in NOISY)
 
 
-def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
-    """Refuse the content of a text file that holds a secret or a local path; of JSON, the texts in it are looked at.
+def check_leaks(path: str, data: bytes) -> None:
+    """ValueError for the content of a text file, in the repository at `path`, that holds a secret or a local path.
 
-    Args:
-        path: of the file in the repository, for the message. data: its bytes.
-        here: folders of this computer that must not appear; `local_places()` gives the usual ones.
-
-    Raises:
-        ValueError: names the file, the line or key, and the kind of secret or the path.
+    It names the file, the line or key, and the kind of secret or the path; of JSON, the texts in it are looked at.
     """
     text = data.decode("utf-8", errors="replace")
     if Path(path).name in VOCABULARIES:
@@ -78,8 +64,7 @@ def check_leaks(path: str, data: bytes, here: tuple[str, ...] = ()) -> None:
     for where, line, label in lines:
         if what := _find_secret(line, label):
             raise ValueError(f"{path}:{where} holds {what}: take it out")
-        found = next((match for pattern in _patterns(here) if (match := pattern.search(line))), None)
-        if found is not None:
+        if found := _PATH.search(line):
             raise ValueError(f"{path}:{where} names the local path {found[0]!r}: write a relative path or a Hub id")
 
 
@@ -87,23 +72,20 @@ def _find_secret(line: str, label: str = "") -> str | None:
     """What the first secret in a line is; `label`: the key that it has in a JSON file."""
     if _is_own(line):
         return "your own Hugging Face token"
-    told = f'{label} = "{line}"' if label else line
-    for text in (told, *(word.strip("\"'`,;()") for word in line.split())):
-        for plugin in _detectors():
-            if plugin.analyze_line(filename="x.py", line=text, line_number=1):
-                return f"what looks like a secret ({plugin.secret_type})"
-            # As in a settings file, without quotes: there a word with letters and digits, else it is prose.
-            for found in plugin.analyze_line(filename="x.yaml", line=text, line_number=1) or ():
-                if re.match(r"(?=\S*\d)(?=\S*[A-Za-z])\S{6}", found.secret_value):
-                    return f"what looks like a secret ({plugin.secret_type})"
-    if _SECRET.search(told) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
+    text = f'{label} = "{line}"' if label else line
+    for plugin in _detectors():
+        found = plugin.analyze_line(filename="x.py", line=text, line_number=1)
+        # as in a settings file, without quotes: there a word with letters and digits, else it is prose
+        bare = plugin.analyze_line(filename="x.yaml", line=text, line_number=1) or ()
+        if found or any(re.match(r"(?=\S*\d)(?=\S*[A-Za-z])\S{6}", secret.secret_value) for secret in bare):
+            return f"what looks like a secret ({plugin.secret_type})"
+    if _SECRET.search(text) or any(map(_is_random, re.findall(r"[A-Za-z0-9]{20,}", line))):
         return "what looks like a key, token or password"
     return None
 
 
 def _is_own(text: str) -> bool:
-    token = get_token()
-    return bool(token) and token in text
+    return bool(token := get_token()) and token in text
 
 
 def _is_random(word: str) -> bool:
@@ -124,41 +106,19 @@ def strings(content, key: str = ""):
             yield from strings(value, key)
 
 
-def cut_places(text: str, here: tuple[str, ...] = ()) -> str:
-    """`text` with the last part in place of every absolute path: "data/x.txt" stays, "/home/anna/x.txt" becomes "x.txt"."""
-    text = _QUOTED.sub(lambda found: f"{found[1]}{found[2]}{_last(found[3])}{found[1]}", text)
-    for pattern in (*_patterns(here), _ABSOLUTE):
-        text = pattern.sub(lambda found: _last(found[0]), text)
-    return text
-
-
-def cut_record(content, here: tuple[str, ...] = (), key: str = ""):
-    """A JSON value with `cut_places` in every text; a text that is one path, which may hold spaces, is cut as a whole."""
+def cut_record(content, key: str = ""):
+    """A JSON value with the last part in place of every absolute path: "data/x.txt" stays, "/home/anna/x" becomes "x"."""
     if isinstance(content, dict):
-        return {name: cut_record(value, here, name) for name, value in content.items()}
+        return {name: cut_record(value, name) for name, value in content.items()}
     if isinstance(content, list):
-        return [cut_record(value, here, key) for value in content]
+        return [cut_record(value, key) for value in content]
     if not isinstance(content, str):
         return content
-    return _last(content) if key in PLACES and is_absolute(content) else cut_places(content, here)
-
-
-def is_absolute(text: str) -> bool:
-    """Whether a text is a place on some computer: /a/b, ~/a, C:\\a, file:///a."""
-    return bool(re.match(r"file://|~?/|[A-Za-z]:[/\\]", text))
+    if key in PLACES and re.match(r"file://|~?/|[A-Za-z]:[/\\]", content):
+        return _last(content)  # one path as a whole, in which spaces may be
+    content = _QUOTED.sub(lambda found: f"{found[1]}{found[2]}{_last(found[3])}{found[1]}", content)
+    return _PATH.sub(lambda found: _last(found[0]), content)
 
 
 def _last(path: str) -> str:
-    return re.split(r"[/\\]+", path.rstrip("/\\"))[-1]
-
-
-def _patterns(here: tuple[str, ...]) -> list[re.Pattern]:
-    """What finds a local path: the folders of this computer, and those that computers usually have."""
-    places = sorted(here, key=len, reverse=True)
-    return [re.compile(rf"(?<![\w./-]){re.escape(place)}(?![\w.-]){_TAIL}") for place in places] + [_PATH]
-
-
-def local_places(folder) -> tuple[str, ...]:
-    """Folders whose names say where `folder` was made: it, the working and the home folder, that of temporary files."""
-    near = [Path(folder).absolute(), Path(folder).resolve(), Path.cwd(), Path.home(), Path(tempfile.gettempdir())]
-    return tuple(sorted({str(path) for path in near if str(path) != path.anchor and len(str(path)) > len(os.sep) + 2}))
+    return PureWindowsPath(path).name

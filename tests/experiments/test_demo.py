@@ -139,7 +139,7 @@ def test_run_again_it_trains_and_measures_nothing(journey):
     assert output.count("is there already") == 7 and output.count("is scored already") == 5
 
 
-def test_a_given_model_without_a_licence_gets_no_card(journey, tmp_path):
+def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
     """Scored and trained as the others, which is not repeated here; `control` is made with several seeds only."""
     given, out = tmp_path / "given", tmp_path / "out"
     shutil.copytree(journey.out / "teacher", given, ignore=shutil.ignore_patterns("README.md"))

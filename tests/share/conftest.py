@@ -1,16 +1,14 @@
-"""Whatever card a test makes is one that the Hub takes."""
+from functools import cache
 
 import pytest
-from loopback_hub import refusals
 
-from mhla_hf.share import card
+from mhla_hf.share import folder_checks
+
+build_bundle = cache(folder_checks.build_bundle)
 
 
-@pytest.fixture(autouse=True)
-def every_card_is_valid(monkeypatch):
-    def render(*given, rendered=card._render, **context):
-        text = rendered(*given, **context)
-        assert refusals(text) == []
-        return text
-
-    monkeypatch.setattr(card, "_render", render)
+@pytest.fixture
+def unvisited(monkeypatch):
+    """Checks without the seconds that loading in a clean process takes; `test_folder_checks.py` has that."""
+    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    monkeypatch.setattr(folder_checks, "build_bundle", build_bundle)

@@ -20,14 +20,48 @@ HARMLESS = (
 
 def test_harmless_text_passes(monkeypatch):
     for text in HARMLESS:
-        check_leaks("README.md", text.encode(), ("/root", "/srv/somewhere"))
+        check_leaks("README.md", text.encode())
     check_leaks("tokenizer.json", b'{"/home/x": 3, "~/a": 4}')
     monkeypatch.setenv("HF_TOKEN", "my-very-own-token")
     with pytest.raises(ValueError, match=r"notes\.txt:2 holds your own Hugging Face token") as caught:
         check_leaks("notes.txt", b"a\nmy-very-own-token")
     assert "my-very" not in str(caught.value)
     with pytest.raises(ValueError, match="names the local path '/elsewhere/me/too'"):
-        check_leaks("notes.txt", b"in /elsewhere/me/too", ("/elsewhere/me",))
+        check_leaks("notes.txt", b"in /elsewhere/me/too")
+
+
+PLACES = (
+    "/home/anna/x", "/Volumes/anna/x", "/lustre/a/b", "/u/anna/m.pt", "C:\\Users\\anna\\x", "E:/models/x/y", "/dev/shm/x/y",
+    "\\\\nas\\models\\x", "~/secret.txt", "~anna/secret.txt", "file:///srv/anna",
+)  # fmt: skip
+
+
+def test_places_on_a_computer_are_found():
+    for place in PLACES:
+        with pytest.raises(ValueError, match=rf"NOTICE:2 names the local path {re.escape(repr(place))}"):
+            check_leaks("NOTICE", f"a\nx={place}".encode())
+
+
+TOKEN = "hf_" + "aB3" * 12
+IN_FILES = {
+    "that a second one hides": (
+        "a.json",
+        f'{{"hint": {{"a": ["{TOKEN}"], "a": 1}}}}',
+        r"json:hint\.a holds what looks like",
+    ),
+    "in a vocabulary": ("tokenizer.json", f'{{"hint": "{TOKEN}"}}', r"tokenizer\.json holds what looks"),
+    "among merges": ("merges.txt", f"a b\n{TOKEN} c\n", r"merges\.txt holds what looks like"),
+    "as a name": ("a.json", '{"hint": {"/home/anna/x": 1}}', "json:hint names the local path '/home/anna"),
+    "by its name": ("a.json", '{"hint": {"password": "horse"}}', r"json:hint\.password holds .*Keyword"),
+}
+
+
+@pytest.mark.parametrize("case", IN_FILES)
+def test_where_a_secret_may_stand(case):
+    path, text, said = IN_FILES[case]
+    with pytest.raises(ValueError, match=said) as caught:
+        check_leaks(path, text.encode())
+    assert TOKEN not in str(caught.value)
 
 
 ALPHABETS = {
