@@ -220,8 +220,8 @@ def keep(row, folder, judge, count, seed, started, command):
         "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
         "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
     }
-    (subject,) = find_subjects(place)
-    asked = types.SimpleNamespace(limit=None, seed=seed, command=command)
+    asked = types.SimpleNamespace(limit=None, seed=seed, command=command, output=None, dtype="auto", revision=None)
+    (subject,) = find_subjects(place, asked)
     task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
     keep_scores(Results(), subject, asked, "digits", scores, task_hash, started, "cpu")
 

@@ -4,14 +4,13 @@ taken at several places: recall by depth, speed and memory by length.
 
 import itertools
 import math
-import os
 from pathlib import Path
 
 from ..plots import COLORS, STYLE, pyplot, save_figure
 from .records import paper_values
 from .speed import TASK as SPEED
 
-EXTRA = ("#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a", "#33363d")
+PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a", "#33363d")
 DEPTH = "_back_"
 
 
@@ -21,12 +20,12 @@ def plot_scores(path, models, columns=None):
     path: of the PNG. models: dict name -> Results (or list of Result). columns: of a recipe, see `paper_rows`; they are the
     panels where any of them has a score, otherwise every task and metric is one. ValueError: there is nothing to draw.
     """
-    panels = _column_panels(models, columns or {}) or _panels(models)
     curves = _curves(models)
-    parts = [(_draw_points, panel) for panel in panels] + [(_draw_curves, curve) for curve in curves.items()]
+    parts = [(_draw_points, panel) for panel in _column_panels(models, columns or {}) or _panels(models)]
+    parts += [(_draw_curves, curve) for curve in curves.items()]
     if not parts:
         raise ValueError("plot: no score is there to draw; expected at least one")
-    colors = colors_of(models)
+    colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
     plt = pyplot()
     with plt.rc_context(STYLE):
         across = min(4, len(parts))
@@ -44,41 +43,29 @@ def plot_scores(path, models, columns=None):
 def check_plot(path):
     """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
     pyplot()
-    path = Path(path)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 
 
-def colors_of(models):
-    """A color for each model: that of all our figures where a name says which it is, else the next of the others."""
-    found, free = {}, itertools.cycle(EXTRA)
-    for name in models:
-        own = next((COLORS[key] for key in ("teacher", "linear", "hybrid", "mhla") if key in name.lower()), None)
-        found[name] = next(free) if own is None or own in found.values() else own
-    return found
-
-
 def _panels(models):
-    """(title, model -> (value, error), higher is better) for every task and metric."""
+    """(title, model -> (value, error), higher is better) for every task and metric that has one value."""
     found = {}
     for name, records in models.items():
         for record in records:
             if _place(record) is None and record.value is not None:
-                key = (record.task, record.metric, record.shots)
-                values = found.setdefault(key, (f"{record.task}\n{record.metric}", {}, record.higher_is_better))
-                values[1][name] = (record.value, record.stderr)
+                key, title = (record.task, record.metric, record.shots), f"{record.task}\n{record.metric}"
+                found.setdefault(key, (title, {}, record.higher_is_better))[1][name] = (record.value, record.stderr)
     return list(found.values())
 
 
 def _column_panels(models, columns):
     """The same for the columns of a recipe, without those of which no model has a score."""
     values = {name: paper_values(records, columns) for name, records in models.items()}
-    panels = []
-    for label, column in columns.items():
-        there = {name: found[label] for name, found in values.items() if found.get(label)}
-        if there:
-            panels.append((label, there, column.get("higher_is_better", True)))
-    return panels
+    panels = [
+        (label, {name: found[label] for name, found in values.items() if found.get(label)}, column)
+        for label, column in columns.items()
+    ]
+    return [(label, there, column.get("higher_is_better", True)) for label, there, column in panels if there]
 
 
 def _place(record):

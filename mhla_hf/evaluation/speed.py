@@ -40,7 +40,7 @@ def judge_speed(models, asked):
     """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
     protocol = read_settings(SpeedProtocol, asked.recipe.settings)
     lengths = protocol.lengths if isinstance(protocol.lengths, list) else [protocol.lengths]
-    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    subjects = find_subjects(models, asked)
     together = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
     kept = {subject.name: subject.known(asked) for subject in subjects}

@@ -5,6 +5,7 @@ the model's results file; what is known there for exactly this question is not r
 """
 
 import dataclasses
+import itertools
 import logging
 import os
 import shlex
@@ -85,7 +86,7 @@ def known_score(kept, subject, asked, task, metric, task_hash):
     )
 
 
-def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
+def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, beside=False):
     """`kept` with new scores, written to the model's file where it has one.
 
     scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
@@ -99,7 +100,7 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         "task_hash": task_hash,
         "dtype": subject.dtype,
         "seed": asked.seed or 0,
-        "command": asked.command or command_of(subject.shown, asked),
+        "command": asked.command or command_of(subject, asked),
         "seconds": round(time.perf_counter() - started, 3),
         **common_facts(subject, device),
     }
@@ -107,8 +108,7 @@ def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, 
         Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
         for metric, (value, error, better, samples) in scores.items()
     ]
-    if writes:
-        subject.store(records, beside)
+    subject.store(records, beside)
     return kept.merge(records, beside)
 
 
@@ -125,27 +125,33 @@ def common_facts(subject, device):
     }
 
 
-def command_of(model, asked):
-    """The shell line that gives the scores of a recipe again."""
-    tasks = ["--tasks", ",".join(asked.recipe.tasks)]
-    return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
+def command_of(subject, asked, task=None):
+    """The shell line that gives the scores of a recipe, or of one of its tasks, again."""
+    recipe = asked.recipe
+    tasks = ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
+    return shlex.join(["mhla-hf", "evaluate", subject.shown, *recipe.words(shown_path), *tasks, *asked.words()])
 
 
-def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):
+def paths_of(given):
+    """One path, or a list of paths, or None, as a list of texts."""
+    return [str(path) for path in ([given] if isinstance(given, (str, Path)) else given or [])]
+
+
+def find_subjects(models, asked, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
     if not isinstance(models, dict):
         models = _named(models if isinstance(models, (list, tuple)) else [models])
     if not models:
         raise ValueError("models is empty; expected at least one folder, Hub id or model")
-    single_file = output is not None and str(output).endswith(".json")
+    single_file = str(asked.output).endswith(".json")
     if single_file and len(models) > 1:
-        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+        raise ValueError(f"output {str(asked.output)!r} is one file for {len(models)} models; expected a folder")
     found = []
     for name, model in models.items():
-        target = output and Path(output)
+        target = asked.output and Path(asked.output)
         if target and not single_file:
             target = target / f"{str(name).replace('/', '--')}.json"
-        found.append(_subject(str(name), model, target, dtype, revision, pipeline))
+        found.append(_subject(str(name), model, target, asked, pipeline))
     return found
 
 
@@ -157,15 +163,13 @@ def _named(models):
         if isinstance(model, (str, Path)):
             parts = Path(model).resolve().parts if Path(model).exists() else (str(model),)
         name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
-        unique, number = name, 1
-        while unique in named:
-            number += 1
-            unique = f"{name}-{number}"
-        named[unique] = model
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        named[next(one for one in itertools.chain([name], numbered) if one not in named)] = model
     return named
 
 
-def _subject(name, model, target, dtype, revision, pipeline):
+def _subject(name, model, target, asked, pipeline):
+    dtype = asked.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE).is_file():
             raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
@@ -175,14 +179,14 @@ def _subject(name, model, target, dtype, revision, pipeline):
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            fingerprint = _hub_fingerprint(source, revision)
-    elif pipeline and callable(model) and isinstance(getattr(model, "components", None), dict):
-        fingerprint, dtype = fingerprint_pipeline(model), str(model.dtype).removeprefix("torch.")
-    elif not pipeline and isinstance(model, torch.nn.Module):
-        fingerprint, dtype = fingerprint_model(model), str(model.dtype).removeprefix("torch.")
+            fingerprint = _hub_fingerprint(source, asked.revision)
     else:
-        what = "diffusers pipeline" if pipeline else "model of transformers"
-        raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+        right = isinstance(getattr(model, "components", None), dict) if pipeline else isinstance(model, torch.nn.Module)
+        if not right:
+            what = "diffusers pipeline" if pipeline else "model of transformers"
+            raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+        fingerprint = fingerprint_pipeline(model) if pipeline else fingerprint_model(model)
+        dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
         check_writable(target)
         Results.read(target)

@@ -11,7 +11,7 @@ from small_scores import make_result
 
 from mhla_hf.cli import main
 from mhla_hf.evaluation import figures
-from mhla_hf.evaluation.figures import check_plot, colors_of, plot_scores
+from mhla_hf.evaluation.figures import check_plot, plot_scores
 from mhla_hf.evaluation.recipes import read_score_recipe
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import Comparison
@@ -83,8 +83,3 @@ def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no score is there to draw"):
         plot_scores(tmp_path / "b.png", {"mhla": [make_result(value=None)]})
     assert not (tmp_path / "b.png").exists()
-
-
-def test_a_model_has_the_color_of_all_our_figures():
-    colors = colors_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
-    assert len(set(colors.values())) == 5 and colors["mhla"] == "#2563c9"

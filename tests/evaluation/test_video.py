@@ -88,6 +88,8 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     (folder / "vbench").mkdir()
     (folder / "vbench" / "__init__.py").write_text(STAND_IN)
+    (folder / "vbench-0.1.5.dist-info").mkdir()
+    (folder / "vbench-0.1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
     (folder / "vbench" / "VBench_full_info.json").write_text(json.dumps(PROMPTS))
     (folder / "torch.py").write_text("def device(name):\n    return name\n")  # the true one takes seconds to import
     script = folder / "python"
