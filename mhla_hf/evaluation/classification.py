@@ -19,7 +19,7 @@ from ..training.pictures import label_order, open_pictures
 from .image_scores import hash_files, share_error
 from .recipes import read_settings
 from .records import Results, hash_of
-from .subjects import VERSION, find_subjects, keep_scores, known_score
+from .subjects import VERSION, find_subjects
 
 
 @strict
@@ -49,15 +49,14 @@ def judge_classifiers(models, asked):
     task, task_hash = protocol.name, hash_of([VERSION, data, *about])
     compared = {}
     for subject in subjects:
-        kept = subject.known(asked)
-        if not known_score(kept, subject, asked, task, "acc", task_hash):
+        if not subject.knows(task, "acc", task_hash):
             started = time.perf_counter()
             model, processor = _load(subject, asked, protocol.processor)
             count = len(numbers)
             share = _count_right(model, processor, pictures, numbers, asked, subject.name) / count
             scores = {"acc": (share, share_error(share, count), True, count)}
-            kept = keep_scores(kept, subject, asked, task, scores, task_hash, started, model.device)
-        compared[subject.name] = Results(r for r in kept if r.task == task and r.limit == asked.limit)
+            subject.keep(task, scores, task_hash, started, model.device)
+        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
     return compared
 
 
@@ -91,12 +90,10 @@ def _class_names(pictures):
 
 def _hash_processor(given):
     """Of an image processor; None for the model's own, which the fingerprint of the model covers."""
-    if isinstance(given, (str, Path)) and Path(given).is_dir():
-        return hash_files([file for file in Path(given).iterdir() if file.is_file()], given)
-    if given is None or isinstance(given, str):
-        return given
-    if hasattr(given, "to_json_string"):
-        return [type(given).__name__, given.to_json_string()]
+    if isinstance(given, (str, Path)):
+        return hash_files(Path(given).iterdir(), given) if Path(given).is_dir() else str(given)
+    if given is None or hasattr(given, "to_json_string"):
+        return given and given.to_json_string()
     if not isinstance(getattr(given, "version", None), str):
         raise ValueError("settings: processor has no version; expected a text that changes when what it computes does")
     return given.version
@@ -126,7 +123,7 @@ def _load(subject, asked, processor):
     """(model, image processor); ValueError when one of them cannot be loaded."""
     model, own = subject.source, None
     if not subject.loaded:
-        model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where(asked))
+        model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
     elif processor is None:
         raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
     if isinstance(processor, (str, Path)):

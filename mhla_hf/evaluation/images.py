@@ -210,11 +210,11 @@ class _Judge(PipelineJudge):
         """The scores asked for; what is known is not run again."""
         wanted, task = list(self.asked.recipe.tasks), self.protocol.name
         labels = {name: self.label(name) for name in wanted if name != "GenEval"}
-        if missing := {name for name, label in labels.items() if not self.known(task, label, self.hash)}:
+        if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
         if "GenEval" in wanted:
             self._geneval()
-        whole = [record for record in self.kept if record.limit == self.asked.limit]
+        whole = [record for record in self.subject.kept if record.limit == self.asked.limit]
         return Results(
             r
             for r in whole
@@ -259,7 +259,7 @@ class _Judge(PipelineJudge):
         if self.state.is_main_process:
             if "CLIP score" in missing:
                 scores["CLIP score"] = self._clip(plan, paths)
-            self.keep(self.protocol.name, scores, self.hash, started, beside=True)
+            self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
     def _feature_scores(self, missing, found):
         """name in tables -> (value, standard error, higher is better, samples). found: features of the images by name."""
@@ -300,7 +300,7 @@ class _Judge(PipelineJudge):
         protocol, started = self.protocol, time.perf_counter()
         rows = read_json_lines(protocol.geneval_prompts, "prompt")[: self.asked.limit]
         task_hash = hash_of([GENEVAL, rows, protocol.geneval_images, protocol.sampling])
-        if self.known(GENEVAL, "overall", task_hash):
+        if self.subject.knows(GENEVAL, "overall", task_hash):
             return
         plan = geneval_plan(rows, protocol.geneval_images, self.seed)
         folder = self.folder / f"{GENEVAL}-{len(rows)}"
@@ -308,7 +308,8 @@ class _Judge(PipelineJudge):
         if self.state.is_main_process:
             for number, row in enumerate(rows):
                 write_text(folder / f"{number:05d}" / "metadata.jsonl", json.dumps(row))
-            self.keep(GENEVAL, geneval_scores(_run_geneval(protocol, folder), len(plan)), task_hash, started)
+            scores = geneval_scores(_run_geneval(protocol, folder), len(plan))
+            self.subject.keep(GENEVAL, scores, task_hash, started, self.device)
 
 
 def geneval_plan(rows, images, seed):

@@ -34,7 +34,7 @@ from ..checkpoints.load import first_line, load_config, load_language_model, loa
 from .needles import LEAST, THINGS, make_needles
 from .recipes import at_least, read_settings
 from .records import Result, Results, finite
-from .subjects import command_of, common_facts, find_subjects, paths_of
+from .subjects import find_subjects, paths_of
 
 logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
@@ -99,13 +99,13 @@ class Requested:
         groups = (self.loaded.get("groups") or {}).items()
         return found | {name: (everything, most) for name, group in groups if group.has_aggregation}
 
-    def known(self, kept, subject, asked, window):
-        """Whether `kept` has exactly what is asked for under every name. window: () -> tokens."""
-        how = (asked.limit, seed_of(asked), subject.dtype, subject.fingerprint)
+    def known(self, subject, window):
+        """Whether exactly what is asked for is kept under every name. window: () -> tokens."""
+        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype)
         there = {
             (r.task, r.task_hash, r.shots)
-            for r in kept
-            if (r.limit, r.seed, r.dtype, r.fingerprint) == how and r.window == window()
+            for r in subject.kept
+            if (r.limit, r.seed, r.dtype) == how and r.window == window()
         }
         return there >= {(name, *what) for name, what in self.scored.items()}
 
@@ -122,15 +122,14 @@ def judge_language_models(models, asked):
     shots = {name: shots for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
     for subject in subjects:
-        kept = subject.known(asked)
         window = functools.cache(functools.partial(_window, subject, asked))
-        missing = [item for item in requested if asked.force or not item.known(kept, subject, asked, window)]
+        missing = [item for item in requested if asked.force or not item.known(subject, window)]
         if missing:
-            _judge(subject, missing, kept, asked, max(protocol.lengths, default=0))
+            _judge(subject, missing, asked, max(protocol.lengths, default=0))
         else:
             logger.info("%s: every score is known already", subject.name)
         compared[subject.name] = Results(
-            r for r in kept if r.limit == asked.limit and r.task in shots and r.shots == shots[r.task]
+            r for r in subject.kept if r.limit == asked.limit and r.task in shots and r.shots == shots[r.task]
         )
     return compared
 
@@ -140,7 +139,7 @@ def _load_recipe(protocol, first, asked):
     names, made, metadata = dict(asked.recipe.tasks), {}, None
     with tempfile.TemporaryDirectory(prefix="mhla_hf-tokenizer-") as place:
         if protocol.lengths:
-            tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where(asked))
+            tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where)
             tokenizer.save_pretrained(place)
             metadata = {"tokenizer": place, "max_seq_lengths": protocol.lengths}
             own = [name for name in names if name.startswith("needle_")]
@@ -207,7 +206,7 @@ def _window(subject, asked):
     """Tokens that the model will see at once; its configuration and tokenizer are read, not its weights."""
     if asked.max_length is not None:
         return asked.max_length
-    source, where = subject.source, subject.where(asked)
+    source, where = subject.source, subject.where
     config = source.config if subject.loaded else load_config(source, **where)
     tokenizer = asked.tokenizer or load_tokenizer(source, **where)
     return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
@@ -218,12 +217,12 @@ def seed_of(asked):
     return ",".join(map(str, HARNESS_SEEDS)) if asked.seed is None else asked.seed
 
 
-def _judge(subject, missing, kept, asked, longest):
-    """Run what is missing on one model; its file is written after each task, and `kept` has its new records."""
+def _judge(subject, missing, asked, longest):
+    """Run what is missing on one model, whose records are kept after each task. longest: tokens that a task needs."""
     if subject.loaded:
         model, tokenizer, was_training = subject.source, asked.tokenizer, subject.source.training
     else:
-        how = {"dtype": asked.dtype, "device": asked.device, **subject.where(asked)}
+        how = {"dtype": asked.dtype, "device": asked.device, **subject.where}
         model, tokenizer = load_language_model(subject.source, **how)
         was_training = False
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
@@ -240,21 +239,18 @@ def _judge(subject, missing, kept, asked, longest):
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
             facts = {
-                **common_facts(subject, model.device),
+                **subject.facts(model.device, item.name),
                 "revision": getattr(model.config, "_commit_hash", None),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "seed": seed_of(asked),
-                "command": asked.command or command_of(subject, asked, item.name),
             }
             with quiet_harness(asked.progress):
-                new = score(judge, item, limit=asked.limit, seeds=seeds, facts=facts)
-            kept.merge(new)
-            subject.store(new)
+                subject.store(score(judge, item, seeds=seeds, facts=facts))
     finally:
         model.train(was_training)
 
 
-def score(language_model, requested, *, limit, seeds, facts):
+def score(language_model, requested, *, seeds, facts):
     """Run one `Requested` on an `MHLALM`. facts: the `Result` fields that all its records share. Returns the records."""
     random.seed(seeds[0])
     numpy.random.seed(seeds[1])
@@ -262,9 +258,9 @@ def score(language_model, requested, *, limit, seeds, facts):
     for task in requested.loaded["tasks"].values():
         task.set_fewshot_seed(seed=seeds[3])
     started = time.perf_counter()
-    raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=limit, log_samples=True)
+    raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=facts["limit"], log_samples=True)
     seconds = round(time.perf_counter() - started, 3)
-    facts = {**facts, "limit": limit, "seconds": seconds, "window": language_model.max_length}
+    facts = {**facts, "seconds": seconds, "window": language_model.max_length}
     return [record for name in requested.scored for record in _records(raw, name, requested.scored[name], facts)]
 
 

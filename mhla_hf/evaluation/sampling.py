@@ -21,7 +21,6 @@ from tqdm import tqdm
 from ..checkpoints.files import file_aside, write_json
 from ..checkpoints.load import choose_device, first_line, load_pipeline
 from .records import hash_of
-from .subjects import keep_scores, known_score
 
 IDENTITY = "samples.json"
 
@@ -49,21 +48,21 @@ class Sample:
 
 
 class PipelineJudge:
-    """One pipeline under a protocol: which scores are known, the loaded pipeline, its samples, its records."""
+    """One pipeline under a protocol: the loaded pipeline, its samples, its scores."""
 
     def __init__(self, subject, asked, protocol, state):
         self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
         self.seed = asked.seed or 0
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or asked.device or state.device)
-        self.kept = broadcast_object_list([subject.known(asked) if state.is_main_process else None])[0]
+        subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
 
     @functools.cached_property
     def pipeline(self):
         """Loaded when it is first needed; an object that was given stays where it is."""
         if self.subject.loaded:
             return self.subject.source
-        how = {"dtype": self.subject.dtype, "device": self.device, **self.subject.where(self.asked)}
+        how = {"dtype": self.subject.dtype, "device": self.device, **self.subject.where}
         return load_pipeline(self.subject.source, **how)
 
     @property
@@ -75,16 +74,6 @@ class PipelineJudge:
     def progress(self):
         """Whether this process shows bars."""
         return self.asked.progress and self.state.is_main_process
-
-    def known(self, task, metric, task_hash):
-        """Whether the score is there for the same weights, protocol, number, seed and precision."""
-        return known_score(self.kept, self.subject, self.asked, task, metric, task_hash)
-
-    def keep(self, task, scores, task_hash, started, beside=False):
-        """Put scores into the model's file, as `keep_scores` does."""
-        self.kept = keep_scores(
-            self.kept, self.subject, self.asked, task, scores, task_hash, started, self.device, beside
-        )
 
     def make(self, folder, plan, identity, sampling, save, *, batch_size, what):
         """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
@@ -155,24 +144,23 @@ def plan_hash(plan):
 
 def read_prompts(path):
     """Prompts of a file: one per line, or JSON lines with "prompt". ValueError when there is none."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"prompts is {str(path)!r}; expected a file of one prompt per line, or of JSON lines")
-    if path.suffix == ".jsonl":
-        prompts = [row["prompt"] for row in read_json_lines(path, "prompt")]
-    else:
-        prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        if Path(path).suffix == ".jsonl":
+            prompts = [row["prompt"] for row in read_json_lines(path, "prompt")]
+        else:
+            prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts: {str(path)!r} cannot be read: {error}") from None
     if not prompts:
         raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt per line")
     return prompts
 
 
 def read_json_lines(path, key):
-    """The objects, each with a text under `key`, of a file of JSON lines; ValueError in one sentence."""
+    """The objects, each with something under `key`, of a file of JSON lines; ValueError in one sentence."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not all(isinstance(row[key], str) for row in rows):
-            raise ValueError(f"{key!r} is not a text in each of its lines")
+        _ = [row[key] for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not JSON lines with {key!r}: {first_line(error)}") from None
     return rows

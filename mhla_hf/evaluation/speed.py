@@ -7,14 +7,13 @@ carry one hash of who took part; where it differs, the card does not put them si
 import dataclasses
 import time
 
-import torch
 from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
 from .recipes import at_least, read_settings
 from .records import Results, hash_of
-from .subjects import find_subjects, keep_scores, known_score
+from .subjects import find_subjects
 
 TASK = "speed"
 METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
@@ -43,30 +42,24 @@ def judge_speed(models, asked):
     subjects = find_subjects(models, asked)
     together = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
-    kept = {subject.name: subject.known(asked) for subject in subjects}
     metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
-    if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
+    if not all(subject.knows(TASK, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        loaded = {subject.name: _load(subject, asked) for subject in subjects}
+        how = {"dtype": asked.dtype, "device": asked.device}
+        loaded = {
+            s.name: s.source if s.loaded else load_language_model(s.source, **how, **s.where)[0] for s in subjects
+        }
         how = {"decode_tokens": protocol.decode_tokens, "rounds": protocol.rounds, "progress": asked.progress}
         rows = measure_speed(loaded, lengths, **how)
         for subject in subjects:
-            name = subject.name
             scores = {
-                f"{metric}_{row['length']}": (row[f"{name}_{unit}"], None, False, protocol.rounds)
+                f"{metric}_{row['length']}": (row[f"{subject.name}_{unit}"], None, False, protocol.rounds)
                 for (what, unit), metric in METRICS.items()
                 for row in rows
                 if row["what"] == what
             }
-            device = loaded[name].device
-            kept[name] = keep_scores(kept[name], subject, asked, TASK, scores, task_hash, started, device)
-    return {subject.name: Results(r for r in kept[subject.name] if r.task_hash == task_hash) for subject in subjects}
-
-
-def _load(subject, asked):
-    if isinstance(subject.source, torch.nn.Module):
-        return subject.source
-    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **subject.where(asked))[0]
+            subject.keep(TASK, scores, task_hash, started, loaded[subject.name].device)
+    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}
 
 
 def speed_of_records(columns):

@@ -178,7 +178,7 @@ class _Judge(PipelineJudge):
     def run(self):
         """The scores asked for, and the totals when all dimensions are there."""
         wanted = list(self.asked.recipe.tasks)
-        missing = [name for name in wanted if not self.known(TASK, name, self.hash)]
+        missing = [name for name in wanted if not self.subject.knows(TASK, name, self.hash)]
         if missing:
             self._make(missing)
         if self.state.is_main_process:
@@ -187,7 +187,9 @@ class _Judge(PipelineJudge):
                 self._judge(dimension)
             self._keep_totals()
         names = {*wanted, *TOTALS}
-        return Results(r for r in self.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit)
+        return Results(
+            r for r in self.subject.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit
+        )
 
     def _make(self, dimensions):
         """Videos of all prompts of the dimensions that are missing."""
@@ -226,13 +228,13 @@ class _Judge(PipelineJudge):
         if len(values) < len(names):
             raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
         scores = {dimension: (float(average), _spread(average, values), True, len(values))}
-        self.keep(TASK, scores, self.hash, started)
+        self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self):
         """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
         found = {
             record.metric: record
-            for record in self.kept
+            for record in self.subject.kept
             if (record.task, record.task_hash) == (TASK, self.hash) and (record.limit, record.seed) == (None, self.seed)
         }
         if self.asked.limit or self.protocol.videos != 5:
@@ -246,7 +248,7 @@ class _Judge(PipelineJudge):
         if totals != {name: found[name].value for name in TOTALS if name in found}:
             samples = sum(found[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
-            self.keep(TASK, scores, self.hash, time.perf_counter())
+            self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
 def _augmented(path, entries):

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +17,11 @@ import pytest
 import torch
 from PIL import Image
 from tiny_pipelines import dit_pipeline
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTokenizer,
-)
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 import mhla_hf
 from mhla_hf.evaluation.image_scores import Extractor, Moments, frechet_distance, precision_recall
-from mhla_hf.evaluation.images import geneval_plan, geneval_scores
+from mhla_hf.evaluation.images import geneval_scores
 from mhla_hf.evaluation.records import Results
 
 STEPS = {"sampling.num_inference_steps": 2}
@@ -160,15 +153,11 @@ def test_a_damaged_reference_is_said_before_an_image_is_made(pipeline, tmp_path)
     assert not (tmp_path / "samples").exists()
 
 
-@pytest.mark.parametrize("place", ["npz", "folder"])
-def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(pipeline, tmp_path, reference, place):
-    (tmp_path / "pictures").mkdir()
-    Image.fromarray(reference[0][0]).save(tmp_path / "pictures" / "0.png")
-    where = (None, {"npz": reference[1], "folder": str(tmp_path / "pictures")}[place])
+def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(pipeline, tmp_path, reference):
     features = Extractor("only features", lambda images: images.float().mean((2, 3)), "1")
     for task, part in (("sFID", "spatial"), ("IS", "logits")):
         with pytest.raises(ValueError, match=f"extractor 'only features' gives no {part}, which {task} needs"):
-            judge(pipeline, tmp_path, where, settings={"extractor": features}, tasks=["FID", task])
+            judge(pipeline, tmp_path, reference, settings={"extractor": features}, tasks=["FID", task])
     assert not list((tmp_path / "samples").rglob("*.png"))
 
 
@@ -202,21 +191,13 @@ def make():
 def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path, reference):
     pipeline.save_pretrained(tmp_path / "dit")
     (tmp_path / "own_extractor.py").write_text(EXTRACTOR)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "OMP_NUM_THREADS": "1"}
     found = {}
     for count in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count), "-m", "mhla_hf.cli"]
-        command += ["evaluate", "dit", "--recipe", "table_9_class_to_image", "--batch-size", "4", "--quiet"]
-        settings = [
-            f"reference={reference[1]}",
-            "extractor=own_extractor:make",
-            f"samples=samples-{count}",
-            "images=22",
-        ]
-        for setting in (*settings, "sampling.num_inference_steps=2"):
-            command += ["--set", setting]
-        root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}", "OMP_NUM_THREADS": "1"}
-        command += ["--output", f"{count}.json"]
+        line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli evaluate dit --output {count}.json --quiet"
+        line += " --recipe table_9_class_to_image --batch-size 4 --set extractor=own_extractor:make --set images=22"
+        line += f" --set sampling.num_inference_steps=2 --set samples=samples-{count} --set reference={reference[1]}"
+        command = [sys.executable, *line.split()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("color judge") == 5
@@ -244,19 +225,15 @@ class Painter:
 def save_clip(folder):
     """A CLIP model with its processor: letters as tokens, one layer each, random weights."""
     folder.mkdir()
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    ends = ["<|startoftext|>", "<|endoftext|>"]
+    letters, ends = "abcdefghijklmnopqrstuvwxyz", ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {
-        "bos_token_id": vocabulary[ends[0]],
-        "eos_token_id": vocabulary[ends[1]],
-        "pad_token_id": vocabulary[ends[1]],
-    }
-    text = {**small, **ids, "vocab_size": len(vocabulary), "max_position_embeddings": 16}
+    start, end = (vocabulary[one] for one in ends)
+    text = {**small, "vocab_size": len(vocabulary), "max_position_embeddings": 16}
+    text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
     torch.manual_seed(0)
     config = CLIPConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=6)
     CLIPModel(config).save_pretrained(folder)
@@ -286,26 +263,23 @@ def test_the_clip_score_of_a_text_pipeline(tmp_path):
     assert compared.paper_table("markdown").splitlines()[2].startswith("| sana |  | ")
 
 
-SCRIPT = """#!{python}
-import json, os, sys
-folder, out = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
-with open(out, "w") as file:
-    for number in sorted(name for name in os.listdir(folder) if name.isdigit()):
-        about = json.load(open(os.path.join(folder, number, "metadata.jsonl")))
-        for name in sorted(os.listdir(os.path.join(folder, number, "samples"))):
-            right = int(name[:4]) < about["right"]
-            file.write(json.dumps({{"filename": name, "tag": about["tag"], "correct": right}}) + "\\n")
+SCRIPT = """
+import json, pathlib, sys
+with open(sys.argv[sys.argv.index("--outfile") + 1], "w") as file:
+    for about in sorted(pathlib.Path(sys.argv[1]).glob("*/metadata.jsonl")):
+        row = json.loads(about.read_text())
+        for image in sorted((about.parent / "samples").iterdir()):
+            right = int(image.stem) < row["right"]
+            file.write(json.dumps({"filename": str(image), "tag": row["tag"], "correct": right}) + "\\n")
 """
 
 
 def test_geneval_is_laid_out_run_and_read(tmp_path):
     rows = [{"tag": "colors", "prompt": "a red bus", "right": 1}, {"tag": "two_object", "prompt": "a cat", "right": 4}]
     rows.append({"tag": "colors", "prompt": "a blue bus", "right": 2})
-    prompts = tmp_path / "evaluation_metadata.jsonl"
+    prompts, script = tmp_path / "evaluation_metadata.jsonl", tmp_path / "evaluate_images.py"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = tmp_path / "evaluate_images.py"
-    script.write_text(SCRIPT.format(python=sys.executable))
-    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    script.write_text(SCRIPT)
     settings = {"geneval_python": sys.executable, "geneval_script": script, "geneval_prompts": str(prompts)}
     settings |= {"samples": tmp_path / "samples"}
     options = {"recipe": "table_4_text_to_image", "tasks": ["GenEval"], "settings": settings, "progress": False}
@@ -313,13 +287,10 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
     values = {record.metric: record.value for record in compared["sana"]}
     assert values == {"colors": 3 / 8, "two_object": 1.0, "overall": (3 / 8 + 1) / 2}
     assert "| sana |  |  | 0.69" in compared.paper_table("markdown")
-    assert len(list((tmp_path / "samples").rglob("*.png"))) == 12
+    files = {path.relative_to(tmp_path / "samples").as_posix() for path in (tmp_path / "samples").rglob("*.png")}
+    assert files == {f"sana/geneval-3/{row:05d}/samples/{number:04d}.png" for row in range(3) for number in range(4)}
     with pytest.raises(ValueError, match="judged 3 images of 4"):
         geneval_scores([{"tag": "a", "correct": True}] * 3, 4)
-    assert [sample.name for sample in geneval_plan(rows[:1], 2, 0)] == [
-        "00000/samples/0000.png",
-        "00000/samples/0001.png",
-    ]
     script.write_text("raise SystemExit('no detector')")
     with pytest.raises(ValueError, match="GenEval's script failed \\(no detector\\)"):
         mhla_hf.evaluate({"sana": Painter()}, **options)

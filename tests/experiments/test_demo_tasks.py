@@ -124,11 +124,11 @@ class Reader(LM):
 
 def scores(made, judge, write=lambda context: ""):
     facts = dict.fromkeys(
-        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date")
+        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date", "limit")
     )
     found = {}
     for item in load_tasks(list(made.names), made.folder):
-        records = score(Reader(judge, write), item, limit=None, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
+        records = score(Reader(judge, write), item, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
         found.update({(record.task.removeprefix("here_"), record.metric): record for record in records})
     return found
 
