@@ -35,22 +35,13 @@ def score_answer(doc, results):
 
 
 KINDS = {  # in the name of the task -> its metric, and its part of lm-eval's settings
-    "recall": (
-        "acc",
-        {
-            "output_type": "multiple_choice",
-            "doc_to_choice": "choices",
-            "doc_to_target": "answer",
-            "process_results": score_choice,
-        },
-    ),
+    "recall": ("acc", {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}),
     "generation": (
         "exact_match",
         {
             "output_type": "generate_until",
             "doc_to_target": "target",
             "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
-            "process_results": score_answer,
         },
     ),
 }
@@ -82,6 +73,7 @@ def _task(name, kind, rows):
             "test_split": "test",
             "num_fewshot": 0,
             "doc_to_text": "context",
+            "process_results": score_choice if kind == "recall" else score_answer,
             "target_delimiter": "",
             "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
             "metadata": {"version": 1.0},

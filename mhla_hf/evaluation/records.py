@@ -99,12 +99,13 @@ class Results:
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version, records = content["format_version"], content["results"]
+            if content["format_version"] == FORMAT_VERSION:
+                return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
-        if version != FORMAT_VERSION:
-            raise ValueError(f"{path} has format_version {version!r}; this version of mhla_hf reads {FORMAT_VERSION}")
-        return cls(Result.from_dict(record) for record in records)
+        raise ValueError(
+            f"{path} has format_version {content['format_version']!r}; this version of mhla_hf reads {FORMAT_VERSION}"
+        )
 
     def merge(self, new, beside=False):
         """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,13 +49,7 @@ def reference(tmp_path):
 
 
 def judge(pipeline, tmp_path, reference, models=None, **changes):
-    settings = {
-        "reference": reference[1],
-        "samples": tmp_path / "samples",
-        "extractor": JUDGE,
-        "images": 22,
-        **STEPS,
-    }
+    settings = {"reference": reference[1], "samples": tmp_path / "samples", "extractor": JUDGE, "images": 22, **STEPS}
     settings |= changes.pop("settings", {})
     options = {"recipe": "table_9_class_to_image", "batch_size": 4, "progress": False, "settings": settings, **changes}
     return mhla_hf.evaluate(models or {"dit": pipeline}, **options)
@@ -119,20 +112,6 @@ def distance(pipeline, tmp_path, reference, **changes):
     changes["settings"] = {"images": 6, **changes.get("settings", {})}
     (record,) = judge(pipeline, tmp_path, reference, tasks=["FID"], output=tmp_path / "dit.json", **changes)["dit"]
     return record.value
-
-
-def test_other_weights_have_images_and_features_of_their_own(tmp_path, reference):
-    pipeline = dit_pipeline()
-    first = distance(pipeline, tmp_path, reference)
-    with torch.no_grad():
-        for weight in pipeline.transformer.parameters():
-            weight += 0.3 * torch.cos(torch.arange(weight.numel()).reshape(weight.shape))
-    with pytest.raises(ValueError, match="give another folder, or delete this one"):
-        distance(pipeline, tmp_path, reference)
-    shutil.rmtree(tmp_path / "samples" / "dit" / "imagenet_256-6")
-    again = distance(pipeline, tmp_path, reference)
-    fresh = {"samples": str(tmp_path / "fresh")}
-    assert again == distance(pipeline, tmp_path, reference, settings=fresh, force=True) != first
 
 
 def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, tmp_path, reference):
@@ -304,15 +283,10 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
         ({"settings": {"images": 0}}, "images is 0; expected a whole number of at least 1"),
         ({"settings": {"prompts": "list.txt"}}, "classes is 1000 and prompts 'list.txt'"),
         ({"settings": {"sampling": 3}}, "sampling is 3; expected dict"),
-        ({"settings": {"name.x": 3}}, "name holds no values by name"),
-        ({"tasks": ["KID"]}, "task 'KID' is not in recipe"),
         ({"limit": 0.5}, "limit is 0.5; expected a whole number"),
         ({"batch_size": "auto"}, "batch_size is 'auto'"),
         ({"num_fewshot": 3}, "num_fewshot is given, which the recipe 'table_9_class_to_image' does not take"),
-        (
-            {"models": {"lm": torch.nn.Linear(1, 1)}},
-            "model 'lm' is Linear; expected a folder, a Hub id or a loaded",
-        ),
+        ({"models": {"lm": torch.nn.Linear(1, 1)}}, "model 'lm' is Linear; expected a folder, a Hub id or a loaded"),
         ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "Painter takes no class_labels"),
         ({"recipe": "table_4_text_to_image", "tasks": ["CLIP score"]}, "prompts is None"),
         ({"recipe": "table_4_text_to_image", "tasks": ["GenEval"]}, "geneval_python is None"),

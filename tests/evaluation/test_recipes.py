@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
-from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_mhla, small_llama
+from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_mhla
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
+from mhla_hf.evaluation.language import load_tasks
+from mhla_hf.evaluation.needles import NOISE
 from mhla_hf.evaluation.recipes import read_score_recipe, recipe_names
 from mhla_hf.evaluation.records import Results, paper_rows
 from mhla_hf.evaluation.runner import Comparison
@@ -47,18 +48,12 @@ def test_every_task_exists_with_the_metric_of_its_column(manager, name):
         if "mean_of" in column:
             continue
         assert column["task"] in recipe.tasks, label
-        metrics = listed_metrics(manager, column["task"])
-        assert metrics is None or column["metric"] in metrics, label
+        listed = manager.task_index[column["task"]].yaml_path.read_text(encoding="utf-8")
+        metrics = re.findall(r"- metric: \"?([\w]+)", listed)  # a group, or a task that inherits, lists none
+        assert not metrics or column["metric"] in metrics, label
         if label.endswith("acc_n"):
             assert column["metric"] == "acc_norm"
     assert {column["task"] for column in recipe.columns.values() if "task" in column} in (set(), set(recipe.tasks))
-
-
-def listed_metrics(manager, task):
-    """Metrics that the task's own YAML lists; None where it lists none (group, or inherited)."""
-    path = manager.task_index[task].yaml_path
-    listed = re.findall(r"- metric: \"?([\w]+)", path.read_text(encoding="utf-8"))
-    return set(listed) or None
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -123,21 +118,13 @@ LONG = {"context": HELD_OUT[:150], "question": "What is a block?", "all_classes"
 CHOICE = [
     {"question_stem": "A class is", "question": "What is a class?", "choices": FOUR, "answerKey": key} for key in "ABCB"
 ]
+GOALS = {"goal": "To name a thing,", "sol1": "assign it.", "sol2": "delete the name of it."}
+BLANK = {"sentence": "The name met the class because _ was new.", "option1": "the name", "option2": "the class"}
 ROWS = {
     "mmlu_anatomy": [{"question": "What is it? ", "choices": FOUR["text"], "answer": i} for i in (0, 3, 1)],
     "mmlu_virology": [{"question": "And that? ", "choices": FOUR["text"], "answer": i} for i in (2, 2)],
-    "winogrande": [
-        {
-            "sentence": "The name met the class because _ was new.",
-            "option1": "the name",
-            "option2": "the class",
-            "answer": a,
-        }
-        for a in "121"
-    ],
-    "piqa": [
-        {"goal": "To name a thing,", "sol1": "assign it.", "sol2": "delete the name of it.", "label": i} for i in (0, 1)
-    ],
+    "winogrande": [{**BLANK, "answer": answer} for answer in "121"],
+    "piqa": [{**GOALS, "label": label} for label in (0, 1)],
     "arc_challenge": CHOICE,
     "openbookqa": CHOICE,
     "arc_easy": CHOICE[:3],
@@ -204,42 +191,17 @@ def test_the_tasks_of_the_papers_tables_have_lm_evals_numbers(tmp_path, manager)
     assert found["local_mmlu", "acc"].samples == 5
 
 
-RULER = Path(LM_EVAL_TASKS).parent / "ruler"
-LENGTH = 1024
-KEYS = (f"{LENGTH},none", f"{LENGTH}_stderr,none")
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. VAR = Find all variables "
-
-
 @pytest.mark.slow
-def test_every_task_of_ruler_has_the_numbers_of_lm_eval(tmp_path, monkeypatch):
-    """A small model writes little that is right, so the end of each prompt is put behind what it wrote, for both."""
+def test_questions_of_ruler_are_of_the_length_asked_and_the_same_each_time(tmp_path):
     pytest.importorskip("wonderwords")
-    tokenizer = make_tokenizer(TRAINING + NOISE * 200, 700, LENGTH)  # lm-eval wants RULER's example in 500 tokens of it
-    written = HFLM.generate_until
-
-    def generate_until(self, requests, disable_tqdm=False):
-        texts = written(self, requests, disable_tqdm=disable_tqdm)
-        prompts = [request.args[0] for request in requests]
-        return [text + prompt[len(prompt) // 2 :] for text, prompt in zip(texts, prompts, strict=True)]
-
-    monkeypatch.setattr(HFLM, "generate_until", generate_until)
-    small_llama(vocab_size=700, max_position_embeddings=LENGTH).save_pretrained(tmp_path / "llama")
-    tokenizer.save_pretrained(tmp_path / "llama")
-    options = {"recipe": "ruler", "settings": {"lengths": [LENGTH]}, "include_path": RULER}
-    ours = mhla_hf.evaluate(tmp_path / "llama", limit=6, progress=False, **options)["llama"]
-    metadata = {"tokenizer": str(tmp_path / "llama"), "max_seq_lengths": [LENGTH]}
-    manager = TaskManager(include_path=str(RULER), include_defaults=False, metadata=metadata)
-    for task in read_score_recipe("ruler").tasks:
-        theirs = simple_evaluate(
-            model="hf",
-            model_args={"pretrained": str(tmp_path / "llama")},
-            tasks=[task],
-            num_fewshot=0,
-            batch_size=8,
-            device="cpu",
-            limit=6,
-            task_manager=manager,
-        )
-        scores, record = theirs["results"][task], ours.find(task, str(LENGTH), limit=6)
-        assert (record.value, record.stderr, record.samples) == (*map(scores.get, KEYS), 6), task
-    assert len({record.value for record in ours}) > 2 and len(ours) == 5
+    text = (
+        TRAINING + " ".join([*NOISE, "VAR = Find all variables "]) * 200
+    )  # RULER's example has to fit into 500 tokens
+    make_tokenizer(text, 700, 1024).save_pretrained(tmp_path)
+    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": [512]}
+    tasks = {"niah_single_1": 0, "ruler_fwe": 0}
+    assert set(tasks) <= set(read_score_recipe("ruler").tasks)
+    found = [load_tasks(tasks, Path(LM_EVAL_TASKS).parent / "ruler", metadata=metadata) for _ in range(2)]
+    hashes = [[item.scored[item.name] for item in items] for items in found]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 2
+    assert {row["max_length"] for item in found[0] for row in item.loaded["tasks"][item.name].eval_docs} == {512}

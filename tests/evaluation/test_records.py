@@ -38,6 +38,8 @@ def test_merge_replaces_only_the_same_thing():
     assert old.find("copa", "acc", shots=0).value == 0.75
     assert old.find("copa", "acc", limit=10).value == 0.5
     assert old.find("copa", "acc", shots=3) is None
+    both = Results([make_result(), make_result(task="arc", fingerprint="files:2")])
+    assert [record.task for record in both.of("files:2")] == ["arc"]
 
 
 def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
@@ -47,11 +49,6 @@ def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
         assert sorted(record.samples for record in both) == kept
     assert both.merge([make_result(samples=7, value=0.25)], beside=True).find("copa", "acc").samples == SAMPLES
     assert [record.value for record in both if record.samples == 7] == [0.25]
-
-
-def test_scores_of_other_weights_are_told_apart():
-    both = Results([make_result(), make_result(task="arc", fingerprint="files:2")])
-    assert [record.task for record in both.of("files:2")] == ["arc"]
 
 
 def test_a_stop_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
@@ -72,9 +69,8 @@ def test_a_number_that_is_not_finite_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         Results([make_result(value=float("nan"))]).write(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert [finite(value) for value in (1, 0.5, float("inf"), float("nan"), "N/A", None, True)] == [1.0, 0.5] + [
-        None
-    ] * 5
+    assert [finite(value) for value in (1, 0.5)] == [1.0, 0.5]
+    assert {finite(value) for value in (float("inf"), float("nan"), "N/A", None, True)} == {None}
 
 
 def broken_files():

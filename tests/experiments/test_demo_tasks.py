@@ -94,7 +94,7 @@ def test_recall_passages_differ_in_one_word_more_than_a_block_back(made):
     assert max(row["distance"] for row in rows) > 3 * BLOCK
 
 
-def test_the_right_answer_is_at_no_favourite_place():
+def test_the_right_answer_is_at_no_favorite_place():
     for rows in (
         make_recall(HELD_OUT, count, window=WINDOW, items=80, block=BLOCK, seed=3),
         make_cloze(HELD_OUT, count, context=20, items=80, seed=3),
