@@ -297,12 +297,16 @@ class _Judge(PipelineJudge):
 
     def _geneval(self):
         """GenEval (arXiv 2310.11513): images laid out as its own script wants them, judged by it in its interpreter."""
-        protocol, started = self.protocol, time.perf_counter()
+        protocol, each, started = self.protocol, self.protocol.geneval_images, time.perf_counter()
         rows = read_json_lines(protocol.geneval_prompts, "prompt")[: self.asked.limit]
-        task_hash = hash_of([GENEVAL, rows, protocol.geneval_images, protocol.sampling])
+        task_hash = hash_of([GENEVAL, rows, each, protocol.sampling])
         if self.subject.knows(GENEVAL, "overall", task_hash):
             return
-        plan = geneval_plan(rows, protocol.geneval_images, self.seed)
+        plan = [
+            Sample(f"{row:05d}/samples/{index:04d}.png", about["prompt"], seed_of_sample(self.seed, row * each + index))
+            for row, about in enumerate(rows)
+            for index in range(each)
+        ]
         folder = self.folder / f"{GENEVAL}-{len(rows)}"
         self._make(folder, plan, "GenEval")
         if self.state.is_main_process:
@@ -310,15 +314,6 @@ class _Judge(PipelineJudge):
                 write_text(folder / f"{number:05d}" / "metadata.jsonl", json.dumps(row))
             scores = geneval_scores(_run_geneval(protocol, folder), len(plan))
             self.subject.keep(GENEVAL, scores, task_hash, started, self.device)
-
-
-def geneval_plan(rows, images, seed):
-    """`Sample`s in GenEval's layout, `00012/samples/0003.png`, for the rows of its evaluation_metadata.jsonl."""
-    return [
-        Sample(f"{row:05d}/samples/{index:04d}.png", rows[row]["prompt"], seed_of_sample(seed, row * images + index))
-        for row in range(len(rows))
-        for index in range(images)
-    ]
 
 
 def geneval_scores(found, expected):

@@ -30,27 +30,25 @@ class SpeedProtocol:
 
     def validate_lengths(self):
         """At least one, each of a token or more."""
-        lengths = self.lengths if isinstance(self.lengths, list) else [self.lengths]
-        if not lengths or min(lengths) < 1:
+        self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
+        if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
 
 
 def judge_speed(models, asked):
     """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
     protocol = read_settings(SpeedProtocol, asked.recipe.settings)
-    lengths = protocol.lengths if isinstance(protocol.lengths, list) else [protocol.lengths]
     subjects = find_subjects(models, asked)
     together = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
-    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
+    task_hash = hash_of([together, *vars(protocol).values(), asked.device])
+    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in protocol.lengths]
     if not all(subject.knows(TASK, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
         how = {"dtype": asked.dtype, "device": asked.device}
         loaded = {
             s.name: s.source if s.loaded else load_language_model(s.source, **how, **s.where)[0] for s in subjects
         }
-        how = {"decode_tokens": protocol.decode_tokens, "rounds": protocol.rounds, "progress": asked.progress}
-        rows = measure_speed(loaded, lengths, **how)
+        rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
         for subject in subjects:
             scores = {
                 f"{metric}_{row['length']}": (row[f"{subject.name}_{unit}"], None, False, protocol.rounds)
@@ -67,23 +65,16 @@ def speed_of_records(columns):
 
     columns: these two names -> list of `Result`.
     """
-    found = {}
-    for kind, records in columns.items():
-        for record in records:
-            if record.task == TASK:
-                found.setdefault(record.task_hash, {}).setdefault(kind, {})[record.metric] = record
-    for timed in found.values():
-        if set(timed) != {"softmax", "mhla"}:
-            continue
-        rows = {}
-        for kind, records in timed.items():
-            for (what, unit), metric in METRICS.items():
-                for name, record in records.items():
-                    if name.startswith(f"{metric}_"):
-                        length = int(name.rpartition("_")[2])
-                        row = rows.setdefault((what, length), {"what": what, "length": length})
-                        row[f"{kind}_{unit}"] = record.value
-        one = next(iter(timed["mhla"].values()))
-        said = {key: getattr(one, key) for key in ("hardware", "versions", "seed", "command")}
-        return {"rows": [rows[key] for key in sorted(rows)], **said}
+    tables = {}
+    for kind, record in ((kind, record) for kind, records in columns.items() for record in records):
+        if record.task == TASK:
+            metric, _, length = record.metric.rpartition("_")
+            what, unit = next(key for key, name in METRICS.items() if name == metric)
+            rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
+            row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
+            row[f"{kind}_{unit}"], kinds[kind] = record.value, record
+    for rows, kinds in tables.values():
+        if set(kinds) == {"softmax", "mhla"}:
+            said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
+            return {"rows": [rows[key] for key in sorted(rows)], **said}
     return None
