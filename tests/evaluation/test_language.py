@@ -80,16 +80,16 @@ def test_the_numbers_are_those_of_lm_eval_in_a_process_without_this_package(worl
 
 
 def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
-    by_folder = values(judge(world, "mhla", output=tmp_path)["mhla"])
+    by_folder = values(judge(world, "mhla", output=tmp_path, limit=4)["mhla"])
     model = AutoModelForCausalLM.from_pretrained(world / "mhla").train()
     tokenizer = AutoTokenizer.from_pretrained(world / "mhla")
-    options = {"include_path": world / "tasks", "progress": False}
+    options = {"include_path": world / "tasks", "progress": False, "limit": 4}
     by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"].records
     assert values(by_object) == by_folder and model.training
     assert by_object[0].fingerprint.startswith("tensors:") and by_object[0].model == "model"
     arguments = {"pretrained": str(world / "mhla")}
     tasks = TaskManager(include_path=str(world / "tasks"), include_defaults=False)
-    options = {"batch_size": 8, "device": "cpu", "task_manager": tasks}
+    options = {"batch_size": 8, "device": "cpu", "task_manager": tasks, "limit": 4}
     theirs = simple_evaluate(model="mhla", model_args=arguments, tasks=["here_cloze"], **options)
     assert theirs["results"]["here_cloze"]["acc,none"] == by_folder["here_cloze", "acc"]
 
