@@ -44,8 +44,8 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_model
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
-from mhla_hf.evaluation.records import Results, hash_of
-from mhla_hf.evaluation.subjects import find_subjects, keep_scores
+from mhla_hf.evaluation.records import hash_of
+from mhla_hf.evaluation.subjects import find_subjects
 from mhla_hf.plots import STYLE, pyplot, save_figure
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.denoising import NoiseProcess, predict, trajectory
@@ -220,10 +220,10 @@ def keep(row, folder, judge, count, seed, started, command):
         "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
         "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
     }
-    (subject,) = find_subjects(place)
-    asked = types.SimpleNamespace(limit=None, seed=seed, command=command)
+    how = {"output": None, "dtype": "auto", "revision": None, "trust_scores": False, "force": False}
+    (subject,) = find_subjects(place, types.SimpleNamespace(limit=None, seed=seed, command=command, **how))
     task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
-    keep_scores(Results(), subject, asked, "digits", scores, task_hash, started, "cpu")
+    subject.keep("digits", scores, task_hash, started, "cpu")
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
 from mhla_hf.convert import convert
-from mhla_hf.evaluation.local_tasks import make_tasks
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.share.card import check_card, write_card
@@ -42,6 +41,7 @@ from mhla_hf.training.run_folder import RECORD
 
 from .figures import LABELS, plot_loss, plot_speed
 from .report import collect, learning_curve, render_report
+from .tasks import make_tasks
 from .text import hold_out, make_tokenizer, read_text
 
 RECIPES = Path(__file__).parent / "recipes"

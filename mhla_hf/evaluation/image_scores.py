@@ -38,19 +38,20 @@ class Extractor:
 
     name: plain words, as they stand in tables. function: images uint8 `[B, 3, H, W]` -> features `[B, D]`, or a dict with
     "features" and perhaps "logits" `[B, C]` (for IS) and "spatial" `[B, S]` (for sFID). version: a text to change whenever
-    the function or its weights change, as scores are known by it; None: the function's attribute `version`. genuine: it is
-    FID's own network.
+    the function or its weights change, as scores are known by it. genuine: it is FID's own network.
     """
 
     name: str
     function: Callable
-    version: str | None = None
+    version: str
     genuine: bool = False
 
     def __post_init__(self):
-        if not self.name or not set(self.name) <= {*map(chr, range(32, 127))} - set("|()/"):
+        if not self.name or set(self.name) & set("|()/\n"):
             raise ValueError(f"extractor: name is {self.name!r}; expected plain words without | ( ) /")
-        object.__setattr__(self, "version", version_of(self.version or self.function, f"extractor {self.name!r}"))
+        if not isinstance(self.version, str) or not self.version:
+            given = f"extractor {self.name!r}: version is {self.version!r}"
+            raise ValueError(f"{given}; expected a text that changes when what it computes does")
 
     def label(self, metric):
         """The metric's name in tables: FID only with FID's own network."""
@@ -62,32 +63,19 @@ class Extractor:
         return {name: values.detach().float().cpu().contiguous() for name, values in found.items()}
 
 
-def version_of(thing, what):
-    """`thing` itself where it is a text, else its attribute `version`; ValueError when that is none."""
-    version = thing if isinstance(thing, str) else getattr(thing, "version", None)
-    if not isinstance(version, str) or not version:
-        raise ValueError(f"{what}: version is {version!r}; expected a text that changes when what it computes does")
-    return version
-
-
 def find_extractor(given, weights=None, device="cpu"):
     """An `Extractor`: the object itself, "inception", or what the function of "module:function" returns."""
     if isinstance(given, Extractor):
         return given
     if given == "inception":
         return inception(weights, device)
-    module, colon, name = str(given).partition(":")
-    if not colon:
-        raise ValueError(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor")
+    module, _, name = str(given).partition(":")
     try:
-        made = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"extractor {given!r} is not there: {first_line(error)}") from error
-    if not isinstance(made, Extractor) or made.genuine:
+        return getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"extractor {given!r} returned {type(made).__name__}; expected an Extractor that is not FID's own"
-        )
-    return made
+            f"extractor is {given!r} ({first_line(error)}); expected 'inception', 'module:function' or an Extractor"
+        ) from error
 
 
 def inception(weights=None, device="cpu"):
@@ -99,21 +87,22 @@ def inception(weights=None, device="cpu"):
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
         raise ImportError(
             "FID needs torch-fidelity and a torchvision that fits torch, of which one is missing "
             f"({first_line(error)}): pip install 'mhla_hf[images]'"
         ) from error
-    genuine = weights is None or (Path(weights).is_file() and hash_file(weights).startswith(INCEPTION_SHA256))
-    if not genuine:
-        _check_weights(weights)
+    version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
+    genuine = version.startswith(INCEPTION_SHA256)
     try:
+        if version and not genuine:
+            torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
         network = FeatureExtractorInceptionV3(
             "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
         )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"weights: Inception's cannot be had ({first_line(error)}); give their file as weights"
+            f"weights is {weights!r}, of which no Inception can be made ({first_line(error)}); expected its file of tensors"
         ) from error
     network = network.to(device).eval()
     kept = {}
@@ -128,17 +117,7 @@ def inception(weights=None, device="cpu"):
             "spatial": kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1),
         }
 
-    name = INCEPTION if genuine else f"{INCEPTION}, other weights"
-    return Extractor(name, extract, INCEPTION_SHA256 if genuine else hash_file(weights), genuine)
-
-
-def _check_weights(weights):
-    """ValueError for a file that holds more than tensors or cannot be read: torch-fidelity unpickles whatever it is."""
-    try:
-        if Path(weights).is_file():
-            torch.load(weights, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"weights: {str(weights)!r} is no file of tensors alone: {first_line(error)}") from error
+    return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, version, genuine)
 
 
 def read_image(image):
@@ -152,34 +131,32 @@ def read_image(image):
         raise ValueError(f"{image} is no image that can be read: {first_line(error)}") from None
 
 
-def extract_features(images, extractor, cache, *, batch_size, processes, progress, what):
+def extract_features(images, extractor, cache, *, batch_size, state, progress, what):
     """Features of images, kept in `cache` in chunks of 1,000: a stop loses less than one chunk.
 
-    images: paths, or a uint8 array `[N, H, W, 3]`. Returns a dict name -> `[N, ...]`, in their order, on the first process;
-    None on the others.
+    images: paths, or a uint8 array `[N, H, W, 3]`. state: accelerate's, of the processes that share the work. Returns a dict
+    name -> `[N, ...]`, in their order, on the main process; None on the others.
     """
-    count = len(images)
-    cache = Path(cache)
     cache.mkdir(parents=True, exist_ok=True)
-    starts = list(range(0, count, CHUNK))
-    chunks = {start: cache / f"{start:08d}-{min(start + CHUNK, count):08d}.safetensors" for start in starts}
-    mine = [start for start in processes.share(starts) if not chunks[start].is_file()]
-    total = sum(min(CHUNK, count - start) for start in mine)
-    with tqdm(total=total, desc=what, disable=not (progress and processes.first)) as bar:
-        for start in mine:
+    chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
+    files = [cache / f"{number:05d}.safetensors" for number in range(len(chunks))]
+    own = slice(state.process_index, None, state.num_processes)
+    mine = [(chunk, file) for chunk, file in zip(chunks[own], files[own], strict=True) if not file.is_file()]
+    with tqdm(total=sum(len(chunk) for chunk, _ in mine), desc=what, disable=not progress) as bar:
+        for chunk, file in mine:
             parts = []
-            for index in range(start, min(start + CHUNK, count), batch_size):
-                batch = [read_image(images[i]) for i in range(index, min(index + batch_size, start + CHUNK, count))]
+            for start in range(0, len(chunk), batch_size):
+                batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
                     raise ValueError(f"{what}: images of different sizes; expected all of one size")
                 parts.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
-            with file_aside(chunks[start]) as aside:
+            with file_aside(file) as aside:
                 save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, aside)
-    processes.wait()
-    if not processes.first:
+    state.wait_for_everyone()
+    if not state.is_main_process:
         return None
-    loaded = [load_file(path) for path in chunks.values()]
+    loaded = [load_file(file) for file in files]
     return {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
 
 
@@ -248,24 +225,21 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     """(precision, recall) of features `[N, D]` and `[R, D]`.
 
     precision: share of samples that lie within the distance of some reference to its `neighbors`-th nearest reference;
-    recall: the same with the roles exchanged (arXiv 1904.06991).
+    recall: the same with the roles exchanged (arXiv 1904.06991). chunk: rows compared at once.
     """
-    least = neighbors + 1
-    if min(len(sample), len(reference)) < least:
+    if min(len(sample), len(reference)) <= neighbors:
         raise ValueError(
-            f"features: {len(sample)} samples, {len(reference)} references; expected {least} or more of each"
+            f"features: {len(sample)} samples, {len(reference)} references; expected {neighbors + 1} or more of each"
         )
+
+    def covered(points, centers):
+        radii = [torch.cdist(part, centers).kthvalue(neighbors + 1, dim=1).values for part in centers.split(chunk)]
+        radii = torch.cat(radii)
+        inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
+        return torch.cat(inside).double().mean().item()
+
     sample, reference = sample.double(), reference.double()
-    pairs = ((sample, reference), (reference, sample))
-    return tuple(_covered(points, others, neighbors, chunk) for points, others in pairs)
-
-
-def _covered(points, centers, neighbors, chunk):
-    """Share of `points` within the distance of some of the `centers` to its `neighbors`-th nearest other one."""
-    radii = [torch.cdist(part, centers).kthvalue(neighbors + 1, dim=1).values for part in centers.split(chunk)]
-    radii = torch.cat(radii)
-    inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
-    return torch.cat(inside).double().mean().item()
+    return covered(sample, reference), covered(reference, sample)
 
 
 def clip_scores(images, prompts, model, processor):

@@ -6,6 +6,7 @@ images and seed.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -32,7 +33,6 @@ from .image_scores import (
     hash_files,
     inception_score,
     precision_recall,
-    read_image,
     share_error,
 )
 from .recipes import at_least, read_settings
@@ -40,10 +40,7 @@ from .records import Results, hash_of
 from .sampling import (
     PipelineJudge,
     Sample,
-    claim_folder,
-    draw_labels,
     joined_processes,
-    make_samples,
     plan_hash,
     read_json_lines,
     read_prompts,
@@ -54,6 +51,7 @@ from .subjects import VERSION, find_subjects
 logger = logging.getLogger("mhla_hf")
 NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
 METRICS = (*NEEDS, "CLIP score", "GenEval")
+MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # what ADM's .npz files call them
 GENEVAL = "geneval"
 
 
@@ -94,175 +92,190 @@ class ImageProtocol:
         if self.classes is not None and self.prompts is not None:
             raise ValueError(f"classes is {self.classes} and prompts {self.prompts!r}; expected one of them")
 
+    def check(self, wanted):
+        """ValueError where a score of `wanted` lacks a file or folder that it needs."""
+        if unknown := sorted(wanted - set(METRICS)):
+            raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
+        path = Path(self.reference or "")
+        if wanted & set(NEEDS) - {"IS"} and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+            raise ValueError(
+                f"settings: reference is {self.reference!r}; expected a folder of images or ADM's .npz file"
+            )
+        if "CLIP score" in wanted and self.prompts is None:
+            raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
+        for name in ("geneval_python", "geneval_script", "geneval_prompts") if "GenEval" in wanted else ():
+            if not Path(getattr(self, name) or "").is_file():
+                raise ValueError(
+                    f"settings: {name} is {getattr(self, name)!r}; expected a file of a GenEval installation"
+                )
+
 
 def judge_image_pipelines(models, asked):
     """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
-    protocol = read_settings(ImageProtocol, asked.recipe.settings)
-    _check(protocol, asked)
-    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
-    with joined_processes() as processes:
-        extractor = None
-        if set(asked.recipe.tasks) & set(NEEDS):
-            device = choose_device(processes.device(asked.device))
+    protocol, wanted = read_settings(ImageProtocol, asked.recipe.settings), set(asked.recipe.tasks)
+    protocol.check(wanted)
+    subjects = find_subjects(models, asked, pipeline=True)
+    with joined_processes() as state:
+        content, features = dict(_content(protocol, asked.progress and state.is_main_process)), None
+        if wanted & set(NEEDS):
+            device = choose_device(asked.device or state.device)
             extractor = find_extractor(protocol.extractor, protocol.weights, device)
-            image = None if extractor.genuine or protocol.reference is None else _first_image(protocol.reference)
-            if image is not None:  # else it is known only when there are samples
-                _check_given(extractor, extractor(image[None]), asked.recipe.tasks)
-        content = _content(protocol, extractor, asked.progress and processes.first)
-        shared = (asked, protocol, processes, extractor, content)
-        return {subject.name: _Judge(subject, *shared).run() for subject in subjects}
+            content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
+            features = Features(extractor, protocol, wanted, hash_of(content), asked, state)
+        return {subject.name: _Judge(subject, asked, protocol, state, features, content).run() for subject in subjects}
 
 
-def _check(protocol, asked):
-    """All that can be known before anything is loaded."""
-    wanted = set(asked.recipe.tasks)
-    if unknown := sorted(wanted - set(METRICS)):
-        raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
-    if wanted & set(NEEDS) - {"IS"}:
-        path = Path(protocol.reference or "")
-        if not protocol.reference or not (path.is_dir() or (path.suffix == ".npz" and path.is_file())):
-            given = protocol.reference
-            raise ValueError(f"settings: reference is {given!r}; expected a folder of images or ADM's .npz file")
-    if "CLIP score" in wanted and protocol.prompts is None:
-        raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
-    for name in ("geneval_python", "geneval_script", "geneval_prompts") if "GenEval" in wanted else ():
-        path = getattr(protocol, name)
-        if path is None or not Path(path).is_file():
-            raise ValueError(f"settings: {name} is {path!r}; expected a file of a GenEval installation")
-
-
-def _first_image(path):
-    """uint8 `[3, H, W]`, the first of a reference; None where there is none."""
-    if Path(path).is_dir():
-        return next((read_image(file) for file in _images(path)), None)
-    with _open_npz(path) as file:
-        return read_image(file["arr_0"][0]) if "arr_0" in file.files else None
-
-
-def _open_npz(path):
-    try:
-        return numpy.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"reference: {str(path)!r} is no .npz file that can be read: {first_line(error)}") from None
-
-
-def _check_given(extractor, found, wanted):
-    """ValueError when what an extractor gave is not enough for the scores `wanted`."""
-    for name in wanted:
-        if name in NEEDS and NEEDS[name] not in found:
-            raise ValueError(f"extractor {extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
-
-
-def _content(protocol, extractor, progress):
-    """What of a protocol decides the scores besides model, number and seed: a dict, with hashes in place of files."""
-    content = {key: value for key, value in vars(protocol).items() if not key.startswith("geneval")}
-    del content["samples"], content["images"]
-    content["extractor"] = extractor and [extractor.name, extractor.genuine, extractor.version]
-    for name in ("reference", "prompts", "weights", "clip"):
-        path = Path(content[name] or "")
-        if content[name] and path.is_file():
-            content[name] = hash_file(path)
-        elif content[name] and path.is_dir():
+def _content(protocol, progress):
+    """What of a protocol decides the scores besides extractor, model, number and seed, with hashes in place of files."""
+    for field in dataclasses.fields(protocol):
+        name, value = field.name, getattr(protocol, field.name)
+        path = Path(value or "") if name in ("reference", "prompts", "clip") else Path()
+        if path.is_file():
+            yield name, hash_file(path)
+        elif value and path != Path() and path.is_dir():
             files = _images(path) if name == "reference" else [file for file in path.rglob("*") if file.is_file()]
-            content[name] = hash_files(files, path, f"{name}: reading", progress)
-    return content
+            yield name, hash_files(files, path, f"{name}: reading", progress)
+        elif name not in ("samples", "images", "extractor", "weights") and not name.startswith("geneval"):
+            yield name, value
+
+
+def _images(folder):
+    """Image files of a folder and the folders in it, sorted."""
+    return sorted(path for path in Path(folder).rglob("*") if path.suffix in PICTURES)
+
+
+class Features:
+    """What an extractor sees in images, for the scores `wanted`. content: a hash of what decides them."""
+
+    def __init__(self, extractor, protocol, wanted, content, asked, state):
+        self.extractor, self.protocol, self.wanted, self.content = extractor, protocol, wanted, content
+        progress = asked.progress and state.is_main_process
+        self.how = {"batch_size": asked.batch_size, "state": state, "progress": progress}
+
+    def of(self, images, cache, what):
+        """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
+        found = extract_features(images, self.extractor, cache, what=what, **self.how)
+        for name in () if found is None else sorted(self.wanted & set(NEEDS)):
+            if NEEDS[name] not in found:
+                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
+        return found
+
+    @functools.cached_property
+    def reference(self):
+        """(features `[R, D]`, part -> `Moments`) of the reference, as far as the scores need them.
+
+        The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
+        """
+        path, moments = Path(self.protocol.reference), {}
+        if path.is_dir():
+            images = _images(path)
+        else:
+            images, moments = self._read_npz(path)
+        if images is not None and not len(images):
+            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
+        place = Path(self.protocol.samples) / f"reference-{self.content}"
+        found = (None if images is None else self.of(images, place, "reference")) or {}
+        moments |= {part: Moments.of(found[part]) for part in MOMENTS if part in found and part not in moments}
+        return found.get("features"), moments
+
+    def _read_npz(self, path):
+        """(its images, None where they are not needed, part -> `Moments`)."""
+        try:
+            with numpy.load(path, allow_pickle=False) as file:
+                moments = {
+                    part: Moments(*(torch.from_numpy(file[name]) for name in names))
+                    for part, names in MOMENTS.items()
+                    if self.extractor.genuine and set(names) <= set(file.files)
+                }
+                lacking = {name for name in self.wanted & {"FID", "sFID"} if NEEDS[name] not in moments}
+                if not lacking | (self.wanted & {"precision", "recall"}):
+                    return None, moments
+                return file["arr_0"] if "arr_0" in file.files else (), moments
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"reference: {str(path)!r} is no .npz file that can be read: {first_line(error)}"
+            ) from None
 
 
 class _Judge(PipelineJudge):
-    """One model, one protocol. extractor: None where no score needs one. content: as `_content` gives it."""
+    """One model, one protocol. features: None where no score needs them. content: what decides the scores."""
 
-    def __init__(self, subject, asked, protocol, processes, extractor, content):
-        super().__init__(subject, asked, protocol, processes)
-        self.extractor = extractor
+    def __init__(self, subject, asked, protocol, state, features, content):
+        super().__init__(subject, asked, protocol, state)
+        self.features = features
         self.count = min(protocol.images, asked.limit or protocol.images)
         self.hash = hash_of([VERSION, self.count, content])
 
     def run(self):
         """The scores asked for; what is known is not run again."""
         wanted, task = list(self.asked.recipe.tasks), self.protocol.name
-        labels = {name: self.extractor.label(name) if name in NEEDS else name for name in wanted if name != "GenEval"}
-        missing = [name for name, label in labels.items() if not self.known(task, label, self.hash)]
-        if missing:
+        labels = {name: self.label(name) for name in wanted if name != "GenEval"}
+        if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
         if "GenEval" in wanted:
             self._geneval()
+        whole = [record for record in self.subject.kept if record.limit == self.asked.limit]
         return Results(
             r
-            for r in self.kept
-            if r.limit == self.asked.limit
-            and (
-                (r.task == task and r.metric in labels.values() and r.samples == self.count)
-                or (r.task == GENEVAL and "GenEval" in wanted)
-            )
+            for r in whole
+            if (r.task == task and r.metric in labels.values() and r.samples == self.count)
+            or (r.task == GENEVAL and "GenEval" in wanted)
         )
 
-    def plan(self):
-        """One `Sample` per image."""
+    def label(self, name):
+        """A score's name in tables, which says whose features it is of."""
+        return self.features.extractor.label(name) if name in NEEDS else name
+
+    def _plan(self):
+        """One `Sample` per image; labels are drawn independently and uniformly, as in ADM's and DiT's protocols."""
         protocol, count = self.protocol, self.count
         conditions = [None] * count
         if protocol.classes is not None:
-            conditions = draw_labels(protocol.classes, count, self.seed)
+            random = torch.Generator().manual_seed(self.seed)
+            conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
             prompts = read_prompts(protocol.prompts)
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
-    def make(self, folder, plan, what):
+    def _make(self, folder, plan, what):
         """Sample `plan` into `folder`."""
-        make_samples(
-            self.pipeline,
-            folder,
-            plan,
-            identity={**self.identity, "plan": plan_hash(plan)},
-            sampling={"output_type": "pil", **self.protocol.sampling},
-            batch_size=self.asked.batch_size,
-            processes=self.processes,
-            progress=self.asked.progress,
-            save=lambda image, path: image.save(path, format="PNG"),
-            what=what,
-        )
+        sampling = {"output_type": "pil", **self.protocol.sampling}
+        how = {"batch_size": self.asked.batch_size, "what": f"{self.subject.name}: {what}"}
+        self.make(folder, plan, {"plan": plan_hash(plan)}, sampling, lambda image, path: image.save(path, "PNG"), **how)
 
     def _score(self, missing):
-        started, plan = time.perf_counter(), self.plan()
+        started, plan = time.perf_counter(), self._plan()
         folder = self.folder / f"{self.protocol.name}-{self.count}"
-        if self.processes.first:
+        if missing & set(NEEDS) - {"IS"}:
+            _ = self.features.reference  # before the images, so that what is wrong with it is said early
+        if self.state.is_main_process:
             logger.info("%s: %d images in %s", self.subject.name, len(plan), folder)
-        self.make(folder, plan, f"{self.subject.name}: images")
+        self._make(folder, plan, "images")
         paths, scores = [folder / sample.name for sample in plan], {}
-        if set(missing) & set(NEEDS):
-            scores |= self._feature_scores(missing, paths, folder / f"features-{self.hash}")
-        if "CLIP score" in missing and self.processes.first:
-            scores["CLIP score"] = self._clip(plan, paths)
-        if self.processes.first:
-            self.keep(self.protocol.name, scores, self.hash, started, beside=True)
+        if missing & set(NEEDS):
+            found = self.features.of(paths, folder / f"features-{self.hash}", f"{self.subject.name}: features")
+            scores = self._feature_scores(missing, found) if self.state.is_main_process else {}
+        if self.state.is_main_process:
+            if "CLIP score" in missing:
+                scores["CLIP score"] = self._clip(plan, paths)
+            self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
-    def _feature_scores(self, missing, paths, cache):
-        """Of the images at `paths`. cache: for features, in the folder of the images, so that they go with them."""
-        extractor, protocol = self.extractor, self.protocol
-        how = {
-            "batch_size": self.asked.batch_size, "processes": self.processes, "progress": self.asked.progress,
-        }  # fmt: skip
-        sample = extract_features(paths, extractor, cache / "samples", what=f"{self.subject.name}: features", **how)
-        reference = {}
-        if set(missing) & set(NEEDS) - {"IS"}:
-            reference = _reference(Path(protocol.reference), extractor, cache / "reference", how, missing)
-        if not self.processes.first:
-            return {}
-        _check_given(extractor, sample, missing)
-        scores, count = {}, len(paths)
-        for name in set(missing) & {"FID", "sFID"}:
-            distance = frechet_distance(Moments.of(sample[NEEDS[name]]), reference[f"{NEEDS[name]} moments"])
-            scores[extractor.label(name)] = (distance, None, False, count)
+    def _feature_scores(self, missing, found):
+        """name in tables -> (value, standard error, higher is better, samples). found: features of the images by name."""
+        scores, count = {}, self.count
+        if missing & set(NEEDS) - {"IS"}:
+            reference, moments = self.features.reference
+        for name in missing & {"FID", "sFID"}:
+            part = NEEDS[name]
+            scores[name] = frechet_distance(Moments.of(found[part]), moments[part]), None, False, count
         if "IS" in missing:
-            mean, error = inception_score(sample["logits"], protocol.splits, self.seed)
-            scores[extractor.label("IS")] = (mean, error, True, count)
-        if {"precision", "recall"} & set(missing):
-            found = precision_recall(sample["features"], reference["features"], protocol.neighbors)
-            sizes = (count, len(reference["features"]))
-            for name, value, size in zip(("precision", "recall"), found, sizes, strict=True):
-                if name in missing:
-                    scores[extractor.label(name)] = (value, share_error(value, size), True, count)
-        return scores
+            scores["IS"] = *inception_score(found["logits"], self.protocol.splits, self.seed), True, count
+        if missing & {"precision", "recall"}:
+            pair = precision_recall(found["features"], reference, self.protocol.neighbors)
+            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference)), strict=True):
+                scores[name] = value, share_error(value, size), True, count
+        return {self.label(name): scores[name] for name in scores if name in missing}
 
     def _clip(self, plan, paths):
         from transformers import CLIPModel, CLIPProcessor
@@ -280,69 +293,27 @@ class _Judge(PipelineJudge):
             found.append(clip_scores(images, prompts, model, processor))
         found = torch.cat(found)
         error = (found.std() / len(found) ** 0.5).item() if len(found) > 1 else None
-        return (found.mean().item(), error, True, len(found))
+        return found.mean().item(), error, True, len(found)
 
     def _geneval(self):
         """GenEval (arXiv 2310.11513): images laid out as its own script wants them, judged by it in its interpreter."""
-        protocol, started = self.protocol, time.perf_counter()
+        protocol, each, started = self.protocol, self.protocol.geneval_images, time.perf_counter()
         rows = read_json_lines(protocol.geneval_prompts, "prompt")[: self.asked.limit]
-        task_hash = hash_of([GENEVAL, rows, protocol.geneval_images, protocol.sampling])
-        if self.known(GENEVAL, "overall", task_hash):
+        task_hash = hash_of([GENEVAL, rows, each, protocol.sampling])
+        if self.subject.knows(GENEVAL, "overall", task_hash):
             return
-        plan = geneval_plan(rows, protocol.geneval_images, self.seed)
+        plan = [
+            Sample(f"{row:05d}/samples/{index:04d}.png", about["prompt"], seed_of_sample(self.seed, row * each + index))
+            for row, about in enumerate(rows)
+            for index in range(each)
+        ]
         folder = self.folder / f"{GENEVAL}-{len(rows)}"
-        if self.processes.first:
-            sampling = {"output_type": "pil", **protocol.sampling}
-            claim_folder(folder, {**self.identity, "sampling": sampling, "plan": plan_hash(plan)})
+        self._make(folder, plan, "GenEval")
+        if self.state.is_main_process:
             for number, row in enumerate(rows):
-                (folder / f"{number:05d}" / "samples").mkdir(parents=True, exist_ok=True)
                 write_text(folder / f"{number:05d}" / "metadata.jsonl", json.dumps(row))
-        self.processes.wait()
-        self.make(folder, plan, f"{self.subject.name}: GenEval")
-        if self.processes.first:
-            self.keep(GENEVAL, geneval_scores(_run_geneval(protocol, folder), len(plan)), task_hash, started)
-
-
-def _images(folder):
-    """Image files of a folder and the folders in it, sorted."""
-    return sorted(path for path in Path(folder).rglob("*") if path.suffix in PICTURES)
-
-
-def _reference(path, extractor, cache, how, missing):
-    """What the scores need of the reference: "features" `[R, D]`, and moments of "features" and "spatial".
-
-    The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
-    """
-    given, images = {}, None
-    if path.is_dir():
-        images = _images(path)
-        if not images:
-            raise ValueError(f"reference: {str(path)!r} holds no images; expected {', '.join(PICTURES)}")
-    else:
-        with _open_npz(path) as file:
-            if extractor.genuine:
-                given = {name: file[name] for name in file.files if name in ("mu", "sigma", "mu_s", "sigma_s")}
-            if {"precision", "recall"} & set(missing) or not given:
-                if "arr_0" not in file.files:
-                    raise ValueError(f"reference: {str(path)!r} has no images (arr_0), which {extractor.name!r} needs")
-                images = file["arr_0"]
-    found = {} if images is None else extract_features(images, extractor, cache, what="reference", **how)
-    reference = dict(found or {})
-    for part, mean, covariance in (("features", "mu", "sigma"), ("spatial", "mu_s", "sigma_s")):
-        if mean in given and covariance in given:
-            reference[f"{part} moments"] = Moments(torch.from_numpy(given[mean]), torch.from_numpy(given[covariance]))
-        elif part in reference:
-            reference[f"{part} moments"] = Moments.of(reference[part])
-    return reference
-
-
-def geneval_plan(rows, images, seed):
-    """`Sample`s in GenEval's layout, `00012/samples/0003.png`, for the rows of its evaluation_metadata.jsonl."""
-    return [
-        Sample(f"{row:05d}/samples/{index:04d}.png", rows[row]["prompt"], seed_of_sample(seed, row * images + index))
-        for row in range(len(rows))
-        for index in range(images)
-    ]
+            scores = geneval_scores(_run_geneval(protocol, folder), len(plan))
+            self.subject.keep(GENEVAL, scores, task_hash, started, self.device)
 
 
 def geneval_scores(found, expected):
@@ -355,8 +326,6 @@ def geneval_scores(found, expected):
         raise ValueError(f"GenEval judged {len(found)} images of {expected}: run it again when all are there")
     tags = {}
     for row in found:
-        if not isinstance(row.get("correct"), bool):
-            raise ValueError(f"GenEval: a result is {row!r:.80}; expected 'tag' and 'correct'")
         tags.setdefault(row["tag"], []).append(row["correct"])
     scores = {}
     for tag, right in tags.items():

@@ -11,12 +11,11 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import io
 import json
 import logging
 import math
 import random
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from huggingface_hub.dataclasses import strict
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -31,13 +31,12 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
-from ..checkpoints.machine import now
-from .local_tasks import LEAST, PREFIX, make_needles, whole_numbers
+from .needles import LEAST, THINGS, make_needles
+from .recipes import at_least, read_settings
 from .records import Result, Results, finite
-from .subjects import common_facts, find_subjects, shown_path
+from .subjects import find_subjects, paths_of
 
 logger = logging.getLogger("mhla_hf")
-NEEDLE_SETTINGS = ("lengths", "depths", "items")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
 NOT_THE_TASK = ("metadata", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "num_fewshot")
 RATIO_METRICS = ("bits_per_byte", "byte_perplexity", "word_perplexity")
@@ -47,8 +46,6 @@ RATIO_METRICS = ("bits_per_byte", "byte_perplexity", "word_perplexity")
 class MHLALM(HFLM):
     """lm-eval's `HFLM`; with mhla_hf imported, MHLA models load by it without `trust_remote_code`."""
 
-    quiet = False
-
     def __init__(self, *args, **kwargs):
         fresh = not PartialState._shared_state
         super().__init__(*args, **kwargs)
@@ -56,12 +53,30 @@ class MHLALM(HFLM):
             # lm-eval made an Accelerator only to count processes; its global settings would bind a later training.
             AcceleratorState._reset_state(reset_partial_state=True)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
-
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
-        hidden = disable_tqdm or self.quiet or override_bs is not None
-        return super()._loglikelihood_tokens(requests, disable_tqdm=hidden, override_bs=override_bs)
+        inner = override_bs is not None  # of a bar that is there already
+        return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or inner, override_bs=override_bs)
+
+
+@strict
+@dataclasses.dataclass
+class LanguageProtocol:
+    """The settings of a recipe of kind "language" whose tasks are made to length, by `make_needles` or lm-eval's RULER.
+
+    lengths: in tokens, each at least 128. depths, items: of needles, in percent of the text and per depth.
+    """
+
+    lengths: int | list[int] = dataclasses.field(default_factory=list)
+    depths: list[int] = dataclasses.field(default_factory=lambda: [0, 25, 50, 75, 100])
+    items: int = at_least(1, 20)
+
+    def validate_lengths(self):
+        """Long enough, and depths within the text."""
+        self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
+        if min(self.lengths, default=LEAST) < LEAST:
+            raise ValueError(f"lengths is {self.lengths}; expected whole numbers of at least {LEAST}")
+        if not 2 <= len(set(self.depths)) <= len(THINGS) or min(self.depths) < 0 or max(self.depths) > 100:
+            raise ValueError(f"depths is {self.depths}; expected between 2 and {len(THINGS)} numbers from 0 to 100")
 
 
 @dataclasses.dataclass
@@ -71,85 +86,67 @@ class Requested:
     name: str
     loaded: dict
 
-    @property
-    def tasks(self):
-        """Leaf name -> lm-eval Task."""
-        return self.loaded["tasks"]
+    @functools.cached_property
+    def scored(self):
+        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate.
 
-    @property
-    def groups(self):
-        """Group name -> lm-eval Group."""
-        return self.loaded.get("groups") or {}
+        A group's hash covers its tasks', and it has the most examples that one of them has.
+        """
+        tasks = self.loaded["tasks"].items()
+        found = {name: (task_hash(task), task.get_config("num_fewshot") or 0) for name, task in tasks}
+        everything = hashlib.sha256(" ".join(found[name][0] for name in sorted(found)).encode()).hexdigest()[:16]
+        most = max(shots for _, shots in found.values())
+        groups = (self.loaded.get("groups") or {}).items()
+        return found | {name: (everything, most) for name, group in groups if group.has_aggregation}
 
-    def hashes(self):
-        """Task or group name -> hash of definition and documents; a group's covers its tasks'."""
-        found = {name: task_hash(task) for name, task in self.tasks.items()}
-        everything = hashlib.sha256(" ".join(found[name] for name in sorted(found)).encode()).hexdigest()[:16]
-        return {**dict.fromkeys(self.groups, everything), **found}
-
-    def shots(self):
-        """Task or group name -> examples in the prompt; a group has the most that one of its tasks has."""
-        found = {name: task.get_config("num_fewshot") or 0 for name, task in self.tasks.items()}
-        return {**dict.fromkeys(self.groups, max(found.values(), default=0)), **found}
-
-    def scored_names(self):
-        """Names under which this gives records: every task, and the groups that aggregate."""
-        return [*self.tasks, *(name for name, group in self.groups.items() if group.has_aggregation)]
+    def known(self, subject, window):
+        """Whether exactly what is asked for is kept under every name. window: () -> tokens."""
+        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype)
+        there = {
+            (r.task, r.task_hash, r.shots)
+            for r in subject.kept
+            if (r.limit, r.seed, r.dtype) == how and r.window == window()
+        }
+        return there >= {(name, *what) for name, what in self.scored.items()}
 
 
 def judge_language_models(models, asked):
     """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
-    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    protocol = read_settings(LanguageProtocol, asked.recipe.settings)
+    subjects = find_subjects(models, asked)
     for subject in subjects:
         if subject.loaded and asked.tokenizer is None:
             raise ValueError(f"tokenizer is None; a loaded model such as {subject.name!r} needs one")
+    with quiet_harness(asked.progress):
+        requested = _load_recipe(protocol, subjects[0], asked)
+    shots = {name: shots for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
-    with made_tasks(subjects, asked) as (paths, metadata):
-        with quiet_harness(bars_too=not asked.progress):
-            requested = load_tasks(asked.recipe.tasks, paths, asked.num_fewshot, metadata)
-        shots = {name: number for item in requested for name, number in item.shots().items()}
-        names = {name for item in requested for name in item.scored_names()}
-        for subject in subjects:
-            kept = subject.known(asked)
-            window = functools.cache(functools.partial(_window, subject, asked))
-            missing = [item for item in requested if asked.force or _missing(item, kept, subject, asked, window)]
-            if missing:
-                _judge(subject, missing, kept, asked)
-            else:
-                logger.info("%s: every score is known already", subject.name)
-            compared[subject.name] = Results(
-                r for r in kept if r.task in names and r.limit == asked.limit and r.shots == shots[r.task]
-            )
+    for subject in subjects:
+        window = functools.cache(functools.partial(_window, subject, asked))
+        missing = [item for item in requested if asked.force or not item.known(subject, window)]
+        if missing:
+            _judge(subject, missing, asked, max(protocol.lengths, default=0))
+        else:
+            logger.info("%s: every score is known already", subject.name)
+        compared[subject.name] = Results(
+            r for r in subject.kept if r.limit == asked.limit and r.task in shots and r.shots == shots[r.task]
+        )
     return compared
 
 
-@contextlib.contextmanager
-def made_tasks(subjects, asked):
-    """(folders for lm-eval, metadata for it): the user's, and while this lasts the tasks that the recipe has made here."""
-    given, settings = _paths(asked.include_path), asked.recipe.settings
-    if unknown := sorted(set(settings) - set(NEEDLE_SETTINGS)):
-        raise ValueError(f"settings: unknown {unknown[0]!r}; a recipe for language has {', '.join(NEEDLE_SETTINGS)}")
-    if not settings:
-        yield given, None
-        return
-    tokenizer = asked.tokenizer or load_tokenizer(subjects[0].source, **subjects[0].where(asked))
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-tasks-") as place:
-        tokenizer.save_pretrained(Path(place) / "tokenizer")
-        metadata = {"tokenizer": str(Path(place) / "tokenizer"), "max_seq_lengths": _lengths(settings)}
-        if any(task.startswith(f"{PREFIX}_") for task in asked.recipe.tasks):
-            make_needles(Path(place) / "needles", tokenizer, **settings)
-            given, metadata = [*given, str(Path(place) / "needles")], None
-        yield given, metadata
-
-
-def _paths(include_path):
-    """Folders as a list of texts."""
-    return [str(path) for path in ([include_path] if isinstance(include_path, (str, Path)) else include_path or [])]
-
-
-def _lengths(settings):
-    """The setting `lengths` as a list, empty where the recipe has none."""
-    return whole_numbers("lengths", settings["lengths"], LEAST, 10**9) if "lengths" in settings else []
+def _load_recipe(protocol, first, asked):
+    """The tasks asked for, each a `Requested`; what is made to length counts tokens of the `first` model's tokenizer."""
+    names, made, metadata = dict(asked.recipe.tasks), {}, None
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-tokenizer-") as place:
+        if protocol.lengths:
+            tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where)
+            tokenizer.save_pretrained(place)
+            metadata = {"tokenizer": place, "max_seq_lengths": protocol.lengths}
+            own = [name for name in names if name.startswith("needle_")]
+            made = make_needles(own, tokenizer, **vars(protocol))
+            names = {name: shots for name, shots in names.items() if name not in own}
+        loaded = load_tasks(names, asked.include_path, asked.num_fewshot, metadata) if names else []
+    return [Requested(name, {"tasks": {name: task}}) for name, task in made.items()] + loaded
 
 
 def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
@@ -159,13 +156,13 @@ def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
     tasks that make their own data are told, such as RULER's lengths and tokenizer.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
-    paths = _paths(include_path)
+    paths = paths_of(include_path)
     for path in paths:
         if not Path(path).is_dir():
             raise ValueError(f"include_path {path!r} is no folder; expected one that holds task files (.yaml)")
-    manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata) if paths else None
-    if manager is None or any(not manager.match_tasks([name]) for name in names):
-        manager = TaskManager(include_path=paths or None, metadata=metadata)
+    manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
+    if any(not manager.match_tasks([name]) for name in names):  # only then, as reading all of lm-eval's takes long
+        manager = TaskManager(include_path=paths, metadata=metadata)
     wanted = {}
     for name, shots in names.items():
         matches = manager.match_tasks([name])
@@ -191,7 +188,7 @@ def _load_task(manager, name, num_fewshot):
                 task.set_config(key="num_fewshot", value=0)
             if not len(task.eval_docs):
                 raise ValueError("it has no documents")
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # the code of a task is somebody's
         raise ValueError(f"task {name!r} cannot be loaded: {first_line(error)}") from error
     return Requested(name, loaded)
 
@@ -209,22 +206,10 @@ def _window(subject, asked):
     """Tokens that the model will see at once; its configuration and tokenizer are read, not its weights."""
     if asked.max_length is not None:
         return asked.max_length
-    source, where = subject.source, subject.where(asked)
+    source, where = subject.source, subject.where
     config = source.config if subject.loaded else load_config(source, **where)
     tokenizer = asked.tokenizer or load_tokenizer(source, **where)
     return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
-
-
-def _missing(item, kept, subject, asked, window):
-    """Whether one of the names that `item` scores has no record of exactly what is asked for. window: () -> tokens."""
-    hashes, shots = item.hashes(), item.shots()
-    how = (asked.limit, seed_of(asked), subject.dtype, subject.fingerprint)
-    known = {
-        (r.task, r.task_hash, r.shots)
-        for r in kept
-        if (r.limit, r.seed, r.dtype, r.fingerprint) == how and r.window == window()
-    }
-    return any((name, hashes[name], shots[name]) not in known for name in item.scored_names())
 
 
 def seed_of(asked):
@@ -232,87 +217,76 @@ def seed_of(asked):
     return ",".join(map(str, HARNESS_SEEDS)) if asked.seed is None else asked.seed
 
 
-def _judge(subject, missing, kept, asked):
-    """Run what is missing on one model; its file is written after each task, and `kept` has its new records."""
+def _judge(subject, missing, asked, longest):
+    """Run what is missing on one model, whose records are kept after each task. longest: tokens that a task needs."""
     if subject.loaded:
         model, tokenizer, was_training = subject.source, asked.tokenizer, subject.source.training
     else:
-        how = {"dtype": asked.dtype, "device": asked.device, **subject.where(asked)}
+        how = {"dtype": asked.dtype, "device": asked.device, **subject.where}
         model, tokenizer = load_language_model(subject.source, **how)
         was_training = False
-    facts = {
-        **common_facts(subject, model.device),
-        "revision": getattr(model.config, "_commit_hash", None),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seed": seed_of(asked),
-    }
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
     try:
-        with quiet_harness(bars_too=not asked.progress):
+        with quiet_harness(asked.progress):
             judge = MHLALM(
                 pretrained=model, tokenizer=tokenizer, batch_size=asked.batch_size, max_length=asked.max_length
             )
-        judge.quiet = not asked.progress
-        longest = max(_lengths(asked.recipe.settings), default=0)
         if longest > judge.max_length:  # lm-eval would cut it, and with it perhaps what is asked for
-            seen = judge.max_length
             raise ValueError(
-                f"lengths: {longest} tokens, but the model sees {seen}; expected shorter ones, or max_length"
+                f"settings: lengths has {longest} tokens, but the model sees {judge.max_length}; expected shorter ones, "
+                "or max_length"
             )
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            command = asked.command or command_of(item.name, facts["model"], asked)
-            shared = {**facts, "command": command, "date": now()}
-            new = score(judge, item, limit=asked.limit, seeds=seeds, facts=shared)
-            kept.merge(new)
-            subject.store(new)
+            facts = {
+                **subject.facts(model.device, item.name),
+                "revision": getattr(model.config, "_commit_hash", None),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "seed": seed_of(asked),
+            }
+            with quiet_harness(asked.progress):
+                subject.store(score(judge, item, seeds=seeds, facts=facts))
     finally:
         model.train(was_training)
 
 
-def score(language_model, requested, *, limit, seeds, facts):
+def score(language_model, requested, *, seeds, facts):
     """Run one `Requested` on an `MHLALM`. facts: the `Result` fields that all its records share. Returns the records."""
     random.seed(seeds[0])
     numpy.random.seed(seeds[1])
     torch.manual_seed(seeds[2])
-    for task in requested.tasks.values():
+    for task in requested.loaded["tasks"].values():
         task.set_fewshot_seed(seed=seeds[3])
     started = time.perf_counter()
-    with quiet_harness(language_model.quiet):
-        raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=limit, log_samples=True)
+    raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=facts["limit"], log_samples=True)
     seconds = round(time.perf_counter() - started, 3)
-    return _records(raw, requested, {**facts, "limit": limit, "seconds": seconds, "window": language_model.max_length})
+    facts = {**facts, "seconds": seconds, "window": language_model.max_length}
+    return [record for name in requested.scored for record in _records(raw, name, requested.scored[name], facts)]
 
 
-def _records(raw, requested, facts):
-    hashes, shots, records = requested.hashes(), requested.shots(), []
-    for name in requested.scored_names():
-        values = raw["results"][name]
-        for key, value in values.items():
-            metric, comma, filtered = key.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            if metric.isdecimal() and finite(value) == -1:
-                continue  # RULER's word for a length that was not asked for
-            stderr = finite(values.get(f"{metric}_stderr,{filtered}"))
-            samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
-            if stderr is None and metric in RATIO_METRICS and samples:
-                stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
-            records.append(
-                Result(
-                    task=name,
-                    metric=metric if filtered == "none" else key,
-                    value=finite(value),
-                    stderr=stderr,
-                    higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
-                    shots=shots[name],
-                    samples=len(samples) or int(values.get("sample_len") or 0),
-                    task_version=str(raw["versions"].get(name)),
-                    task_hash=hashes[name],
-                    **facts,
-                )
-            )
-    return records
+def _records(raw, name, scored, facts):
+    """Of a task or group in lm-eval's answer; without -1, RULER's word for a length that was not asked for."""
+    values = raw["results"][name]
+    for key, value in values.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
+            continue
+        stderr = finite(values.get(f"{metric}_stderr,{filtered}"))
+        samples = [sample for sample in raw["samples"].get(name, ()) if metric in sample]
+        if stderr is None and metric in RATIO_METRICS and samples:
+            stderr = ratio_stderr(metric, [sample[metric] for sample in samples])
+        yield Result(
+            task=name,
+            metric=metric if filtered == "none" else key,
+            value=finite(value),
+            stderr=stderr,
+            higher_is_better=raw["higher_is_better"].get(name, {}).get(metric),
+            shots=scored[1],
+            samples=len(samples) or int(values.get("sample_len") or 0),
+            task_version=str(raw["versions"].get(name)),
+            task_hash=scored[0],
+            **facts,
+        )
 
 
 def ratio_stderr(metric, pairs):
@@ -330,38 +304,14 @@ def ratio_stderr(metric, pairs):
     return finite(error / math.log(2) if metric == "bits_per_byte" else error * math.exp(-ratio))
 
 
-def command_of(task, model, asked):
-    """The shell line that gives the scores of a task, or of the tasks of a recipe, again."""
-    words = ["mhla-hf", "evaluate", model]
-    words += asked.recipe.words(shown_path) if asked.recipe.name else []
-    if not asked.recipe.name or (task in asked.recipe.tasks and not asked.recipe.settings):
-        words += ["--tasks", task]
-    for path in _paths(asked.include_path):
-        words += ["--include-path", shown_path(path)]
-    return shlex.join(words + asked.words())
-
-
 @contextlib.contextmanager
-def quiet_harness(bars_too):
-    """lm-eval's notes below the level of errors are held back meanwhile; with `bars_too` its progress bars as well."""
+def quiet_harness(progress):
+    """lm-eval's notes below the level of errors are held back meanwhile; without `progress` its bars as well."""
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stderr(_WithoutBars(sys.stderr)) if bars_too else contextlib.nullcontext():
+        with contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         harness.setLevel(level)
-
-
-class _WithoutBars:
-    """A text stream that passes on everything but progress bars, which begin by returning to the line's start."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text):
-        return len(text) if text.startswith("\r") or not text.strip() else self.stream.write(text)
-
-    def flush(self):
-        self.stream.flush()

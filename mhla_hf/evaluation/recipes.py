@@ -53,8 +53,8 @@ class ScoreRecipe:
                 raise ValueError(f"column {label!r} is {column!r}; expected task and metric, or mean_of other columns")
 
     def words(self, shown=str):
-        """The words after `mhla-hf evaluate MODEL` that mean this recipe; shown: how a text among the settings is told."""
-        words = ["--recipe", shown(self.name)]
+        """The words after `mhla-hf evaluate MODEL` that mean this recipe. shown: text -> how the words say it."""
+        words = ["--recipe", shown(self.name)] if self.name else []
         for name, value in self.changed.items():
             if isinstance(value, (list, tuple)):
                 value = ",".join(map(str, value))

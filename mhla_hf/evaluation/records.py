@@ -69,17 +69,16 @@ class Result:
 
     @classmethod
     def from_dict(cls, values):
-        """A record from its JSON form; ValueError names fields that are unknown or missing."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"result: unknown field {unknown[0]!r}; a result has {', '.join(sorted(known))}")
-        if missing := sorted(required - set(values)):
-            raise ValueError(f"result: the field {missing[0]!r} is missing from the record of {values.get('task')!r}")
+        """A record from its JSON form; ValueError names what is unknown, missing or no number."""
+        try:
+            record = cls(**values)
+        except TypeError as error:  # "Result.__init__() got an unexpected keyword argument 'color'"
+            raise ValueError(f"result: {str(error).partition(' ')[2]}") from None
         for name in ("value", "stderr"):
-            if values[name] is not None and finite(values[name]) is None:
-                raise ValueError(f"result: {name} of {values['task']!r} is {values[name]!r}; expected a number or null")
-        return cls(**values)
+            value = getattr(record, name)
+            if value is not None and finite(value) is None:
+                raise ValueError(f"result: {name} of {record.task!r} is {value!r}; expected a number or null")
+        return record
 
 
 class Results:
@@ -100,16 +99,13 @@ class Results:
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a results file: {error}") from None
-        if not isinstance(content, dict) or not isinstance(content.get("results"), list):
-            raise ValueError(f'{path} is not a results file: expected an object with the list "results"')
-        if content.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format_version {content.get('format_version')!r}; "
-                f"this version of mhla_hf reads {FORMAT_VERSION}"
-            )
-        return cls(Result.from_dict(record) for record in content["results"])
+            if content["format_version"] == FORMAT_VERSION:
+                return cls(map(Result.from_dict, content["results"]))
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} has format_version {content['format_version']!r}; this version of mhla_hf reads {FORMAT_VERSION}"
+        )
 
     def merge(self, new, beside=False):
         """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.
@@ -194,39 +190,33 @@ def format_score(value, stderr=None, places=4):
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
 
 
-def score_rows(models, tasks=None):
-    """Header and rows of a comparison.
+def score_rows(models):
+    """(header, rows) of a comparison, lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
 
-    models: dict name -> Results (or list of Result), in the order of the columns. tasks: only these; None: all.
-    Returns (header, rows), lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
+    models: dict name -> Results (or list of Result), in the order of the columns.
     """
-    rows, seen = [], {}
-    for records in models.values():
-        for record in records:
-            if tasks is None or record.task in tasks:
-                seen.setdefault(record.identity, record)
-    for identity, first in sorted(seen.items(), key=lambda item: _natural(item[0])):
+    found = {name: {record.identity: record for record in records} for name, records in models.items()}
+    every = {identity: record for records in reversed(found.values()) for identity, record in records.items()}
+    rows = []
+    for identity in sorted(every, key=_natural):
+        first = every[identity]
         arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
-        cells = []
-        for records in models.values():
-            match = next((record for record in records if record.identity == identity), None)
-            cells.append("" if match is None else format_score(match.value, match.stderr))
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
+        scores = [records.get(identity) for records in found.values()]
+        cells = ["" if score is None else format_score(score.value, score.stderr) for score in scores]
         rows.append([first.task, first.metric + arrow, str(first.shots), samples, *cells])
     return ["task", "metric", "shots", "samples", *models], rows
 
 
 def _natural(identity):
     """A sort key by which acc_back_64 comes before acc_back_128."""
-    return [
-        [(not part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", str(field))]
-        for field in identity
-    ]
+    parts = [re.split(r"(\d+)", str(field)) for field in identity]
+    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in field] for field in parts]
 
 
-def render_table(models, tasks=None, style="text"):
+def render_table(models, style="text"):
     """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
-    return render_rows(*score_rows(models, tasks), style=style)
+    return render_rows(*score_rows(models), style=style)
 
 
 def render_rows(header, rows, style="text", left=2):

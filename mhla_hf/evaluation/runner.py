@@ -16,6 +16,7 @@ from huggingface_hub.dataclasses import strict
 from ..checkpoints.load import choose_device
 from .recipes import ScoreRecipe, at_least, read_score_recipe, read_settings, recipe_names, with_settings
 from .records import paper_rows, render_rows, render_table
+from .subjects import paths_of, shown_path
 
 JUDGES = {
     "language": (".language", "judge_language_models"),
@@ -88,16 +89,11 @@ class Asked:
 
     def words(self):
         """The words of the command line that are the same for all kinds of models."""
-        options = {
-            "--num-fewshot": self.num_fewshot,
-            "--limit": self.limit,
-            "--batch-size": self.batch_size,
-            "--seed": self.seed,
-            "--dtype": None if self.dtype == "auto" else self.dtype,
-            "--max-length": self.max_length,
-            "--revision": self.revision,
-        }
-        words = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+        names = ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision")
+        given = [(name, getattr(self, name)) for name in names]
+        given = [(name, value) for name, value in given if value is not None and (name, value) != ("dtype", "auto")]
+        given = [("include_path", shown_path(path)) for path in paths_of(self.include_path)] + given
+        words = [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
         return words + (["--trust-remote-code"] if self.trust_remote_code else [])
 
 
@@ -155,15 +151,11 @@ def evaluate(
         ValueError, TypeError: one sentence; whatever can be checked is checked before a model runs. ImportError: a
         library is missing; the text has the line that installs it.
     """
-    given = dict(locals())
-    names = None if tasks is None else split_names(tasks)
-    found = _find_recipe(recipe, names, settings)
-    known = {field.name for field in dataclasses.fields(Asked)}
-    asked = {name: value for name, value in given.items() if name in known}
-    asked = read_settings(Asked, {**asked, "recipe": found}, "")
+    given = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
+    asked = read_settings(Asked, {field.name: given[field.name] for field in dataclasses.fields(Asked)}, "")
     choose_device(device)
-    compared = Comparison(_find_judge(found.kind)(models, asked))
-    compared.recipe = found
+    compared = Comparison(_find_judge(asked.recipe.kind)(models, asked))
+    compared.recipe = asked.recipe
     return compared
 
 
@@ -190,13 +182,13 @@ def split_names(tasks):
     return list(dict.fromkeys(names))
 
 
-def _find_recipe(recipe, names, settings):
-    """The recipe with the settings and the choice of tasks applied; language models on `names` where there is none."""
+def _find_recipe(recipe, tasks, settings):
+    """The recipe with the settings and the choice of tasks applied; language models on `tasks` where there is none."""
+    names = None if tasks is None else split_names(tasks)
     if recipe is None:
         if names is None:
-            raise ValueError(
-                f"tasks is None and so is recipe; expected task names, or one of {', '.join(recipe_names())}"
-            )
+            names = ", ".join(recipe_names())
+            raise ValueError(f"tasks is None and so is recipe; expected task names, or one of {names}")
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
         return ScoreRecipe("language", dict.fromkeys(names))

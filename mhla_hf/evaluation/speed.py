@@ -7,14 +7,13 @@ carry one hash of who took part; where it differs, the card does not put them si
 import dataclasses
 import time
 
-import torch
 from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import load_language_model
 from ..speed import DECODE, measure_speed
 from .recipes import at_least, read_settings
 from .records import Results, hash_of
-from .subjects import find_subjects, keep_scores, known_score
+from .subjects import find_subjects
 
 TASK = "speed"
 METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
@@ -31,42 +30,34 @@ class SpeedProtocol:
 
     def validate_lengths(self):
         """At least one, each of a token or more."""
-        lengths = self.lengths if isinstance(self.lengths, list) else [self.lengths]
-        if not lengths or min(lengths) < 1:
+        self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
+        if min(self.lengths, default=0) < 1:
             raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
 
 
 def judge_speed(models, asked):
     """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`."""
     protocol = read_settings(SpeedProtocol, asked.recipe.settings)
-    lengths = protocol.lengths if isinstance(protocol.lengths, list) else [protocol.lengths]
-    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision)
+    subjects = find_subjects(models, asked)
     together = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_of([together, lengths, protocol.decode_tokens, protocol.rounds, asked.device])
-    kept = {subject.name: subject.known(asked) for subject in subjects}
-    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in lengths]
-    if not all(known_score(kept[s.name], s, asked, TASK, metric, task_hash) for s in subjects for metric in metrics):
+    task_hash = hash_of([together, *vars(protocol).values(), asked.device])
+    metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in protocol.lengths]
+    if not all(subject.knows(TASK, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        loaded = {subject.name: _load(subject, asked) for subject in subjects}
-        how = {"decode_tokens": protocol.decode_tokens, "rounds": protocol.rounds, "progress": asked.progress}
-        rows = measure_speed(loaded, lengths, **how)
+        how = {"dtype": asked.dtype, "device": asked.device}
+        loaded = {
+            s.name: s.source if s.loaded else load_language_model(s.source, **how, **s.where)[0] for s in subjects
+        }
+        rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
         for subject in subjects:
-            name = subject.name
             scores = {
-                f"{metric}_{row['length']}": (row[f"{name}_{unit}"], None, False, protocol.rounds)
+                f"{metric}_{row['length']}": (row[f"{subject.name}_{unit}"], None, False, protocol.rounds)
                 for (what, unit), metric in METRICS.items()
                 for row in rows
                 if row["what"] == what
             }
-            device = loaded[name].device
-            kept[name] = keep_scores(kept[name], subject, asked, TASK, scores, task_hash, started, device)
-    return {subject.name: Results(r for r in kept[subject.name] if r.task_hash == task_hash) for subject in subjects}
-
-
-def _load(subject, asked):
-    if isinstance(subject.source, torch.nn.Module):
-        return subject.source
-    return load_language_model(subject.source, dtype=asked.dtype, device=asked.device, **subject.where(asked))[0]
+            subject.keep(TASK, scores, task_hash, started, loaded[subject.name].device)
+    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}
 
 
 def speed_of_records(columns):
@@ -74,23 +65,16 @@ def speed_of_records(columns):
 
     columns: these two names -> list of `Result`.
     """
-    found = {}
-    for kind, records in columns.items():
-        for record in records:
-            if record.task == TASK:
-                found.setdefault(record.task_hash, {}).setdefault(kind, {})[record.metric] = record
-    for timed in found.values():
-        if set(timed) != {"softmax", "mhla"}:
-            continue
-        rows = {}
-        for kind, records in timed.items():
-            for (what, unit), metric in METRICS.items():
-                for name, record in records.items():
-                    if name.startswith(f"{metric}_"):
-                        length = int(name.rpartition("_")[2])
-                        row = rows.setdefault((what, length), {"what": what, "length": length})
-                        row[f"{kind}_{unit}"] = record.value
-        one = next(iter(timed["mhla"].values()))
-        said = {key: getattr(one, key) for key in ("hardware", "versions", "seed", "command")}
-        return {"rows": [rows[key] for key in sorted(rows)], **said}
+    tables = {}
+    for kind, record in ((kind, record) for kind, records in columns.items() for record in records):
+        if record.task == TASK:
+            metric, _, length = record.metric.rpartition("_")
+            what, unit = next(key for key, name in METRICS.items() if name == metric)
+            rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
+            row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
+            row[f"{kind}_{unit}"], kinds[kind] = record.value, record
+    for rows, kinds in tables.values():
+        if set(kinds) == {"softmax", "mhla"}:
+            said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
+            return {"rows": [rows[key] for key in sorted(rows)], **said}
     return None

@@ -5,6 +5,8 @@ the model's results file; what is known there for exactly this question is not r
 """
 
 import dataclasses
+import functools
+import itertools
 import logging
 import os
 import shlex
@@ -24,13 +26,17 @@ VERSION = "1"  # of our own metrics: part of every task hash
 
 @dataclasses.dataclass
 class Subject:
-    """One model to judge. source: folder, Hub id or loaded object. target: its results file, or None to write none."""
+    """One model to judge, and its scores.
+
+    source: folder, Hub id or loaded object. target: its results file, or None to write none. asked: an `Asked`.
+    """
 
     name: str
     source: object
     fingerprint: str
     dtype: str
     target: Path | None
+    asked: object
 
     @property
     def loaded(self):
@@ -38,23 +44,30 @@ class Subject:
         return not isinstance(self.source, (str, Path))
 
     @property
+    def shown(self):
+        """What records call the model: the path or id, else the name."""
+        return self.name if self.loaded else shown_path(self.source)
+
+    @property
     def commit(self):
         """Of a Hub model, so that what is loaded is what the fingerprint says; None for others."""
         mark, _, commit = self.fingerprint.partition(":")
         return commit if mark == "hub" else None
 
-    def where(self, asked):
-        """The options by which `from_pretrained` finds it, as an `Asked` says."""
-        return {"revision": self.commit, "trust_remote_code": asked.trust_remote_code}
+    @property
+    def where(self):
+        """The options by which `from_pretrained` finds it."""
+        return {"revision": self.commit, "trust_remote_code": self.asked.trust_remote_code}
 
-    def known(self, asked):
+    @functools.cached_property
+    def kept(self):
         """`Results` of these weights that need no second run: what this machine measured, or all if scores are trusted."""
         found = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         mine = measured_here(found)
         foreign = len(found) - len(mine)
-        if len(mine) and not asked.force:
+        if len(mine) and not self.asked.force:
             logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
-        if foreign and asked.trust_scores:
+        if foreign and self.asked.trust_scores:
             logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
             return found
         if foreign:
@@ -62,90 +75,84 @@ class Subject:
             logger.info(text, self.name, foreign, self.target)
         return mine
 
+    def knows(self, task, metric, task_hash):
+        """Whether a score is kept for the same weights, protocol, number, seed and precision, and not to be run again."""
+        wanted = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
+        return not self.asked.force and any(
+            (r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) == wanted for r in self.kept
+        )
+
     def store(self, records, beside=False):
-        """Put records that were just measured into the model's file, where it has one. beside: as in `Results.merge`."""
+        """Keep records that were just measured, in the model's file too where it has one. beside: as in `Results.merge`."""
+        self.kept.merge(records, beside)
         if self.target is not None:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             Results.read(self.target).of(self.fingerprint).merge(records, beside).write(self.target)
             note_measured(records)
 
-    @property
-    def shown(self):
-        """What records call the model: the path or id, else the name."""
-        return self.name if self.loaded else shown_path(self.source)
+    def facts(self, device, task=None):
+        """The `Result` fields that do not depend on the numbers. task: the one of the recipe's to name in the command."""
+        return {
+            "model": self.shown,
+            "revision": self.commit,
+            "fingerprint": self.fingerprint,
+            "versions": describe_versions(),
+            "commit": source_commit(),
+            "dtype": self.dtype,
+            "hardware": describe_hardware(device),
+            "limit": self.asked.limit,
+            "command": self.asked.command or command_of(self, task),
+            "date": now(),
+        }
+
+    def keep(self, task, scores, task_hash, started, device, beside=False):
+        """Keep scores of a metric of ours: metric -> (value, standard error, higher is better, samples).
+
+        started: by time.perf_counter. beside: scores of other numbers of samples stay.
+        """
+        facts = {
+            **self.facts(device),
+            "task": task,
+            "shots": 0,
+            "task_version": VERSION,
+            "task_hash": task_hash,
+            "seed": self.asked.seed or 0,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        names = ("value", "stderr", "higher_is_better", "samples")
+        records = [
+            Result(metric=name, **dict(zip(names, score, strict=True)), **facts) for name, score in scores.items()
+        ]
+        self.store(records, beside)
 
 
-def known_score(kept, subject, asked, task, metric, task_hash):
-    """Whether `kept` has the score for the same weights, protocol, number, seed and precision."""
-    return not asked.force and any(
-        (record.task, record.metric, record.task_hash) == (task, metric, task_hash)
-        and (record.limit, record.seed, record.dtype) == (asked.limit, asked.seed or 0, subject.dtype)
-        and record.fingerprint == subject.fingerprint
-        for record in kept
-    )
+def command_of(subject, task=None):
+    """The shell line that gives the scores of a recipe, or of one of its tasks, again."""
+    asked, recipe = subject.asked, subject.asked.recipe
+    tasks = ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
+    return shlex.join(["mhla-hf", "evaluate", subject.shown, *recipe.words(shown_path), *tasks, *asked.words()])
 
 
-def keep_scores(kept, subject, asked, task, scores, task_hash, started, device, writes=True, beside=False):
-    """`kept` with new scores, written to the model's file where it has one.
-
-    scores: metric -> (value, standard error, higher is better, samples). started: by time.perf_counter. beside: scores of
-    other numbers of samples stay.
-    """
-    facts = {
-        "task": task,
-        "shots": 0,
-        "limit": asked.limit,
-        "task_version": VERSION,
-        "task_hash": task_hash,
-        "dtype": subject.dtype,
-        "seed": asked.seed or 0,
-        "command": asked.command or command_of(subject.shown, asked),
-        "seconds": round(time.perf_counter() - started, 3),
-        **common_facts(subject, device),
-    }
-    records = [
-        Result(metric=metric, value=value, stderr=error, higher_is_better=better, samples=samples, **facts)
-        for metric, (value, error, better, samples) in scores.items()
-    ]
-    if writes:
-        subject.store(records, beside)
-    return kept.merge(records, beside)
+def paths_of(given):
+    """One path, or a list of paths, or None, as a list of texts."""
+    return [str(path) for path in ([given] if isinstance(given, (str, Path)) else given or [])]
 
 
-def common_facts(subject, device):
-    """The `Result` fields that do not depend on the task."""
-    return {
-        "model": subject.shown,
-        "revision": subject.commit,
-        "fingerprint": subject.fingerprint,
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "hardware": describe_hardware(device),
-        "date": now(),
-    }
-
-
-def command_of(model, asked):
-    """The shell line that gives the scores of a recipe again."""
-    tasks = ["--tasks", ",".join(asked.recipe.tasks)]
-    return shlex.join(["mhla-hf", "evaluate", model, *asked.recipe.words(shown_path), *tasks, *asked.words()])
-
-
-def find_subjects(models, *, output=None, dtype="auto", revision=None, pipeline=False):
+def find_subjects(models, asked, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
     if not isinstance(models, dict):
         models = _named(models if isinstance(models, (list, tuple)) else [models])
     if not models:
         raise ValueError("models is empty; expected at least one folder, Hub id or model")
-    single_file = output is not None and str(output).endswith(".json")
+    single_file = str(asked.output).endswith(".json")
     if single_file and len(models) > 1:
-        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+        raise ValueError(f"output {str(asked.output)!r} is one file for {len(models)} models; expected a folder")
     found = []
     for name, model in models.items():
-        target = output and Path(output)
+        target = asked.output and Path(asked.output)
         if target and not single_file:
             target = target / f"{str(name).replace('/', '--')}.json"
-        found.append(_subject(str(name), model, target, dtype, revision, pipeline))
+        found.append(_subject(str(name), model, target, asked, pipeline))
     return found
 
 
@@ -157,15 +164,13 @@ def _named(models):
         if isinstance(model, (str, Path)):
             parts = Path(model).resolve().parts if Path(model).exists() else (str(model),)
         name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
-        unique, number = name, 1
-        while unique in named:
-            number += 1
-            unique = f"{name}-{number}"
-        named[unique] = model
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        named[next(one for one in itertools.chain([name], numbered) if one not in named)] = model
     return named
 
 
-def _subject(name, model, target, dtype, revision, pipeline):
+def _subject(name, model, target, asked, pipeline):
+    dtype = asked.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE).is_file():
             raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
@@ -175,18 +180,18 @@ def _subject(name, model, target, dtype, revision, pipeline):
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            fingerprint = _hub_fingerprint(source, revision)
-    elif pipeline and callable(model) and isinstance(getattr(model, "components", None), dict):
-        fingerprint, dtype = fingerprint_pipeline(model), str(model.dtype).removeprefix("torch.")
-    elif not pipeline and isinstance(model, torch.nn.Module):
-        fingerprint, dtype = fingerprint_model(model), str(model.dtype).removeprefix("torch.")
+            fingerprint = _hub_fingerprint(source, asked.revision)
     else:
-        what = "diffusers pipeline" if pipeline else "model of transformers"
-        raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+        right = isinstance(getattr(model, "components", None), dict) if pipeline else isinstance(model, torch.nn.Module)
+        if not right:
+            what = "diffusers pipeline" if pipeline else "model of transformers"
+            raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
+        fingerprint = fingerprint_pipeline(model) if pipeline else fingerprint_model(model)
+        dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
         check_writable(target)
         Results.read(target)
-    return Subject(name, model, fingerprint, dtype, target)
+    return Subject(name, model, fingerprint, dtype, target, asked)
 
 
 def _hub_fingerprint(name, revision):

@@ -23,12 +23,26 @@ from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import folder_aside, write_json
 from .recipes import at_least, read_settings
 from .records import Results, finite, hash_of
-from .sampling import PipelineJudge, Sample, joined_processes, make_samples, seed_of_sample
+from .sampling import PipelineJudge, Sample, joined_processes, seed_of_sample
 from .subjects import find_subjects
 
 logger = logging.getLogger("mhla_hf")
 TASK = "vbench"
-DRIVER = Path(__file__).with_name("vbench_driver.py")
+ABOUT = """
+import importlib.metadata, importlib.util, json, os
+found = importlib.util.find_spec("vbench")
+if found is None:
+    raise SystemExit("vbench is not installed for this interpreter: pip install vbench==0.1.5")
+folder = next(iter(found.submodule_search_locations))
+print(json.dumps([importlib.metadata.version("vbench"), os.path.join(folder, "VBench_full_info.json")]))
+"""
+JUDGE = """
+import sys, torch
+from vbench import VBench
+videos, info, out, dimension, device = sys.argv[1:]
+bench = VBench(torch.device(device), info, out)
+bench.evaluate(videos_path=videos, name=dimension, dimension_list=[dimension], mode="vbench_standard")
+"""
 # dimension -> (weight, least, most): what upstream scales a dimension's average by, in upstream's order
 QUALITY = {
     "subject_consistency": (1, 0.1462, 1.0),
@@ -49,6 +63,7 @@ SEMANTIC = {
     "overall_consistency": (1, 0.0, 0.364),
 }
 DIMENSIONS = (*QUALITY, *SEMANTIC)
+TOTALS = ("quality", "semantic", "total")
 
 
 @strict
@@ -85,7 +100,7 @@ def vbench_totals(averages):
     if missing := [name for name in DIMENSIONS if finite(averages.get(name)) is None]:
         raise ValueError(f"VBench's total needs all 16 dimensions; missing: {', '.join(missing)}")
     quality, semantic = part_score(averages, QUALITY), part_score(averages, SEMANTIC)
-    return {"quality": quality, "semantic": semantic, "total": (quality * 4 + semantic * 1) / 5}
+    return dict(zip(TOTALS, (quality, semantic, (quality * 4 + semantic * 1) / 5), strict=True))
 
 
 def part_score(averages, dimensions):
@@ -100,9 +115,9 @@ def judge_video_pipelines(models, asked):
     if unknown := sorted(set(asked.recipe.tasks) - set(DIMENSIONS)):
         raise ValueError(f"task {unknown[0]!r} is no dimension of VBench; expected {', '.join(DIMENSIONS)}")
     bench = Bench(protocol.python)
-    subjects = find_subjects(models, output=asked.output, dtype=asked.dtype, revision=asked.revision, pipeline=True)
-    with joined_processes() as processes:
-        return {subject.name: _Judge(subject, asked, protocol, processes, bench).run() for subject in subjects}
+    subjects = find_subjects(models, asked, pipeline=True)
+    with joined_processes() as state:
+        return {subject.name: _Judge(subject, asked, protocol, state, bench).run() for subject in subjects}
 
 
 class Bench:
@@ -112,15 +127,12 @@ class Bench:
         self.python = python and shutil.which(str(Path(python).resolve() if Path(python).is_file() else python))
         if not self.python:
             raise ValueError(f"settings: python is {python!r}; expected the interpreter that has vbench installed")
-        about = json.loads(self._run("info").splitlines()[-1])
-        self.version, path = about["version"], Path(about["prompts"])
-        if not path.is_file():
-            raise ValueError(f"python {self.python!r}: its vbench has no {path.name}")
-        self.prompts, self.sha256 = json.loads(path.read_text(encoding="utf-8")), hash_file(path)
+        self.version, path = json.loads(self._run(ABOUT).splitlines()[-1])
+        self.prompts, self.sha256 = json.loads(Path(path).read_text(encoding="utf-8")), hash_file(path)
 
-    def _run(self, *arguments):
+    def _run(self, source, *arguments):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        command = [self.python, "-c", DRIVER.read_text(encoding="utf-8"), *map(str, arguments)]
+        command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
             done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
         if done.returncode:
@@ -132,7 +144,7 @@ class Bench:
         """(average, values of the videos) of a dimension. videos: folder that holds those of `entries` and nothing else."""
         with folder_aside(Path(out).resolve() / dimension, replace=True) as aside:
             write_json(aside / "info.json", entries)
-            self._run("judge", videos, aside / "info.json", aside, dimension, dimension, device)
+            self._run(JUDGE, videos, aside / "info.json", aside, dimension, device)
         return read_vbench(Path(out) / dimension / f"{dimension}_eval_results.json", dimension)
 
 
@@ -151,10 +163,9 @@ def read_vbench(path, dimension):
 class _Judge(PipelineJudge):
     """One model on VBench."""
 
-    def __init__(self, subject, asked, protocol, processes, bench):
-        super().__init__(subject, asked, protocol, processes)
+    def __init__(self, subject, asked, protocol, state, bench):
+        super().__init__(subject, asked, protocol, state)
         self.bench = bench
-        self.prompts = list(dict.fromkeys(entry["prompt_en"] for entry in bench.prompts))
         self.spoken = _augmented(protocol.augmented, bench.prompts)
         made = [self.spoken, protocol.videos, protocol.fps, protocol.sampling]
         self.hash = hash_of([bench.version, bench.sha256, *made])
@@ -167,43 +178,43 @@ class _Judge(PipelineJudge):
     def run(self):
         """The scores asked for, and the totals when all dimensions are there."""
         wanted = list(self.asked.recipe.tasks)
-        missing = [name for name in wanted if not self.known(TASK, name, self.hash)]
+        missing = [name for name in wanted if not self.subject.knows(TASK, name, self.hash)]
         if missing:
             self._make(missing)
+        if self.state.is_main_process:
             for number, dimension in enumerate(missing, 1):
-                if self.processes.first:
-                    logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
-                    self._judge(dimension)
-        if self.processes.first:
+                logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
+                self._judge(dimension)
             self._keep_totals()
-        names = {*wanted, "quality", "semantic", "total"}
-        return Results(r for r in self.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit)
+        names = {*wanted, *TOTALS}
+        return Results(
+            r for r in self.subject.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit
+        )
 
     def _make(self, dimensions):
         """Videos of all prompts of the dimensions that are missing."""
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
+        prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
             Sample(
                 f"videos/{prompt}-{i}.mp4",
                 self.spoken.get(prompt, prompt),
                 seed_of_sample(self.seed, 1000 * number + i),
             )
-            for number, prompt in enumerate(self.prompts)
+            for number, prompt in enumerate(prompts)
             if prompt in needed
             for i in range(self.protocol.videos)
         ]
-        if self.processes.first:
+        fps = self.protocol.fps
+        if self.state.is_main_process:
             logger.info("%s: %d videos in %s", self.subject.name, len(plan), self.folder / TASK)
-        make_samples(
-            self.pipeline,
+        self.make(
             self.folder / TASK,
             plan,
-            identity={**self.identity, "seed": self.seed, "fps": self.protocol.fps, "prompts": hash_of(self.spoken)},
-            sampling={"output_type": "np", **self.protocol.sampling},
+            {"seed": self.seed, "fps": fps, "prompts": hash_of(self.spoken)},
+            {"output_type": "np", **self.protocol.sampling},
+            lambda frames, path: save_video(frames, path, fps),
             batch_size=1,
-            processes=self.processes,
-            progress=self.asked.progress,
-            save=lambda frames, path: save_video(frames, path, self.protocol.fps),
             what=f"{self.subject.name}: videos",
         )
 
@@ -217,28 +228,27 @@ class _Judge(PipelineJudge):
         if len(values) < len(names):
             raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
         scores = {dimension: (float(average), _spread(average, values), True, len(values))}
-        self.keep(TASK, scores, self.hash, started)
+        self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self):
         """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
         found = {
             record.metric: record
-            for record in self.kept
+            for record in self.subject.kept
             if (record.task, record.task_hash) == (TASK, self.hash) and (record.limit, record.seed) == (None, self.seed)
         }
-        averages = {name: found[name].value for name in DIMENSIONS if name in found}
         if self.asked.limit or self.protocol.videos != 5:
             logger.info("%s: no total for a part of VBench's videos", self.subject.name)
             return
         try:
-            totals = vbench_totals(averages)
+            totals = vbench_totals({name: found[name].value for name in DIMENSIONS if name in found})
         except ValueError as error:
             logger.info("%s: %s", self.subject.name, error)
             return
-        if any(found.get(name) is None or found[name].value != value for name, value in totals.items()):
+        if totals != {name: found[name].value for name in TOTALS if name in found}:
             samples = sum(found[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
-            self.keep(TASK, scores, self.hash, time.perf_counter())
+            self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
 
 
 def _augmented(path, entries):

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 from small_scores import make_result
 
-from mhla_hf.cli import main
 from mhla_hf.evaluation import figures
-from mhla_hf.evaluation.figures import check_plot, colors_of, plot_scores
+from mhla_hf.evaluation.figures import check_plot, plot_scores
 from mhla_hf.evaluation.recipes import read_score_recipe
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import Comparison
@@ -19,12 +18,14 @@ from mhla_hf.evaluation.runner import Comparison
 
 def test_scores_and_depths_are_drawn(tmp_path):
     depths = [make_result(metric=f"acc_back_{back}", value=0.9 - back / 1000) for back in (64, 128, 512)]
-    scores = [make_result(), make_result(metric="bpb", higher_is_better=False, value=1.9, stderr=None)]
-    models = Comparison({"teacher": Results(scores + depths), "out/mhla": Results(scores[:1] + depths)})
+    models = Comparison({"teacher": Results([make_result(), *depths]), "out/mhla": Results(depths)})
     models.plot(tmp_path / "scores.png")
     with Image.open(tmp_path / "scores.png") as picture:
         assert picture.size[0] > 900 and len(picture.getcolors(1 << 24)) > 30
     assert [path.name for path in tmp_path.iterdir()] == ["scores.png"]
+    with pytest.raises(ValueError, match="no score is there to draw"):
+        plot_scores(tmp_path / "b.png", {"mhla": [make_result(value=None)]})
+    assert not (tmp_path / "b.png").exists()
 
 
 @pytest.fixture
@@ -35,17 +36,15 @@ def drawn(monkeypatch):
     return lambda: [axes for axes in seen[-1].axes if axes.get_visible()]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "task", "metrics"),
-    [
-        ("table_9_class_to_image", "imagenet_256", ["Fréchet distance (judge)", "precision (judge)"]),
-        ("table_5_vbench", "vbench", ["temporal_flickering", "scene", "color"]),
-    ],
-)
-def test_scores_that_fill_no_column_of_the_recipe_are_drawn_by_their_names(drawn, recipe, task, metrics):
-    models = {name: [make_result(task=task, metric=metric) for metric in metrics] for name in ("teacher", "mhla")}
-    plot_scores("any.png", models, read_score_recipe(recipe).columns)
-    assert [axes.get_title("left") for axes in drawn()] == [f"{task}\n{metric} ↑" for metric in metrics]
+def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_by_its_name(drawn):
+    columns = read_score_recipe("table_9_class_to_image").columns
+    for metrics, titles in (
+        (["FID", "IS"], ["FID ↓", "IS ↑"]),
+        (["precision (judge)", "IS (judge)"], ["imagenet_256\nprecision (judge) ↑", "imagenet_256\nIS (judge) ↑"]),
+    ):
+        records = [make_result(task="imagenet_256", metric=metric) for metric in metrics]
+        plot_scores("any.png", {"teacher": records, "mhla": records}, columns)
+        assert [axes.get_title("left") for axes in drawn()] == titles
 
 
 def test_speed_is_a_curve_by_length_for_each_metric(drawn):
@@ -53,12 +52,12 @@ def test_speed_is_a_curve_by_length_for_each_metric(drawn):
     for name, rate in (("teacher", 2.0), ("mhla", 1.0)):
         models[name] = [
             make_result(task="speed", metric=f"{metric}_{length}", value=rate * length, higher_is_better=False)
-            for metric in ("forward_ms", "decode_ms", "cache_mib")
+            for metric in ("forward_ms", "cache_mib")
             for length in (1024, 256, 512)
         ]
     plot_scores("any.png", models)
     titles = [axes.get_title("left") for axes in drawn()]
-    assert titles == [f"speed\n{metric}, by length ↓" for metric in ("forward_ms", "decode_ms", "cache_mib")]
+    assert titles == [f"speed\n{metric}, by length ↓" for metric in ("forward_ms", "cache_mib")]
     for axes in drawn():
         curves = {curve.get_label(): curve.lines[0].get_xydata().tolist() for curve in axes.containers}
         assert curves == {
@@ -67,24 +66,11 @@ def test_speed_is_a_curve_by_length_for_each_metric(drawn):
         }
 
 
-def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch, capsys):
+def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch):
     check_plot(tmp_path / "plot.png")
     for place in (tmp_path, tmp_path / "nowhere" / "plot.png"):
         with pytest.raises(ValueError, match=r"plot: '.*' cannot be written; expected the name of a PNG in a folder"):
             check_plot(place)
-        assert main(["evaluate", "no-model", "--tasks", "copa", "--plot", str(place)]) != 0
-        assert "cannot be written" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install"):
         check_plot(tmp_path / "plot.png")
-
-
-def test_nothing_to_draw_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no score is there to draw"):
-        plot_scores(tmp_path / "b.png", {"mhla": [make_result(value=None)]})
-    assert not (tmp_path / "b.png").exists()
-
-
-def test_a_model_has_the_color_of_all_our_figures():
-    colors = colors_of(["teacher", "plain linear", "mhla", "mhla-2", "other"])
-    assert len(set(colors.values())) == 5 and colors["mhla"] == "#2563c9"

@@ -6,6 +6,7 @@ Run: pytest tests/evaluation/test_speed.py
 import re
 
 import pytest
+import torch
 from small_scores import make_result, save_llama, save_mhla, small_llama
 
 import mhla_hf
@@ -51,8 +52,6 @@ def test_times_that_were_not_measured_together_are_not_compared(folders):
 
 
 def test_a_cache_counts_each_storage_once():
-    import torch
-
     keys = torch.zeros(4, 8)
     assert cache_bytes({"keys": keys, "view": [keys[:2], (keys.T,)], "other": torch.zeros(2)}) == 4 * 8 * 4 + 8
 

@@ -1,14 +1,11 @@
 """VBench: names by its protocol, upstream's exact totals, no total of less than everything; a stop is resumed.
 
-The stand-in for vbench below has its interface and its way of writing results; the last test runs the real one where the
-variable MHLA_HF_VBENCH_PYTHON names an interpreter that has it. Run: pytest tests/evaluation/test_video.py
+The stand-in for vbench below has its interface and its way of writing results. Run: pytest tests/evaluation/test_video.py
 """
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,9 +15,8 @@ import torch
 from tiny_pipelines import wan_pipeline
 
 import mhla_hf
-from mhla_hf.evaluation.recipes import read_score_recipe
 from mhla_hf.evaluation.records import Results
-from mhla_hf.evaluation.video import DIMENSIONS, QUALITY, SEMANTIC, part_score, read_vbench, save_video, vbench_totals
+from mhla_hf.evaluation.video import DIMENSIONS, QUALITY, SEMANTIC, part_score, vbench_totals
 
 # averages, and what upstream's scripts/cal_final_score.py (commit 45e79ec) prints for them
 RECORDED = [
@@ -51,34 +47,14 @@ class VBench:
 
     def evaluate(self, videos_path, name, dimension_list, mode):
         assert mode == "vbench_standard" and str(self.device) == "cpu"
-        files, found = os.listdir(videos_path), []
+        files = set(os.listdir(videos_path))
         assert all(file.endswith(".mp4") for file in files)
-        for entry in json.load(open(self.info)):
-            for index in range(5):
-                file = f"{entry['prompt_en']}-{index}.mp4"
-                if file in files:
-                    size = os.path.getsize(os.path.join(videos_path, file))
-                    found.append({"video_path": file, "video_results": (size % 89) / 100})
+        names = [f"{entry['prompt_en']}-{index}.mp4" for entry in json.load(open(self.info)) for index in range(5)]
+        sizes = {name: os.path.getsize(os.path.join(videos_path, name)) for name in names if name in files}
+        found = [{"video_path": one, "video_results": sizes[one] % 89 / 100} for one in names if one in files]
         average = sum(one["video_results"] for one in found) / len(found)
         with open(os.path.join(self.out, f"{name}_eval_results.json"), "w") as file:
             json.dump({dimension_list[0]: [average, found]}, file)
-"""
-
-FLICKER = """
-import json, sys
-import cv2, numpy
-
-def frames(path):
-    video = cv2.VideoCapture(path)
-    while (read := video.read())[0]:
-        yield read[1].astype(numpy.float32)
-
-values = []
-for path in sys.argv[1:]:
-    every = list(frames(path))
-    changes = [numpy.abs(one - two).mean() for one, two in zip(every, every[1:])]
-    values.append((255.0 - numpy.mean(numpy.array(changes)).item()) / 255.0)
-print(json.dumps(values))
 """
 
 
@@ -88,6 +64,8 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     (folder / "vbench").mkdir()
     (folder / "vbench" / "__init__.py").write_text(STAND_IN)
+    (folder / "vbench-0.1.5.dist-info").mkdir()
+    (folder / "vbench-0.1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
     (folder / "vbench" / "VBench_full_info.json").write_text(json.dumps(PROMPTS))
     (folder / "torch.py").write_text("def device(name):\n    return name\n")  # the true one takes seconds to import
     script = folder / "python"
@@ -127,18 +105,10 @@ def test_totals_are_upstreams_to_the_last_digit(averages, totals):
     assert part_score(averages, QUALITY) == totals[0] and part_score(averages, SEMANTIC) == totals[1]
 
 
-@pytest.mark.parametrize("missing", ["scene", "dynamic_degree"])
-def test_no_total_of_less_than_everything(missing):
-    averages = dict.fromkeys(DIMENSIONS, 0.5)
-    for value in (None, float("nan")):
-        averages[missing] = value
-        with pytest.raises(ValueError, match=f"needs all 16 dimensions; missing: {missing}"):
-            vbench_totals(averages)
-
-
-def test_the_recipe_has_the_sixteen_dimensions_and_the_papers_columns():
-    recipe = read_score_recipe("table_5_vbench")
-    assert set(recipe.tasks) == set(DIMENSIONS) and list(recipe.columns) == ["Quality", "Semantic", "Total"]
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_no_total_of_less_than_everything(value):
+    with pytest.raises(ValueError, match="needs all 16 dimensions; missing: scene"):
+        vbench_totals({**dict.fromkeys(DIMENSIONS, 0.5), "scene": value})
 
 
 def test_videos_are_named_by_the_protocol_judged_and_resumed(tmp_path, python, monkeypatch):
@@ -165,19 +135,15 @@ def test_videos_are_named_by_the_protocol_judged_and_resumed(tmp_path, python, m
 
 
 def test_the_totals_come_when_all_dimensions_are_there_and_go_into_the_same_table(tmp_path, python, monkeypatch):
-    folder = os.path.dirname(python)
-    everything = [{"prompt_en": "a cat walks", "dimension": list(DIMENSIONS)}]
-    info = os.path.join(folder, "vbench", "VBench_full_info.json")
-    with open(info, "w") as file:
-        json.dump(everything, file)
+    info = Path(python).parent / "vbench" / "VBench_full_info.json"
+    info.write_text(json.dumps([{"prompt_en": "a cat walks", "dimension": list(DIMENSIONS)}]))
     try:
         out = tmp_path / "wan.json"
         most = judge(Camera(), tmp_path, python, DIMENSIONS[:-1], output=out)
         assert len(most["wan"]) == 15 and most.paper_table() == ""
         compared = judge(Camera(), tmp_path, python, DIMENSIONS, output=out)
     finally:
-        with open(info, "w") as file:
-            json.dump(PROMPTS, file)
+        info.write_text(json.dumps(PROMPTS))
     values = {record.metric: record.value for record in compared["wan"]}
     assert len(values) == 19
     assert {name: values[name] for name in ("quality", "semantic", "total")} == vbench_totals(values)
@@ -197,15 +163,6 @@ def test_longer_prompts_go_to_the_pipeline_and_not_into_the_names(tmp_path, pyth
     longer.write_text("one\n")
     with pytest.raises(ValueError, match="has 1 lines for VBench's 4 prompts"):
         judge(camera, tmp_path, python, settings={"augmented": str(longer)})
-
-
-def test_a_diffusers_video_pipeline_as_it_is(tmp_path, python):
-    pipeline = wan_pipeline()
-    sampling = {"num_inference_steps": 1, "height": 16, "width": 16, "num_frames": 5, "guidance_scale": 1.0}
-    settings = {"sampling": sampling, "videos": 1}
-    found = judge(pipeline, tmp_path, python, ("color",), settings=settings)["wan"]
-    assert len(found) == 1 and found.records[0].samples == 1 and found.records[0].stderr is None
-    assert len(list((tmp_path / "samples").rglob("*.mp4"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -229,13 +186,6 @@ def test_bad_arguments_are_one_sentence(tmp_path, python, changes, says):
     assert "\n" not in str(caught.value) and not (tmp_path / "samples").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"scene": [0.5]}', '{"scene": [null, []]}'])
-def test_results_that_are_none_are_refused(tmp_path, content):
-    (tmp_path / "scene_eval_results.json").write_text(content)
-    with pytest.raises(ValueError, match="scene"):
-        read_vbench(tmp_path / "scene_eval_results.json", "scene")
-
-
 def test_the_script_of_a_family_judges_what_it_trained_and_writes_the_card(tmp_path, python, monkeypatch):
     scripts = Path(__file__).parents[2] / "conversion"
     monkeypatch.chdir(tmp_path)  # samples go to out/
@@ -257,24 +207,3 @@ def test_the_script_of_a_family_judges_what_it_trained_and_writes_the_card(tmp_p
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "converted from softmax" in card and "| vbench | color" in card
     assert [record.metric for record in Results.read(tmp_path / "mine" / "results.json")] == ["color"]
-
-
-@pytest.mark.skipif(
-    not os.environ.get("MHLA_HF_VBENCH_PYTHON"), reason="MHLA_HF_VBENCH_PYTHON names no interpreter that has vbench"
-)
-def test_temporal_flickering_by_the_real_vbench(tmp_path):
-    """To the last digit (255 - mean over frames of mean |difference|) / 255, on frames as that interpreter reads them."""
-    python = os.environ["MHLA_HF_VBENCH_PYTHON"]
-    (record,) = judge(Camera(), tmp_path, python, ("temporal_flickering",), limit=2)["wan"]
-    folder = tmp_path / "samples" / "wan"
-    results = folder / "vbench-results" / "temporal_flickering" / "temporal_flickering_eval_results.json"
-    average, values = read_vbench(results, "temporal_flickering")
-    prompts = [entry["prompt_en"] for entry in json.loads((results.parent / "info.json").read_text())]
-    files = [str(folder / "vbench" / "videos" / f"{prompt}-{index}.mp4") for prompt in prompts for index in range(5)]
-    again = json.loads(subprocess.run([python, "-c", FLICKER, *files], capture_output=True, text=True).stdout)
-    assert values == again and record.value == average == sum(again) / 10 and record.samples == 10
-
-
-def test_a_video_is_written_whatever_the_name(tmp_path):
-    save_video(numpy.zeros((2, 16, 16, 3)), tmp_path / "odd.tmp-1", fps=8)
-    assert (tmp_path / "odd.tmp-1").read_bytes()[4:8] == b"ftyp"

@@ -25,8 +25,8 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from experiments.demo.tasks import make_tasks
 from mhla_hf.cli import main, parse_layers, parse_settings
-from mhla_hf.evaluation.local_tasks import make_tasks
 from mhla_hf.evaluation.records import Results
 
 ROOT = Path(__file__).parents[2]

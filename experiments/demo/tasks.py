@@ -1,12 +1,11 @@
-"""lm-eval tasks made here: from any held-out text, and needles in a haystack from none.
+"""lm-eval tasks made from held-out text: bits per byte, a cloze, recall of a word, copying in generation.
 
-`make_tasks` and `make_needles` write a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL
-per task and a small loader, all found relative to the folder, so it can be moved and shared. The recall task asks for memory
-alone: a word is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word,
-and the model is asked in which of four passages, equal but for that one word, it expects it most. What a model thinks of the
-word itself cancels: without memory it scores 25 %. Needles (after RULER's multi-key task, arXiv 2404.06654) hide codes of
-several things in a text that says nothing and ask for one of them; the wrong answers stand in the text as well. Both are
-also reported by depth: `acc_back_256` is the share of right answers where the fact lies about 256 tokens back.
+`make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
+small loader, all found relative to the folder, so it can be moved and shared. The recall task asks for memory alone: a word
+is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word, and the model is
+asked in which of four passages, equal but for that one word, it expects it most. What a model thinks of the word itself
+cancels: without memory it scores 25 %. It is also reported by depth: `acc_back_256` is the share of right answers where the
+fact lies about 256 tokens back.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from ..checkpoints.files import folder_aside
+from mhla_hf.checkpoints.files import folder_aside
 
 OPTIONS = 4
 ANSWER_TOKENS = 32
@@ -53,10 +52,6 @@ def recall(doc, results):
     return {**choice(doc, results), "gain_bits": (true - others) / math.log(2)}
 
 
-def answer(doc, results):
-    return by_depth(doc, "exact_match", float(results[0].strip().startswith(doc["target"].strip())))
-
-
 def copy(doc, results):
     said, meant = results[0].split(), doc["target"].split()
     right = len(os.path.commonprefix([said, meant])) / len(meant)
@@ -65,14 +60,6 @@ def copy(doc, results):
     return {"exact_match": float(right == 1), "right_words": right, "distinct_threes": distinct}
 '''
 MANIFEST = "tasks.json"
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-THINGS = tuple(
-    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
-    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
-    river""".split()  # noqa: SIM905
-)
-PREFIX = "needle"
-LEAST = 128
 
 
 class _FunctionTag(str):
@@ -100,8 +87,6 @@ KINDS = {
     "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
     "recall": (_PASSAGES, "recall", {"acc": "mean", "gain_bits": "mean"}),
     "generation": (_WRITING, "copy", {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"}),
-    "needle_recall": (_QUESTION, "choice", {"acc": "mean"}),
-    "needle_generation": (_WRITING, "answer", {"exact_match": "mean"}),
 }
 
 
@@ -123,21 +108,16 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
     block: the fact of a recall question lies at least this many tokens before the question. seed: of every choice.
 
-    The same arguments give the same bytes. ValueError: the text is too short for 16 questions, the prefix is not a
-    name, or `folder` holds something that this function did not write.
+    The same arguments give the same bytes. ValueError: the text is too short for 16 questions, or `folder` holds something
+    that this function did not write.
     """
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"text is {type(text).__name__} {str(text)[:20]!r}; expected a text with words in it")
-    if not re.fullmatch(r"[A-Za-z]\w*", str(prefix)):
-        raise ValueError(f"prefix is {prefix!r}; expected letters, digits and underscores, a letter first")
-    for name, value, least in (("window", window, 128), ("items", items, 16), ("block", block, 1)):
-        whole_numbers(name, value, least, 10**9)
-    if window < 2 * block + 64:
-        raise ValueError(
-            f"window is {window} and block is {block}; expected a window of at least 2 * block + 64 tokens"
-        )
-    _check_folder(folder)
-    count = _token_counter(tokenizer)
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
+        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
+
+    def count(piece):
+        return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+
     shape = {"window": window, "items": items, "block": block, "seed": seed}
     made = {
         "bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
@@ -152,18 +132,6 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
             )
     documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in made.items()}
     return write_tasks(folder, documents, {"prefix": prefix, **shape})
-
-
-def _check_folder(folder):
-    """ValueError when `folder` holds something that was not written here."""
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
-
-
-def _token_counter(tokenizer):
-    """text -> number of tokens without special ones."""
-    return lambda piece: len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def split_text(text, tokens, count):
@@ -383,82 +351,3 @@ def _task_yaml(name, kind, rows):
         "metadata": {"version": 1.0},
     }
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def make_needles(folder, tokenizer, *, lengths=(512, 1024, 2048), depths=(0, 25, 50, 75, 100), items=20, seed=0):
-    """Write `needle_recall_<length>` and `needle_generation_<length>` into `folder` (aside, then renamed).
-
-    tokenizer: a transformers tokenizer, which counts. lengths: tokens of a question with its answer, at least 128.
-    depths: percent of the text before the code asked for, 0 its start; two or more. items: questions per depth.
-    seed: of every choice. The same arguments give the same bytes. A score by depth is called `acc_back_<tokens>`, the
-    tokens from the code to the question. Returns `LocalTasks`.
-    """
-    lengths, depths = whole_numbers("lengths", lengths, LEAST, 10**9), whole_numbers("depths", depths, 0, 100)
-    whole_numbers("items", [items], 1, 10**6)
-    if not 2 <= len(depths) <= len(THINGS):
-        raise ValueError(f"depths is {depths}; expected between 2 and {len(THINGS)} of them")
-    _check_folder(folder)
-    documents, count = {}, _token_counter(tokenizer)
-    for length in lengths:
-        haystack = _haystack(count, length - ANSWER_TOKENS, len(depths))
-        rows = [
-            _question(haystack, length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
-            for item in range(items)
-            for number, depth in enumerate(depths)
-        ]
-        documents[f"{PREFIX}_recall_{length}"] = ("needle_recall", rows)
-        documents[f"{PREFIX}_generation_{length}"] = ("needle_generation", rows)
-    arguments = {"lengths": lengths, "depths": depths, "items": items, "seed": seed}
-    return write_tasks(folder, documents, arguments)
-
-
-def whole_numbers(name, values, least, most):
-    """`values` as a sorted list of different whole numbers within bounds; ValueError otherwise."""
-    values = list(values) if isinstance(values, (list, tuple, range)) else [values]
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{name}: got {value!r}; expected whole numbers from {least} to {most}")
-    return sorted(set(values))
-
-
-def _haystack(count, tokens, needles):
-    """As many sentences of noise as fit, so that every question of a length is nearly equally long."""
-    longest = sorted(THINGS, key=count)[-needles:]
-    facts = [_fact(thing, "8888") for thing in longest]
-
-    def noise(sentences):
-        return [NOISE[number % len(NOISE)] for number in range(sentences)]
-
-    low, high = 0, tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = count(" ".join(noise(middle) + facts) + _ask(longest[-1])) <= tokens
-        low, high = (middle, high) if fits else (low, middle - 1)
-    if low < needles:
-        raise ValueError(f"lengths: {tokens + ANSWER_TOKENS} tokens are too few for {needles} depths")
-    return noise(low)
-
-
-def _fact(thing, code):
-    return f"The code of the {thing} is {code}."
-
-
-def _ask(thing):
-    return f"\n\nThe code of the {thing} is"
-
-
-def _question(haystack, length, depths, asked, rng):
-    """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
-    things = rng.sample(THINGS, len(depths))
-    codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
-    sentences = list(haystack)
-    for number in reversed(range(len(depths))):
-        place = round(depths[number] / 100 * len(haystack))
-        sentences.insert(place, _fact(things[number], codes[number]))
-    return {
-        "context": " ".join(sentences) + _ask(things[asked]),
-        "choices": [f" {code}" for code in codes],
-        "answer": asked,
-        "target": f" {codes[asked]}",
-        "back": round(length * (100 - depths[asked]) / 100),
-    }

@@ -1,6 +1,6 @@
 """Tasks made from a text: nothing of it is lost, questions are fair, the folder is whole or not there.
 
-Run: pytest tests/evaluation/test_local_tasks.py
+Run: pytest tests/experiments/test_demo_tasks.py
 """
 
 import json
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from lm_eval.api.model import LM
-from small_scores import HELD_OUT, WINDOW, small_llama, small_tokenizer
+from small_scores import HELD_OUT, WINDOW, small_tokenizer
 
-import mhla_hf
+from experiments.demo.tasks import find_sentences, make_cloze, make_recall, make_tasks, split_text
 from mhla_hf.evaluation.language import HARNESS_SEEDS, load_tasks, score
-from mhla_hf.evaluation.local_tasks import find_sentences, make_cloze, make_needles, make_recall, make_tasks, split_text
 
 BLOCK = 32
 TOKENIZER = small_tokenizer()
@@ -30,13 +29,9 @@ def make(folder, text=HELD_OUT, **changes):
     return make_tasks(text, folder, TOKENIZER, **arguments)
 
 
-def read_rows(made, name):
-    with Path(made.folder, f"{name}.jsonl").open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def rows_of(made, kind):
-    return read_rows(made, f"here_{kind}")
+    with Path(made.folder, f"here_{kind}.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +94,10 @@ def test_recall_passages_differ_in_one_word_more_than_a_block_back(made):
     assert max(row["distance"] for row in rows) > 3 * BLOCK
 
 
-def test_the_right_answer_is_at_no_favourite_place():
+def test_the_right_answer_is_at_no_favorite_place():
     for rows in (
-        make_recall(HELD_OUT, count, window=WINDOW, items=300, block=BLOCK, seed=3),
-        make_cloze(HELD_OUT, count, context=20, items=300, seed=3),
+        make_recall(HELD_OUT, count, window=WINDOW, items=80, block=BLOCK, seed=3),
+        make_cloze(HELD_OUT, count, context=20, items=80, seed=3),
     ):
         places = Counter(row["answer"] for row in rows)
         assert len(rows) > 70 and min(places[i] for i in range(4)) > 0.15 * len(rows)
@@ -111,7 +106,7 @@ def test_the_right_answer_is_at_no_favourite_place():
 class Reader(LM):
     """A language model for tests: `judge(context, continuation)` is the log-likelihood, `write(context)` its text."""
 
-    max_length, quiet = WINDOW, True
+    max_length = WINDOW
 
     def __init__(self, judge, write=lambda context: ""):
         super().__init__()
@@ -129,17 +124,20 @@ class Reader(LM):
 
 def scores(made, judge, write=lambda context: ""):
     facts = dict.fromkeys(
-        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date")
+        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date", "limit")
     )
     found = {}
     for item in load_tasks(list(made.names), made.folder):
-        records = score(Reader(judge, write), item, limit=None, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
+        records = score(Reader(judge, write), item, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
         found.update({(record.task.removeprefix("here_"), record.metric): record for record in records})
     return found
 
 
 def test_memory_scores_everything_and_no_memory_exactly_a_quarter(made):
+    depths = {f"acc_back_{row['back']}" for row in rows_of(made, "recall")}
     remembers = scores(made, lambda context, word: 5.0 * (word.strip() in context.split("\n\n")[0]))
+    assert len(depths) >= 3 and all(remembers["recall", depth].value == 1.0 for depth in depths)
+    assert sum(remembers["recall", depth].samples for depth in depths) == remembers["recall", "acc"].samples == 40
     assert remembers["recall", "acc"].value == 1.0
     assert remembers["recall", "gain_bits"].value == pytest.approx(5 / 0.6931471805599453)
     blind = scores(made, lambda context, word: -float(hash((context[-60:], word)) % 97))
@@ -164,13 +162,6 @@ def test_generation_scores_the_copy_word_by_word_and_sees_loops(made):
     assert half["generation", "distinct_threes"].value < 0.3
 
 
-def test_recall_is_given_by_depth_too(made):
-    depths = {f"acc_back_{row['back']}" for row in rows_of(made, "recall")}
-    found = scores(made, lambda context, word: 5.0 * (word.strip() in context.split("\n\n")[0]))
-    assert len(depths) >= 3 and all(found["recall", depth].value == 1.0 for depth in depths)
-    assert sum(found["recall", depth].samples for depth in depths) == found["recall", "acc"].samples == 40
-
-
 def test_the_same_call_writes_the_same_bytes_and_another_seed_others(made, tmp_path):
     again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
     files = sorted(path.name for path in (tmp_path / "again").iterdir())
@@ -185,36 +176,23 @@ def test_the_folder_can_be_moved_and_made_anew(made, tmp_path):
     moved = shutil.copytree(made.folder, tmp_path / "elsewhere")
     tasks = load_tasks(["here_*"], moved)
     assert [item.name for item in tasks] == sorted(made.names)
-    assert [item.hashes() for item in tasks] == [item.hashes() for item in load_tasks(sorted(made.names), made.folder)]
+    assert [item.scored for item in tasks] == [item.scored for item in load_tasks(sorted(made.names), made.folder)]
     make(moved, items=16)
     assert len((moved / "here_cloze.jsonl").read_text().splitlines()) == 16
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
-def refusals():
-    yield {"text": ""}, "text is str ''"
-    yield {"text": None}, "text is NoneType"
-    yield {"text": "Too short a text for questions."}, "expected at least 16, so a longer text"
-    yield {"prefix": "a/b"}, "prefix is 'a/b'"
-    yield {"window": 100}, "window: got 100"
-    yield {"window": 128, "block": 64}, "2 \\* block \\+ 64"
-    yield {"items": 3}, "items: got 3"
-    yield {"items": True}, "items: got True"
-    yield {"block": 0}, "block: got 0"
-
-
-@pytest.mark.parametrize(("changes", "says"), list(refusals()))
-def test_bad_arguments_are_one_sentence_and_nothing_is_written(tmp_path, changes, says):
-    with pytest.raises(ValueError, match=says) as caught:
-        make(tmp_path / "tasks", **changes)
-    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+def test_a_text_that_is_too_short_is_one_sentence_and_nothing_is_written(tmp_path):
+    with pytest.raises(ValueError, match="expected at least 16, so a longer text"):
+        make(tmp_path / "tasks", "Too short a text for questions.")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unusual_line_ends_survive_the_files(tmp_path):
     text = HELD_OUT[:9000].replace(". ", ".\u2028", 5).replace("\n", "\r\n", 20) + HELD_OUT[9000:]
     made = make(tmp_path / "tasks", text)
     assert "".join(row["text"] for row in rows_of(made, "bits_per_byte")) == text
-    loaded = load_tasks(["here_bits_per_byte"], made.folder)[0].tasks["here_bits_per_byte"].eval_docs
+    loaded = load_tasks(["here_bits_per_byte"], made.folder)[0].loaded["tasks"]["here_bits_per_byte"].eval_docs
     assert "".join(loaded["text"]) == text
 
 
@@ -223,68 +201,3 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is not empty and holds no"):
         make(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
-
-
-@pytest.fixture(scope="module")
-def needles(tmp_path_factory):
-    return make_needles(tmp_path_factory.mktemp("made") / "needles", TOKENIZER, lengths=[256, 512], items=3)
-
-
-@pytest.mark.parametrize("length", [256, 512])
-def test_a_question_is_as_long_as_asked_and_can_be_answered_from_the_text_alone(needles, length):
-    rows = read_rows(needles, f"needle_recall_{length}")
-    assert rows == read_rows(needles, f"needle_generation_{length}") and len(rows) == 15
-    for row in rows:
-        tokens = len(TOKENIZER(row["context"] + row["target"], verbose=False)["input_ids"])
-        assert length - 64 <= tokens + 32 <= length + 8
-        text, _, question = row["context"].rpartition("\n\n")
-        said = dict(re.findall(r"The code of the (\w+) is (\d{4})\.", text))
-        assert len(said) == 5 and sorted(said.values()) == sorted(choice.strip() for choice in row["choices"])
-        wanted = re.fullmatch(r"The code of the (\w+) is", question)[1]
-        assert row["target"] == row["choices"][row["answer"]] == f" {said[wanted]}"
-        part = text.index(said[wanted]) / len(text)
-        assert abs(row["back"] / length - (1 - part)) < 0.2
-    assert sorted({row["back"] for row in rows}) == [round(length * part) for part in (0, 0.25, 0.5, 0.75, 1)]
-
-
-def test_needles_are_the_same_bytes_each_time_and_the_first_questions_cover_every_depth(needles, tmp_path):
-    again = make_needles(tmp_path / "again", TOKENIZER, lengths=[512, 256], items=3)
-    for name in needles.names:
-        assert read_rows(needles, name) == read_rows(again, name)
-    other = make_needles(tmp_path / "other", TOKENIZER, lengths=[256], items=3, seed=1)
-    assert read_rows(other, "needle_recall_256") != read_rows(needles, "needle_recall_256")
-    assert [row["answer"] for row in read_rows(needles, "needle_recall_256")[:5]] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"lengths": [64]}, "lengths: got 64; expected whole numbers from 128"),
-        ({"lengths": 0.5}, "lengths: got 0.5"),
-        ({"depths": [0, 101]}, "depths: got 101"),
-        ({"depths": [50]}, "depths is [50]; expected between 2 and"),
-        ({"items": 0}, "items: got 0"),
-        ({"lengths": [128], "depths": list(range(0, 100, 10))}, "128 tokens are too few for 10 depths"),
-    ],
-)
-def test_bad_arguments_of_needles_are_one_sentence(tmp_path, changes, says):
-    with pytest.raises(ValueError, match=re.escape(says)) as caught:
-        make_needles(tmp_path / "none", TOKENIZER, **{"lengths": [256], **changes})
-    assert "\n" not in str(caught.value) and not (tmp_path / "none").exists()
-
-
-def test_the_recipe_makes_needles_scores_them_and_throws_the_data_away():
-    model = small_llama(max_position_embeddings=320)
-    options = {"tokenizer": TOKENIZER, "progress": False, "recipe": "recall"}
-    settings = {"lengths": [240, 320], "items": 2}
-    found = mhla_hf.evaluate(model, settings=settings, **options)["LlamaForCausalLM"]
-    names = {f"needle_{kind}_{length}" for kind in ("recall", "generation") for length in (240, 320)}
-    assert {record.task for record in found} == names
-    record = found.find("needle_recall_240", "acc")
-    assert record.samples == 10 and found.find("needle_recall_240", "acc_back_120").samples == 2
-    assert "--recipe recall --set lengths=240,320 --set items=2" in record.command
-    assert found.find("needle_generation_320", "exact_match").value == 0.0
-    with pytest.raises(ValueError, match=f"lengths: 4096 tokens, but the model sees {WINDOW}"):
-        mhla_hf.evaluate(small_llama(), settings={"items": 1}, **options)
-    with pytest.raises(ValueError, match="settings: unknown 'length'"):
-        mhla_hf.evaluate(model, settings={"length": [256]}, **options)

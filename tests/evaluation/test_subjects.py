@@ -1,0 +1,97 @@
+"""What is judged: told apart by name, checked before anything runs; scores go where they are told.
+
+Run: pytest tests/evaluation/test_subjects.py
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from small_scores import small_llama, small_tokenizer
+
+import mhla_hf
+from mhla_hf.evaluation.records import Results
+
+TASKS = ["here_cloze"]
+
+
+def judge(world, models, **options):
+    return mhla_hf.evaluate(models, TASKS, include_path=world / "tasks", progress=False, limit=2, **options)
+
+
+def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_path):
+    loaded = judge(world, [small_llama(seed) for seed in range(3)], tokenizer=small_tokenizer())
+    assert list(loaded) == ["LlamaForCausalLM", "LlamaForCausalLM-2", "LlamaForCausalLM-3"]
+    folders = [shutil.copytree(world / "llama", tmp_path / place / "llama") for place in ("a", "b", "c/b")]
+    compared = judge(world, folders, output=tmp_path / "out")
+    assert list(compared) == ["llama", "b/llama", "b/llama-2"]
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_output_goes_where_it_is_told(fresh, tmp_path):
+    models = [fresh / "llama", fresh / "mhla"]
+    before = sorted(path.name for path in models[0].iterdir())
+    table = judge(fresh, models, output=tmp_path / "all")
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["llama.json", "mhla.json"]
+    judge(fresh, models[0], output=tmp_path / "one.json")
+    assert len(Results.read(tmp_path / "one.json")) == 2
+    assert sorted(path.name for path in models[0].iterdir()) == before
+    judge(fresh, models[0])
+    assert sorted(path.name for path in models[0].iterdir()) == sorted([*before, "results.json"])
+    assert str(table) == table.table() and table.table("markdown").startswith("| task | metric |")
+    assert "llama" in str(table).splitlines()[0] and "±" in str(table)
+
+
+def without_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def of_unknown_type(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "perceptron"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (cut, "cannot be loaded"),
+        (without_a_weight, "lacks 1 of its weights, such as 'model.layers.1.mlp.up_proj.weight'"),
+        (of_unknown_type, "cannot be loaded"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no .safetensors file"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "cannot be loaded"),
+        (lambda folder: (folder / "results.json").write_text("[]"), "is not a results file"),
+    ],
+)
+def test_a_damaged_model_gets_one_sentence_and_no_score(fresh, spoil, says):
+    spoil(fresh / "llama")
+    before = sorted((path.name, path.stat().st_size) for path in (fresh / "llama").iterdir())
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        judge(fresh, fresh / "llama")
+    assert "\n" not in str(caught.value) and "llama" in str(caught.value)
+    assert sorted((path.name, path.stat().st_size) for path in (fresh / "llama").iterdir()) == before
+
+
+def test_models_that_are_none_are_refused(world):
+    with pytest.raises(TypeError, match="model 'int' is int"):
+        judge(world, 3)
+    with pytest.raises(ValueError, match="tokenizer is None"):
+        judge(world, small_llama())
+    with pytest.raises(ValueError, match="the Hub does not give it"):
+        judge(world, "nobody/nothing")
+    with pytest.raises(ValueError, match="is a file"):
+        judge(world, world / "llama" / "config.json")
+    with pytest.raises(ValueError, match="models is empty"):
+        judge(world, [])
+    with pytest.raises(ValueError, match="is one file for 2 models"):
+        judge(world, [world / "llama", world / "mhla"], output="one.json")
