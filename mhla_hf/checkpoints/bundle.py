@@ -197,7 +197,9 @@ def _read(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Name | ast.Attribute | ast.alias):
             word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
             if word in ("TYPE_CHECKING", "find_spec"):
-                raise ValueError(f"{module.where}:{node.lineno}: the Hub loader demands of every user what {word} guards")
+                raise ValueError(
+                    f"{module.where}:{node.lineno}: the Hub loader demands of every user what {word} guards"
+                )
     for number, node in enumerate(tree.body):
         if node.lineno <= end:
             raise ValueError(f"{module.where}:{end}: two statements on a line: put each on lines of its own")
@@ -232,7 +234,9 @@ def _note_import(package: Path, name: str, module: _Module, node: ast.Import | a
     if isinstance(node, ast.ImportFrom) and node.level:
         target = ".".join([*name.split(".")[: -node.level], node.module or ""])
         if target.split(".")[0] not in ROOMS or any(alias.asname for alias in node.names):
-            raise ValueError(f"{where}: expected `from .file import name` of a file in {', '.join(ROOMS)}, without `as`")
+            raise ValueError(
+                f"{where}: expected `from .file import name` of a file in {', '.join(ROOMS)}, without `as`"
+            )
         module.siblings.setdefault(target, []).extend(alias.name for alias in node.names)
         return
     for alias in node.names:

@@ -14,7 +14,7 @@ from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import overlay_attention_class, swap_attention
+from .overlay import overlay_class, swap_attention
 from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -80,11 +80,6 @@ class MHLAMixer:
         return output
 
 
-def mixer_class(base: type) -> type:
-    """The MHLA version of an attention class: `MHLALlamaAttention` for `LlamaAttention`."""
-    return overlay_attention_class(base, MHLAMixer, __name__.replace("models.attention", "models.converted"))
-
-
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a decoder that can become MHLA, by layer index."""
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
@@ -115,16 +110,17 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
             hidden_size=config.hidden_size,
             norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         )
-        swap_attention(attention, mixer_class(type(attention)), core, ATTENTION_NAME)
+        mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
+        swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
-    model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(pass_padding, with_kwargs=True)
 
 
 BODY_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
-def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
+def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
     """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
 
     Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts

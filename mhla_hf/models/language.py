@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, hand_on_padding, refuse_softmax_only
+from .attention import ATTENTION_NAME, pass_padding, refuse_softmax_only
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .pretrained import MHLAPreTrainedMixin
@@ -58,7 +58,7 @@ class MHLALanguageMixer(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """One layer's attention; `mhla_padding` and `cu_seq_lens_q` in `kwargs` as `hand_on_padding` gives them."""
+        """One layer's attention; `mhla_padding` and `cu_seq_lens_q` in `kwargs` as `pass_padding` gives them."""
         refuse_softmax_only(kwargs)
         shape = (*hidden_states.shape[:-1], -1)
         q = self.q_proj(hidden_states).view(*shape, self.head_dim)
@@ -133,7 +133,7 @@ class MHLAModel(MHLAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
-        self.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
+        self.register_forward_pre_hook(pass_padding, with_kwargs=True)
         self.post_init()
 
     @merge_with_config_defaults
