@@ -219,7 +219,7 @@ def _names(text: str) -> tuple[set[str], set[str]]:
         tables += table.get_children()
     bound = {one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported()}
     used = [one for table in tables for one in table.get_symbols() if one.is_global() or table is top]
-    return bound, {one.get_name() for one in used if one.is_referenced()}
+    return bound, bound | {one.get_name() for one in used if one.is_referenced()}  # x += 1 uses what it binds
 
 
 def _optional(node: ast.stmt) -> bool:

@@ -1,6 +1,6 @@
 """What a saved model is in the hands of somebody who never installed mhla_hf: loaded by `visitor.py`, elsewhere.
 
-Unusual: the process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
+The process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
 outside its folder does not load.
 """
 

@@ -1,7 +1,7 @@
 """Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
-would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
+would be about nothing. Whatever goes wrong while loading becomes one sentence that names the model.
 """
 
 import contextlib

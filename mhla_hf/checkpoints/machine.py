@@ -1,6 +1,6 @@
 """The machine and the software a number was measured on, as text for records, cards and plots.
 
-Unusual: nothing here guesses. What cannot be found out is left out or called unknown.
+Nothing here guesses. What cannot be found out is left out or called unknown.
 """
 
 import datetime

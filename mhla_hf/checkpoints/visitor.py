@@ -1,6 +1,6 @@
 """Run in a process of its own: a visitor who has transformers or diffusers and a saved model, and no mhla_hf.
 
-Unusual: it is never imported. `clean_process.visit` hands its text to `python -c`, so nothing of this package is on the
+It is never imported. `clean_process.visit` hands its text to `python -c`, so nothing of this package is on the
 path, and the first lines make sure that importing mhla_hf or triton fails even where they are installed.
 
 Argument: JSON with `folder`, `kind` (one of clean_process.KINDS), `given` (None, or a safetensors file with `ids`

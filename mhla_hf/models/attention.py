@@ -24,16 +24,14 @@ SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what o
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
 
-    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
+    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalized
     form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
     """
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     output = module.mhla(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        *(x.transpose(1, 2) for x in (query, key, value)),
         hidden_states=kwargs.get("mhla_hidden_states"),
         starts=starts,
         key_mask=key_mask,
@@ -68,12 +66,7 @@ class MHLAMixer:
         """As the base, with the layer's own cache in place of keys and values."""
         cache = mhla_cache_layer(past_key_values, self.layer_idx)
         output = super().forward(
-            hidden_states,
-            *args,
-            past_key_values=None,
-            mhla_cache=cache,
-            mhla_hidden_states=hidden_states,
-            **kwargs,
+            hidden_states, *args, past_key_values=None, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs
         )
         if cache is not None:
             cache.seen_tokens += hidden_states.shape[1]
@@ -83,15 +76,8 @@ class MHLAMixer:
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a decoder that can become MHLA, by layer index."""
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
-    found = {}
-    for name, module in model.named_modules():
-        if all(hasattr(module, attribute) for attribute in needed):
-            if module.layer_idx in found:
-                raise ValueError(
-                    f"model: {name} is a second attention of layer {module.layer_idx}, expected one per layer."
-                )
-            found[module.layer_idx] = module
-    return found
+    found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
+    return {module.layer_idx: module for module in found}
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
@@ -99,17 +85,11 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = softmax_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
+    sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    sizes |= {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = MHLA(
-            settings,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            key_dim=attention.head_dim,
-            value_dim=attention.head_dim,
-            hidden_size=config.hidden_size,
-            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        )
+        core = MHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:

@@ -89,30 +89,12 @@ VISION = (
 )
 
 IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
-WAN_DEFAULTS = {"layout": [3, 5, 10], "feature_map": "relu", "normalize": False, "output_norm": True}
-WAN_DEFAULTS |= {"rope": "after", "layers": "2/3"}
+NORMED = {"normalize": False, "output_norm": True}
+WAN_DEFAULTS = {"layout": [3, 5, 10], "feature_map": "relu", **NORMED, "rope": "after", "layers": "2/3"}
 SANA_DEFAULTS = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
 
 SANA_VIDEO_DEFAULTS = {**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}
 
-WAN = diffusion_family(
-    "WanTransformer3DModel", task="text-to-video", defaults=WAN_DEFAULTS, axes=3, conditions=TEXT[:1]
-)
-WAN_RELATIVES = diffusion_family(
-    "WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel", task="text-to-video", defaults=WAN_DEFAULTS, axes=3
-)
-CHRONO_EDIT = diffusion_family("ChronoEditTransformer3DModel", task="image-to-image", defaults=WAN_DEFAULTS, axes=3)
-SANA = diffusion_family(
-    "SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, conditions=TEXT, linear=True
-)
-SANA_VIDEO = diffusion_family(
-    "SanaVideoTransformer3DModel",
-    task="text-to-video",
-    defaults=SANA_VIDEO_DEFAULTS,
-    axes=3,
-    conditions=TEXT,
-    linear=True,
-)
 DIT = diffusion_family(
     "DiTTransformer2DModel",
     entry="dit",
@@ -124,8 +106,19 @@ DIT = diffusion_family(
 PIXART = diffusion_family(
     "PixArtTransformer2DModel", entry="pixart", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT
 )
+WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
+SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
+LINEAR_TEXT = {"conditions": TEXT, "linear": True}
 
-DIFFUSION = (WAN, WAN_RELATIVES, CHRONO_EDIT, SANA, SANA_VIDEO, DIT, PIXART)
+DIFFUSION = (
+    diffusion_family("WanTransformer3DModel", conditions=TEXT[:1], **WAN_VIDEO),
+    diffusion_family("WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel", **WAN_VIDEO),
+    diffusion_family("ChronoEditTransformer3DModel", **{**WAN_VIDEO, "task": "image-to-image"}),
+    diffusion_family("SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, **LINEAR_TEXT),
+    diffusion_family("SanaVideoTransformer3DModel", **SANA_VIDEO, **LINEAR_TEXT),
+    DIT,
+    PIXART,
+)
 FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
 
 

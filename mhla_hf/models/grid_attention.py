@@ -33,14 +33,8 @@ def mhla_grid_attention(module, query, key, value, attention_mask, scaling=None,
 
     attention_mask: a `GridCall`.
     """
-    output = module.mhla(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        grid=attention_mask.grid,
-        hidden_states=attention_mask.hidden_states,
-    )
-    return output, None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
 
 
 AttentionInterface.register(GRID_ATTENTION_NAME, mhla_grid_attention)
@@ -53,9 +47,7 @@ class MHLAGridMixer:
     def forward(self, hidden_states, attention_mask=None, mhla_grid=None, **kwargs):
         """As the base, without a mask; `mhla_grid` is what `pass_grid` gives."""
         if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected None for MHLA layers of image models."
-            )
+            raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
         if mhla_grid is None:
             raise ValueError("mhla_grid: got None, expected rows and columns of tokens; call the whole model.")
         return super().forward(hidden_states, attention_mask=GridCall(mhla_grid, hidden_states), **kwargs)
@@ -79,17 +71,11 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = grid_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
+    heads, prefix = config.num_attention_heads, prefix_tokens(config)
+    sizes = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": config.hidden_size, "prefix": prefix}
     for index in chosen:
         attention = attentions[index]
-        core = GridMHLA(
-            settings,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_attention_heads,
-            key_dim=attention.head_dim,
-            value_dim=attention.head_dim,
-            hidden_size=config.hidden_size,
-            prefix=prefix_tokens(config),
-        )
+        core = GridMHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
         mixed = overlay_class(type(attention), MHLAGridMixer, "models.converted_vision")
         swap_attention(attention, mixed, core, GRID_ATTENTION_NAME)
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
@@ -99,15 +85,12 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
 def pass_grid(body: nn.Module, args: tuple, kwargs: dict):
     """Before a vision tower runs: `mhla_grid`, rows and columns of whole patches, to the layers below."""
     pixels = kwargs.get("pixel_values", args[0] if args else None)
-    if pixels is None:
-        raise ValueError("pixel_values: got None, expected [batch, channels, height, width].")
-    if pixels.ndim != 4:
-        raise ValueError(f"pixel_values: got {pixels.ndim} axes, expected [batch, channels, height, width].")
+    if pixels is None or pixels.ndim != 4:
+        got = "None" if pixels is None else f"{pixels.ndim} axes"
+        raise ValueError(f"pixel_values: got {got}, expected [batch, channels, height, width].")
     patch = body.config.patch_size
     patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
     if min(grid) < 1:
-        raise ValueError(
-            f"pixel_values: got {tuple(pixels.shape[2:])} pixels, expected at least a patch of {tuple(patch)}."
-        )
+        raise ValueError(f"pixel_values: got {tuple(pixels.shape[2:])}, expected at least a patch of {tuple(patch)}.")
     return args, {**kwargs, "mhla_grid": grid}

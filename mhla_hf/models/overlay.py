@@ -33,19 +33,15 @@ class MHLAOverlayConfig:
             kwargs.pop("transformers_weights", None)
         super().__post_init__(**kwargs)
         if settings is not None:
-            self.mhla = resolved_settings(settings, self.num_hidden_layers)
+            values = settings.to_dict() if isinstance(settings, MHLASettings) else settings
+            settings = MHLASettings.from_dict(values)
+            settings.layers = settings.resolve_layers(self.num_hidden_layers)
+            self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict:
         """As the base, and what stops softmax classes."""
         values = super().to_dict()
         return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
-
-
-def resolved_settings(settings: dict | MHLASettings, num_layers: int) -> dict:
-    """Settings as `config.json` holds them: checked, with the layers spelt out."""
-    values = copy.deepcopy(settings) if isinstance(settings, MHLASettings) else MHLASettings.from_dict(settings)
-    values.layers = values.resolve_layers(num_layers)
-    return values.to_dict()
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
