@@ -198,7 +198,10 @@ class MHLATransformerMixin:
             self.mhla_state = GridState()
         for index in settings.layers:
             attn = attentions[index]
-            widths = {"key_dim": attn.to_q.out_features // attn.heads, "value_dim": attn.to_v.out_features // attn.heads}
+            widths = {
+                "key_dim": attn.to_q.out_features // attn.heads,
+                "value_dim": attn.to_v.out_features // attn.heads,
+            }
             heads = {"num_heads": attn.heads, "num_kv_heads": attn.heads}
             core = GridMHLA(settings, hidden_size=attn.to_q.in_features, **heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))

@@ -57,7 +57,14 @@ MHLA_VISION_PRESETS = {
         "mhla": {**VLT_MHLA, "layers": list(range(8))},
     },
 }
-DIGITS = {"image_size": 32, "patch_size": 2, "num_channels": 1, "hidden_size": 48, "num_hidden_layers": 4, "num_labels": 10}
+DIGITS = {
+    "image_size": 32,
+    "patch_size": 2,
+    "num_channels": 1,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_labels": 10,
+}
 DIGITS |= {"num_attention_heads": 3, "drop_path_rate": 0.0, "image_mean": [0.5], "image_std": [0.5]}
 MHLA_VISION_PRESETS["digits"] = DIGITS
 
