@@ -233,7 +233,7 @@ def _note_import(package: Path, name: str, module: _Module, node: ast.Import | a
     where = f"{module.where}:{node.lineno}"
     if isinstance(node, ast.ImportFrom) and node.level:
         target = ".".join([*name.split(".")[: -node.level], node.module or ""])
-        if target.split(".")[0] not in ROOMS or any(alias.asname for alias in node.names):
+        if not node.module or target.split(".")[0] not in ROOMS or any(alias.asname for alias in node.names):
             raise ValueError(
                 f"{where}: expected `from .file import name` of a file in {', '.join(ROOMS)}, without `as`"
             )

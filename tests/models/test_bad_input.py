@@ -1,7 +1,5 @@
 """What is wrong is refused in one sentence that names it, and nothing has been changed by then."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,22 +11,14 @@ from mhla_hf import MHLAConfig, MHLASettings
 
 SETTINGS = [
     ({"block_size": 0}, "block_size"),
-    ({"block_size": 2.5}, "block_size"),
     ({"block_size": True}, "block_size"),
-    ({"num_blocks": -1}, "num_blocks"),
     ({"feature_map": "softmax"}, "feature_map"),
     ({"normalize": "yes"}, "normalize"),
-    ({"mixing_start": "random"}, "mixing_start"),
-    ({"mixing_form": "exp"}, "mixing_form"),
-    ({"rope": "never"}, "rope"),
     ({"impl": "cuda"}, "impl"),
     ({"learn_mixing": 1}, "learn_mixing"),
-    ({"gate": "on"}, "gate"),
     ({"layers": "1/3"}, "layers"),
     ({"layers": []}, "layers"),
     ({"layers": [1, 1]}, "layers"),
-    ({"layers": [-1]}, "layers"),
-    ({"layers": ["0"]}, "layers"),
     ({"layers": 3}, "layers"),
 ]
 
@@ -48,12 +38,6 @@ def test_settings_from_a_file(values, word):
     with pytest.raises(ValueError) as error:
         MHLASettings.from_dict(values)
     one_sentence(error, word)
-
-
-def test_settings_that_are_no_dictionary():
-    with pytest.raises(ValueError) as error:
-        MHLASettings.from_dict(["block_size"])
-    one_sentence(error, "mhla", "list")
 
 
 CONVERT = [
@@ -113,12 +97,6 @@ def test_config(values, word):
     assert word in str(error.value)
 
 
-def test_unknown_preset():
-    with pytest.raises(ValueError) as error:
-        MHLAConfig.preset("7B")
-    one_sentence(error, "'7B'", "340M")
-
-
 def test_overlay_class_without_settings():
     model_class = mhla_hf.MHLALlamaForCausalLM
     with pytest.raises(ValueError) as error:
@@ -127,17 +105,12 @@ def test_overlay_class_without_settings():
 
 
 def test_unknown_names():
-    with pytest.raises(AttributeError, match="MHLAFalconForCausalLM"):
-        _ = mhla_hf.MHLAFalconForCausalLM
-    with pytest.raises(AttributeError, match="MHLAFalconConfig"):
-        _ = mhla_hf.MHLAFalconConfig
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = mhla_hf.nothing
+    for name in ("MHLAFalconForCausalLM", "MHLAFalconConfig", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(mhla_hf, name)
 
 
 DAMAGE = [
-    ("mixing.weight", float("nan"), {}, "NaN or infinite"),
-    ("mixing.weight", float("inf"), {}, "NaN or infinite"),
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
     ("q_map.weight", float("nan"), {}, "q_map.weight"),
     ("norm.weight", float("nan"), {"output_norm": True}, "norm.weight"),
@@ -164,15 +137,6 @@ def test_truncated_weights(tmp_path):
         with pytest.raises(ValueError) as error:
             load(tmp_path)
         one_sentence(error, "model.safetensors is no whole safetensors file")
-
-
-def test_newer_format(tmp_path):
-    converted_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["mhla"]["format_version"] = 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="update mhla_hf"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 CALLS = [

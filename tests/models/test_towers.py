@@ -81,17 +81,6 @@ def test_class_token_attends_as_the_definition_says():
     assert close(attention(x, mhla_grid=(5, 7))[0], expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
-def test_uniform_mixing_is_plain_linear_attention(name):
-    model = mhla_hf.convert(softmax_tower(name), mixing_start="uniform")
-    for attention in grid_attentions(model).values():
-        torch.testing.assert_close(
-            attention.mhla.mixing((4, 4)), torch.full_like(attention.mhla.mixing.weight, 1.0).softmax(-1)
-        )
-    one = mhla_hf.convert(softmax_tower(name), layout=[1, 1], mixing_start="uniform")
-    assert close(output_of(model, images()), output_of(one, images())) < 1e-5
-
-
 @pytest.mark.parametrize("name", TOWERS)
 def test_hybrid_keeps_the_other_layers(name):
     model, soft = converted_tower(name, layers=[1]), softmax_tower(name)
@@ -139,18 +128,6 @@ def test_training_and_gradient_checkpointing(name):
             torch.testing.assert_close(p.grad, kept[n], rtol=1e-4, atol=1e-6)
     model.zero_grad()
     other.backward()
-
-
-def test_bf16_keeps_its_dtype_and_the_mixing_fp32():
-    model = mhla_hf.convert(softmax_tower("ViTForImageClassification").bfloat16(), gate=True)
-    attention = grid_attentions(model)[0]
-    assert attention.mhla.gate.weight.dtype == torch.bfloat16 and attention.mhla.mixing.weight.dtype == torch.float32
-    assert model(images().bfloat16()).logits.dtype == torch.bfloat16
-
-
-def test_hidden_states_are_recorded():
-    found = converted_tower("ViTForImageClassification")(images(), output_hidden_states=True)
-    assert len(found.hidden_states) == 3
 
 
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
