@@ -56,21 +56,6 @@ def test_compiled_packed_equals_separate(given, fullgraph):
         torch.testing.assert_close(got, parameter.grad, **CLOSE)
 
 
-@pytest.mark.parametrize("given", ["position_ids", "seq_idx"])
-def test_one_graph_cannot_find_borders(given):
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="expected cu_seq_lens_q"):
-        torch.compile(converted_model(), backend="eager", fullgraph=True)(**packed(given))
-
-
-def test_compiled_masks_that_hide_more_than_padding_are_refused():
-    torch.compiler.reset()
-    mask = torch.ones(9, 9, dtype=torch.bool).tril()
-    mask[5:, :5] = False
-    with pytest.raises(ValueError, match="hide more than padding"):
-        torch.compile(converted_model(), backend="eager")(tokens(2, 9), attention_mask=mask.expand(2, 1, 9, 9))
-
-
 @pytest.mark.parametrize("name", ["attention_mask", "past_key_values", "use_cache"])
 def test_packed_rows_have_neither_padding_nor_cache(name):
     model, batch = converted_model(), packed("cu_seq_lens_q")

@@ -10,15 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, SanaPipeline, SanaVideoPipeline, WanPipeline
+from diffusers import SanaPipeline, SanaVideoPipeline, WanPipeline
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
-from diffusers.training_utils import EMAModel
 from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from small_models import shaken
-from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
+from tiny_pipelines import TRANSFORMERS, inputs, tiny_transformer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import mhla_hf
@@ -100,22 +98,6 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_stock_lora_files_load_and_fuse(tmp_path):
-    stock = tiny_transformer("wan")
-    stock.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-    )
-    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
-    pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
-    before = generate(pipe)
-    pipe.load_lora_weights(tmp_path)
-    with_lora = generate(pipe)
-    assert relative(with_lora, before) > 1e-3
-    pipe.fuse_lora()
-    pipe.unload_lora_weights()
-    assert relative(generate(pipe), with_lora) <= 1e-5
-
-
 @pytest.mark.parametrize("family", ["wan", "pixart"])
 def test_fused_projections(family):
     model = converted(family)
@@ -178,16 +160,6 @@ def test_a_processor_put_in_by_hand_is_noticed(family, tmp_path):
         with pytest.raises(ValueError, match="model: got AttnProcessor2_0 in layer 1, expected its MHLAAttnProcessor"):
             use()
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layerwise_casting_leaves_the_mixing_alone(family):
-    model = converted(family)
-    before = run(model, family)
-    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
-    assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
-    assert 0 < relative(run(model, family), before) < 0.15
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,54 +253,3 @@ def test_checkpointing_of_torch_alone_is_told_what_to_use():
     loss = model(**inputs("wan")).sample.sum()
     with pytest.raises(ValueError, match=r"grid: got none, expected .*enable_gradient_checkpointing"):
         loss.backward()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.filterwarnings(
-    "ignore:It is deprecated to pass a pretrained model name:FutureWarning"
-)  # by EMAModel itself
-def test_ema_saves_and_loads(family, tmp_path):
-    model = converted(family)
-    ema = EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01)
-    ema.step(model.parameters())
-    ema.save_pretrained(tmp_path)
-    again = EMAModel.from_pretrained(tmp_path, type(model))
-    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, again.shadow_params, strict=True))
-    loaded = type(model).from_pretrained(tmp_path)
-    assert loaded.config.mhla == model.config.mhla and loaded.config.num_layers == model.config.num_layers
-
-
-CACHES = {
-    "first-block": FirstBlockCacheConfig(threshold=10.0),
-    "mag": MagCacheConfig(num_inference_steps=8, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 8),
-}
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_caches_skip_mhla_layers_and_leave_nothing(name):
-    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
-    calls = []
-    for block in pipe.transformer.blocks:
-        block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
-    plain = generate(pipe, num_inference_steps=8)
-    full, calls[:] = len(calls), []
-    pipe.transformer.enable_cache(CACHES[name])
-    cached = generate(pipe, num_inference_steps=8)
-    assert len(calls) < full and torch.isfinite(cached).all()
-    pipe.transformer.disable_cache()
-    assert torch.equal(generate(pipe, num_inference_steps=8), plain)
-
-
-@pytest.mark.parametrize("family", TRANSFORMERS)
-def test_models_are_made_on_the_meta_device_and_filled(family):
-    model = converted(family)
-    with torch.device("meta"):
-        empty = type(model).from_config(model.config)
-    assert all(value.is_meta for value in empty.parameters())
-    empty.load_state_dict(model.state_dict(), assign=True)
-    for name, buffer in model.named_buffers():
-        empty.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer)
-    assert relative(run(empty.eval(), family), run(model, family)) <= 1e-6

@@ -68,27 +68,6 @@ def test_a_padded_row_equals_the_row_alone(model, side):
 
 
 @torch.no_grad()
-def test_left_padded_generation_equals_single(model):
-    rows = [tokens(1, n, seed=n)[0] for n in (4, 19, 9)]
-    ids, mask = padded(rows, "left")
-    together = model.generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    for i, row in enumerate(rows):
-        alone = model.generate(
-            row[None],
-            attention_mask=torch.ones(1, len(row), dtype=torch.long),
-            max_new_tokens=20,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        torch.testing.assert_close(
-            torch.stack(together.logits, 1)[i], torch.stack(alone.logits, 1)[0], rtol=1e-4, atol=1e-4
-        )
-
-
-@torch.no_grad()
 def test_static_cache_and_left_padding(model):
     rows = [tokens(1, n, seed=n)[0] for n in (4, 19)]
     ids, mask = padded(rows, "left")

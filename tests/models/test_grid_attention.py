@@ -82,19 +82,6 @@ def test_class_token_attends_as_the_definition_says():
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_hybrid_keeps_the_other_layers(name):
-    model, soft = converted_tower(name, layers=[1]), softmax_tower(name)
-    kinds = [hasattr(attention, "mhla") for attention in grid_attentions(model).values()]
-    assert kinds == [False, True]
-    first = grid_attentions(model)[0], grid_attentions(soft)[0]
-    seen = []
-    for attention in first:
-        attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    output_of(model, images()), output_of(soft, images())
-    assert torch.equal(*seen)
-
-
-@pytest.mark.parametrize("name", TOWERS)
 def test_saved_loaded_copied_pickled(name, tmp_path):
     model = converted_tower(name, per_head=True)
     expected = output_of(model, images())
@@ -130,8 +117,7 @@ def test_training_and_gradient_checkpointing(name):
     other.backward()
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
-def test_compiles_as_one_graph(name):
+def test_compiles_as_one_graph(name="DINOv3ViTModel"):
     model = converted_tower(name, layers=[0])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
