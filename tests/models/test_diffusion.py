@@ -206,9 +206,3 @@ def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
     state = first.state_dict()
     again = type(second).from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.items())
-
-
-def test_frozen_mixing_stays_frozen(tmp_path):
-    mhla_hf.convert(tiny_transformer("dit"), mixing_start="uniform", learn_mixing=False).save_pretrained(tmp_path)
-    model = mhla_hf.MHLADiTTransformer2DModel.from_pretrained(tmp_path)
-    assert not any(p.requires_grad for name, p in model.named_parameters() if "mixing" in name)

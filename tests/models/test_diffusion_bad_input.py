@@ -2,13 +2,10 @@
 
 import json
 
-import accelerate
 import pytest
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, WanPipeline, WanTransformer3DModel
-from diffusers.hooks import apply_group_offloading
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import PIPELINES, inputs, tiny_transformer
+from tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
@@ -22,57 +19,6 @@ def wan(**overrides):
 
 def converted(family="wan", **settings):
     return mhla_hf.convert(tiny_transformer(family), **settings)
-
-
-def unet():
-    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (4,)}
-    return UNet2DModel(sample_size=8, norm_num_groups=2, layers_per_block=1, **blocks)
-
-
-def hooked():
-    model = wan()
-    apply_group_offloading(model, CPU, CPU, offload_type="leaf_level")
-    return model
-
-
-def offloaded():
-    return accelerate.cpu_offload(wan(), execution_device=CPU) or wan()
-
-
-def two_transformers():
-    pipe = PIPELINES["wan"]()
-    return WanPipeline(**{**pipe.components, "transformer_2": converted()})
-
-
-CONVERSION = {
-    "two counts for a video": (lambda: converted(layout=[4, 4]), "layout: got [4, 4], expected 3 counts"),
-    "three counts for an image": (lambda: converted("sana", layout=[3, 4, 4]), "layout: got [3, 4, 4], expected 2"),
-    "converted already": (lambda: mhla_hf.convert(converted()), "which is an MHLA model already"),
-    "pipeline of a U-Net": (
-        lambda: mhla_hf.convert(DDPMPipeline(unet(), DDPMScheduler())),
-        "model: got DDPMPipeline, which has no transformer",
-    ),
-    "a path": (lambda: mhla_hf.convert("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), "model: got str"),
-    "hooks of diffusers": (lambda: mhla_hf.convert(hooked()), "model: has hooks of diffusers"),
-    "offloaded weights": (lambda: mhla_hf.convert(offloaded()), "is offloaded"),
-    "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already"),
-}
-
-
-@pytest.mark.parametrize("case", CONVERSION)
-def test_conversion(case):
-    make, words = CONVERSION[case]
-    with pytest.raises((ValueError, TypeError)) as error:
-        make()
-    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
-
-
-def test_nothing_is_touched_before_all_is_checked():
-    pipe = two_transformers()
-    with pytest.raises(ValueError, match="already"):
-        mhla_hf.convert(pipe)
-    assert type(pipe.transformer) is WanTransformer3DModel
-    assert not any(".mhla." in name for name, _ in pipe.transformer.named_parameters())
 
 
 def other_latents(model, *shape, **more):
@@ -132,12 +78,6 @@ DAMAGE = {
     "NaN in the mixing": (
         lambda folder: change_weights(folder, lambda s: s[MIXING].fill_(float("nan"))),
         "got NaN or infinite values",
-    ),
-    "infinite norm": (
-        lambda folder: change_weights(
-            folder, lambda s: s["blocks.2.attn1.processor.mhla.norm.weight"].fill_(float("inf"))
-        ),
-        "blocks.2.attn1.processor.mhla.norm.weight: got NaN or infinite",
     ),
     "negative mixing": (
         lambda folder: change_config(folder, mixing_form="direct"),

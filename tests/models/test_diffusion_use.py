@@ -10,16 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
-from diffusers import SanaPipeline, SanaVideoPipeline, WanPipeline
+from diffusers import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    QuantoConfig,
+    SanaPipeline,
+    SanaVideoPipeline,
+    WanPipeline,
+)
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.training_utils import EMAModel
 from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 from small_models import shaken
-from tiny_pipelines import TRANSFORMERS, inputs, tiny_transformer
+from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import mhla_hf
+from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.models.diffusion import MHLAAttnProcessor, self_attentions
 
 FAMILIES = ["wan", "sana", "sana-video", "dit", "pixart"]
@@ -247,9 +258,95 @@ def test_threads_share_a_model_with_grids_of_their_own():
     assert max(wrong) <= 1e-6 and model.mhla_state.grid is None
 
 
+def test_stock_lora_files_load_and_fuse(tmp_path):
+    stock = tiny_transformer("wan")
+    stock.add_adapter(
+        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    )
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
+    pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
+    before = generate(pipe)
+    pipe.load_lora_weights(tmp_path)
+    with_lora = generate(pipe)
+    assert relative(with_lora, before) > 1e-3
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    assert relative(generate(pipe), with_lora) <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layerwise_casting_leaves_the_mixing_alone(family):
+    model = converted(family)
+    before = run(model, family)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
+    assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
+    assert 0 < relative(run(model, family), before) < 0.15
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.Quanto(Config|Quantizer). is deprecated:FutureWarning"
+)  # not in the releases supported here
+def test_a_checkpoint_loads_quantized_by_the_config_of_diffusers(tmp_path):
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    model = converted()
+    model.save_pretrained(tmp_path)
+    small = MHLAWanTransformer3DModel.from_pretrained(tmp_path, quantization_config=QuantoConfig(weights_dtype="int8"))
+    core = small.blocks[1].attn1.processor.mhla
+    assert type(core.gate).__name__ == "QLinear" and type(core.mixing.weight) is torch.nn.Parameter
+    assert 0 < relative(run(small), run(model)) < 0.05
+
+
 def test_checkpointing_of_torch_alone_is_told_what_to_use():
     model = converted()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, WanTransformerBlock))
     loss = model(**inputs("wan")).sample.sum()
     with pytest.raises(ValueError, match=r"grid: got none, expected .*enable_gradient_checkpointing"):
         loss.backward()
+
+
+@pytest.mark.parametrize("family", ["wan"])
+@pytest.mark.filterwarnings(
+    "ignore:It is deprecated to pass a pretrained model name:FutureWarning"
+)  # by EMAModel itself
+def test_ema_saves_and_loads(family, tmp_path):
+    model = converted(family)
+    ema = EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    ema.step(model.parameters())
+    ema.save_pretrained(tmp_path)
+    again = EMAModel.from_pretrained(tmp_path, type(model))
+    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, again.shadow_params, strict=True))
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.mhla == model.config.mhla and loaded.config.num_layers == model.config.num_layers
+
+
+CACHES = {
+    "pab": lambda pipe: PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: pipe.current_timestep,
+    ),
+    "first-block": lambda pipe: FirstBlockCacheConfig(threshold=10.0),
+    "mag": lambda pipe: MagCacheConfig(
+        num_inference_steps=8, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_skip_mhla_layers_and_leave_nothing(name):
+    pipe = mhla_hf.convert(PIPELINES["wan"](), layers="all")
+    calls = []
+    for block in pipe.transformer.blocks:
+        block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
+    plain = generate(pipe, num_inference_steps=8)
+    full, calls[:] = len(calls), []
+    pipe.transformer.enable_cache(CACHES[name](pipe))
+    cached = generate(pipe, num_inference_steps=8)
+    assert len(calls) < full and torch.isfinite(cached).all()
+    pipe.transformer.disable_cache()
+    assert torch.equal(generate(pipe, num_inference_steps=8), plain)

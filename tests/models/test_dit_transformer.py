@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoModel
+from diffusers import AutoModel, DiTTransformer2DModel
 
 from mhla_hf import MHLADiTTransformer2DModel
 

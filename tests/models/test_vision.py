@@ -105,13 +105,6 @@ def test_compiles_as_one_graph():
     torch._dynamo.reset()
 
 
-def test_dropped_branches():
-    model = small_classifier(drop_path_rate=0.9).train()
-    rates = [block.drop.rate for block in model.model.stages[0].blocks]
-    assert rates == [0.0, 0.9] and not torch.equal(*(model(images(8, channels=1)).logits for _ in range(2)))
-    assert torch.equal(*(model.eval()(images(8, channels=1)).logits for _ in range(2)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_classes_and_image_processor(tmp_path, dtype):
     model = small_classifier(num_channels=3, image_mean=None, image_std=None).to(dtype)
