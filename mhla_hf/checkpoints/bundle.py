@@ -17,6 +17,7 @@ import symtable
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..models.families import DIFFUSION, LANGUAGE, VISION
 from .files import write_text
@@ -105,7 +106,7 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     _check_names(modules.values())
     used = _keep_reachable(modules, entry)
     imports = {name: one for module in modules.values() for name, one in module.imports.items() if name in used}
-    for library in sorted({one.library for one in imports.values()}):
+    for library in sorted({one.module.split(".")[0] for one in imports.values()}):
         if library not in sys.stdlib_module_names and library not in (*COMMON, *libraries):
             raise ValueError(f"{entry}: import of {library} outside `try:`: a user of this file may not have it")
     head = (
@@ -129,17 +130,12 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     return text
 
 
-@dataclass
-class _Import:
+class _Import(NamedTuple):
     """What a name stands for that comes from a library: `import module as alias`, or `from module import name as alias`."""
 
     module: str
     name: str | None
     alias: str | None
-
-    @property
-    def library(self) -> str:
-        return self.module.split(".")[0]
 
 
 @dataclass(eq=False)
@@ -242,7 +238,7 @@ def _note_import(package: Path, name: str, module: _Module, node: ast.Import | a
     for alias in node.names:
         plain = isinstance(node, ast.Import)
         one = _Import(alias.name if plain else node.module, None if plain else alias.name, alias.asname)
-        if one.library == package.name or alias.name == "*":
+        if one.module.split(".")[0] == package.name or alias.name == "*":
             raise ValueError(f"{where}: import names one by one, and those of {package.name} relatively")
         bound = alias.asname or alias.name.split(".")[0]
         if module.imports.setdefault(bound, one) != one:

@@ -162,8 +162,9 @@ def checked_files(source, revision=None, index="config.json"):
     outside the folder.
     """
     if not isinstance(source, Path):
-        commit = find_commit(source, revision, index)
-        check_depth(Path(cached_file(source, index, revision=commit)).parent)
+        folder = Path(cached_file(source, index, revision=revision)).parent
+        check_depth(folder)
+        commit = folder.name
         with without_questions():
             yield {"revision": commit}
         with contextlib.suppress(EntryNotFoundError):  # the model was not pushed by mhla_hf
@@ -206,14 +207,6 @@ def check_shards(index):
         if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
             raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
     return shards
-
-
-def find_commit(name, revision=None, index="config.json"):
-    """The commit that a revision (None: main) of the Hub model `name` is at. OSError or ValueError when it is not there."""
-    found = cached_file(name, index, revision=revision)
-    if found is None:
-        raise ValueError(f"the repository has no {index}")
-    return Path(found).parent.name
 
 
 @contextlib.contextmanager

@@ -188,9 +188,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
     if not bool(new.any()):
         return None
     if batch != 1:
-        raise ValueError(
-            f"position_ids or seq_idx: sequences begin inside a row of a batch of {batch}, expected a batch of 1."
-        )
+        raise ValueError(f"position_ids or seq_idx: got sequences packed in a batch of {batch}, expected a batch of 1.")
     inner = new[0].nonzero()[:, 0] + 1
     return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)
 
@@ -200,7 +198,7 @@ def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
     for name in ("attention_mask", "past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(
-                f"{name}: it came with packed sequences, expected none: their row has neither padding nor a cache."
+                f"{name}: it came with packed sequences, expected none: they have no padding and no cache."
             )
     token, edges = torch.arange(length, device=borders.device), borders.long()
     position_ids = kwargs.get("position_ids")
