@@ -20,7 +20,6 @@ from diffusers import ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import is_accelerate_available
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA
@@ -139,6 +138,23 @@ def holds_mhla(processor) -> bool:
     return hasattr(processor, "mhla")
 
 
+class AddUp(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
 def shard_of_grid(config, grid, tokens: int) -> tuple:
     """First token and `add_up` of this process, whose shard has `tokens` of the grid's, as diffusers' context parallelism
     cuts them: in order, all shards equal or the first ones longer by one."""
@@ -147,7 +163,7 @@ def shard_of_grid(config, grid, tokens: int) -> tuple:
     size, longer = divmod(total, torch.distributed.get_world_size(group))
     if tokens != size + (rank < longer):
         raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
-    return rank * size + min(rank, longer), lambda x: all_reduce(x, group=group)  # which sums gradients, too
+    return rank * size + min(rank, longer), lambda x: AddUp.apply(x, group)
 
 
 class MHLATransformerMixin:
