@@ -144,10 +144,8 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
         if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
         return allowed[..., seen : seen + length].any(1).expand(batch, length)
-    raise ValueError(
-        f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
-        f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
-    )
+    expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
+    raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
 
 @torch.compiler.disable(

@@ -88,10 +88,10 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected a negative number.")
         if self.state is not None and -tokens_to_remove > self.state.block_size:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, expected at least {-self.state.block_size}: an MHLA cache "
-                "forgets no more than a block exactly (assisted generation drafts num_assistant_tokens at a time)."
+            what = (
+                f"at least {-self.state.block_size}: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
             )
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
         if tokens_to_remove and self.state is not None:
             self.state.crop(-tokens_to_remove)
             self.seen_tokens += tokens_to_remove

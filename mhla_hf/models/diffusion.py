@@ -265,10 +265,8 @@ class MHLATransformerMixin:
         for index in self.config.mhla["layers"]:
             found = attentions[index].processor
             if not holds_mhla(found):
-                raise ValueError(
-                    f"model: got {type(found).__name__} in layer {index}, expected its MHLAAttnProcessor, whose weights are "
-                    "lost; load or convert the model again."
-                )
+                what = "expected its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
+                raise ValueError(f"model: got {type(found).__name__} in layer {index}, {what}.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):

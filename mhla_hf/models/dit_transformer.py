@@ -162,9 +162,9 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         """As every model; the base puts its patches back as a square, so nothing else is let in."""
         grid = super().token_grid(hidden_states)
         if grid[0] != grid[1]:
+            sides = f"{hidden_states.shape[-2]} by {hidden_states.shape[-1]}"
             raise ValueError(
-                f"hidden_states: got latents of {hidden_states.shape[-2]} by {hidden_states.shape[-1]}, expected a square: "
-                "diffusers' DiT puts its patches back as one."
+                f"hidden_states: got latents of {sides}, expected a square, as diffusers' DiT makes of them."
             )
         return grid
 

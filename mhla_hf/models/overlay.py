@@ -49,10 +49,8 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
 
     def __init__(self, config, *args, **kwargs):
         if getattr(config, "mhla", None) is None:
-            raise ValueError(
-                f"config: got {type(config).__name__} without `mhla`, expected an MHLA configuration; "
-                "use mhla_hf.convert(model) on a softmax model."
-            )
+            what = "expected an MHLA configuration; use mhla_hf.convert(model) on a softmax model"
+            raise ValueError(f"config: got {type(config).__name__} without `mhla`, {what}.")
         super().__init__(config, *args, **kwargs)
         self.install(self, MHLASettings.from_dict(config.mhla))
 

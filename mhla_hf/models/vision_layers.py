@@ -258,15 +258,10 @@ class MHLAVisionStage(nn.Module):
         if number:
             before = stages[number - 1]["hidden_size"]
             self.reduce = nn.Sequential(nn.Conv2d(before, width, 3, 2, 1), nn.BatchNorm2d(width))
-        self.blocks = nn.ModuleList(
-            MHLAVisionBlock(
-                config,
-                stage,
-                config.attention if first + i in config.mhla["layers"] else "softmax",
-                config.drop_path_rate * (first + i) / total,
-            )
-            for i in range(stage["depth"])
-        )
+        self.blocks = nn.ModuleList()
+        for layer in range(first, first + stage["depth"]):
+            kind = config.attention if layer in config.mhla["layers"] else "softmax"
+            self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / total))
 
     def forward(self, x: torch.Tensor, grid, **kwargs) -> tuple[torch.Tensor, tuple[int, int]]:
         """Tokens and grid to tokens and grid."""
