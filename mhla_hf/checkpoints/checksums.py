@@ -1,6 +1,6 @@
 """SHA256SUMS: a pushed model says what its files are, so that whoever loads it can tell when one has changed.
 
-The Hub client compares sizes, not contents, and a folder can be changed by anybody. Unusual: the format is that of the
+The Hub client compares sizes, not contents, and a folder can be changed by anybody. The format is that of the
 `sha256sum` command, so the files can be proven without this package: `sha256sum --check SHA256SUMS`.
 """
 

@@ -1,6 +1,6 @@
 """What a saved model is in the hands of somebody who never installed mhla_hf: loaded by `visitor.py`, elsewhere.
 
-Unusual: the process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
+The process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
 outside its folder does not load.
 """
 
@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from .load import missing_in_transformers
 
 # of transformers: a causal language model, an image classifier, a vision tower; of diffusers: one model, a pipeline
 KINDS = ("language", "image", "tower", "model", "pipeline")
@@ -35,8 +37,6 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
     Raises:
         ValueError: the model does not load there, with the last line of the reason.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
     source = Path(__file__).with_name("visitor.py").read_text(encoding="utf-8")
     asked = {"folder": os.path.abspath(folder), "kind": kind, "given": given and os.path.abspath(given)}
     asked |= {"prompt": prompt, "new_tokens": new_tokens, "dtype": dtype, "threads": torch.get_num_threads()}
@@ -53,16 +53,19 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if ERROR.match(line)]
         raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({(errors or lines)[-1]})")
-    return json.loads(done.stdout.splitlines()[-1])
+    seen = json.loads(done.stdout.splitlines()[-1])
+    if kind == "pipeline":
+        seen["missing"] += missing_in_transformers(Path(folder), {})
+    return seen
 
 
 def check_visit(folder, kind, dtype="auto") -> str:
     """The class under which `folder` loads there; ValueError when it does not load whole, as itself and finite."""
     seen = visit(folder, kind, dtype=dtype)
     where = f"{folder}: in a process without mhla_hf"
-    if seen["missing"] or seen["unexpected"]:
-        odd, name = ("lacks", seen["missing"][0]) if seen["missing"] else ("has no place for", seen["unexpected"][0])
-        raise ValueError(f"{where} the model {odd} the weight {name!r}")
+    for wrong, odd in (("missing", "lacks"), ("unexpected", "has no place for")):
+        if seen[wrong]:
+            raise ValueError(f"{where} the model {odd} the weight {seen[wrong][0]!r}")
     if seen["imported"]:
         raise ValueError(f"{where} the model imports {seen['imported'][0]}, which a user may not have")
     if not seen["class"].startswith(("transformers_modules.", "diffusers_modules.")):

@@ -1,6 +1,7 @@
 """What a model's numbers depend on, as a hash: of a folder its files, of a loaded model or pipeline its weights."""
 
 import hashlib
+import io
 from pathlib import Path
 
 import torch
@@ -9,17 +10,8 @@ from .checksums import NOTED, without_origin
 
 WEIGHTS = (".safetensors", ".bin")
 PIPELINE = "model_index.json"
-DECISIVE = (
-    PIPELINE,
-    "config.json",
-    "scheduler_config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-)
+DECISIVE = {PIPELINE, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json"}
+DECISIVE |= {"tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"}
 
 
 def fingerprint_folder(folder):
@@ -35,12 +27,10 @@ def fingerprint_folder(folder):
         raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
     digest = hashlib.sha256()
     for file in files:
-        if file.name in NOTED:
-            data = without_origin(file.read_bytes())
-            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(data)}\0".encode() + data)
-            continue
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
+        noted = without_origin(file.read_bytes()) if file.name in NOTED else None
+        size = file.stat().st_size if noted is None else len(noted)
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") if noted is None else io.BytesIO(noted) as stream:
             while chunk := stream.read(1 << 22):
                 digest.update(chunk)
     return f"files:{digest.hexdigest()[:32]}"

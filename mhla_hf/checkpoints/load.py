@@ -1,7 +1,7 @@
 """Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
 
 transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
-would be about nothing. Unusual: whatever goes wrong while loading becomes one sentence that names the model.
+would be about nothing. Whatever goes wrong while loading becomes one sentence that names the model.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -40,20 +40,26 @@ MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+@contextlib.contextmanager
+def one_sentence(about):
+    """Whatever goes wrong meanwhile becomes a ValueError of one line that begins with `about`."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        raise ValueError(f"{about}: {first_line(error)}") from error
+
+
 def check_model_name(name, pipeline=False):
     """A `Path` for a local model, or the same str for a Hub id. ValueError: neither, or a folder without a model.
 
     pipeline: a diffusers pipeline is expected, with model_index.json and the weights in folders below.
     """
-    name = str(name)
-    path = Path(name)
-    what = "pipeline" if pipeline else "model"
+    name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
     if path.is_dir():
-        index = "model_index.json" if pipeline else "config.json"
-        if not (path / index).is_file():
-            raise ValueError(f"model {name!r} has no {index}; expected the folder of a saved {what}")
-        if not any(path.glob("*/*.safetensors" if pipeline else "*.safetensors")):
-            raise ValueError(f"model {name!r} has no .safetensors file; expected the folder of a saved {what}")
+        index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
+        if not (path / index).is_file() or not any(path.glob(weights)):
+            lacks = ".safetensors file" if (path / index).is_file() else index
+            raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
         return path
     if path.exists() or path.is_symlink():
         found = "a file" if path.exists() else "a link to nothing"
@@ -65,12 +71,10 @@ def check_model_name(name, pipeline=False):
 
 def is_pipeline(name, revision=None):
     """Whether a folder or Hub id is a diffusers pipeline: it has a model_index.json. False for what cannot be asked."""
-    if os.path.lexists(name):
-        return (Path(name) / "model_index.json").is_file()
-    if not HUB_ID.fullmatch(str(name)):
-        return False
+    if os.path.lexists(name) or not HUB_ID.fullmatch(str(name)):
+        return (Path(name) / PIPELINE).is_file()
     try:
-        hf_hub_download(str(name), "model_index.json", revision=revision)
+        hf_hub_download(str(name), PIPELINE, revision=revision)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     return True
@@ -78,18 +82,14 @@ def is_pipeline(name, revision=None):
 
 def load_config(name, *, revision=None, trust_remote_code=False):
     """The configuration of a folder or Hub id; ValueError in one sentence."""
-    try:
+    with one_sentence(f"model {str(name)!r}: its configuration cannot be loaded"):
         return AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"model {str(name)!r}: its configuration cannot be loaded: {first_line(error)}") from error
 
 
 def load_tokenizer(name, *, revision=None, trust_remote_code=False):
     """The tokenizer of a folder or Hub id; ValueError in one sentence."""
-    try:
+    with one_sentence(f"model {str(name)!r}: its tokenizer cannot be loaded"):
         return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"model {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def _read_tokenizer(name, *, trust_remote_code, **files):
@@ -121,16 +121,14 @@ def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_co
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
-    try:
+    where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
+    with one_sentence(f"model {str(name)!r} cannot be loaded{where}"):
         with checked_files(source, revision) as files:
             options = {"trust_remote_code": trust_remote_code, **files}
             tools = read_tools(str(source), **options)
             options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
             loaded = auto_model.from_pretrained(str(source), **options)
         model = loaded[0].to(choose_device(device)).eval()
-    except LOADING_ERRORS as error:
-        where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
-        raise ValueError(f"model {str(name)!r} cannot be loaded{where}: {first_line(error)}") from error
     check_whole(name, loaded[1])
     return model, tools
 
@@ -164,11 +162,13 @@ def checked_files(source, revision=None, index="config.json"):
     outside the folder.
     """
     if not isinstance(source, Path):
-        commit = find_commit(source, revision, index)
-        check_depth(Path(cached_file(source, index, revision=commit)).parent)
+        folder = Path(cached_file(source, index, revision=revision)).parent
+        check_depth(folder)
+        commit = folder.name
         with without_questions():
             yield {"revision": commit}
-        check_download(source, commit)
+        with contextlib.suppress(EntryNotFoundError):  # the model was not pushed by mhla_hf
+            check_sums(Path(hf_hub_download(source, SUMS_FILE, revision=commit)).parent)
         return
     check_sums(source)
     for shards in source.rglob("*.safetensors.index.json"):
@@ -199,10 +199,7 @@ def check_shards(index):
     transformers would follow such a name out of a folder; from the Hub it refuses to.
     """
     index = Path(index)
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{index} is not JSON: {error}") from None
+    content = _read_json(index)
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
@@ -210,23 +207,6 @@ def check_shards(index):
         if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
             raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
     return shards
-
-
-def find_commit(name, revision=None, index="config.json"):
-    """The commit that a revision (None: main) of the Hub model `name` is at. OSError or ValueError when it is not there."""
-    found = cached_file(name, index, revision=revision)
-    if found is None:
-        raise ValueError(f"the repository has no {index}")
-    return Path(found).parent.name
-
-
-def check_download(name, commit):
-    """ValueError when files of the Hub model `name` in the cache are not what its SHA256SUMS says, where it has one."""
-    try:
-        sums = hf_hub_download(name, SUMS_FILE, revision=commit)
-    except EntryNotFoundError:  # the model was not pushed by mhla_hf
-        return
-    check_sums(Path(sums).parent)
 
 
 @contextlib.contextmanager
@@ -259,29 +239,24 @@ def choose_device(device=None):
     """A torch device: `device`, or CUDA when there is one, else CPU. ValueError when torch does not have it."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-        return torch.device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} is not available here: {first_line(error)}") from error
+    with one_sentence(f"device {device!r} is not available here"):
+        return torch.empty(0, device=device).device
 
 
 def stored_dtype(folder):
     """The dtype that "auto" gives for a local model, e.g. "float32": the configuration's, else the first weight's."""
-    folder = Path(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
+    config = _read_json(Path(folder) / "config.json")
     named = config.get("dtype") or config.get("torch_dtype")
-    if named:
-        return str(named).removeprefix("torch.")
-    file = sorted(folder.glob("*.safetensors"))[0]
-    try:
-        with safe_open(file, framework="pt") as weights:
-            return str(weights.get_tensor(next(iter(weights.keys()))).dtype).removeprefix("torch.")
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
+    file = sorted(Path(folder).glob("*.safetensors"))[0]
+    if not named:
+        with one_sentence(f"{file} cannot be read"), safe_open(file, framework="pt") as weights:
+            named = weights.get_tensor(next(iter(weights.keys()))).dtype
+    return str(named).removeprefix("torch.")
+
+
+def _read_json(file):
+    with one_sentence(f"{file} is not JSON"):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def first_line(error):
@@ -301,21 +276,20 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
     options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
         with checked_files(place, revision, PIPELINE) as files:
-            missing = _missing_in_transformers(place, files)
+            missing = missing_in_transformers(place, files)
             pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
         if not (missing := missing or _missing_weights(pipeline)):
             pipeline = pipeline.to(choose_device(device))
     except LOADING_ERRORS as error:
+        what = f"cannot be loaded: {first_line(error)}"
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            raise ValueError(
-                f"model {str(source)!r} holds the source of its MHLA model; give trust_remote_code to run it"
-            ) from error
-        raise ValueError(f"model {str(source)!r} cannot be loaded: {first_line(error)}") from error
+            what = "holds the source of its MHLA model; give trust_remote_code to run it"
+        raise ValueError(f"model {str(source)!r} {what}") from error
     check_whole(source, {"missing_keys": missing})
     return pipeline
 
 
-def _missing_in_transformers(place, files):
+def missing_in_transformers(place, files):
     """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
 
     place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
@@ -324,10 +298,9 @@ def _missing_in_transformers(place, files):
     parts = json.loads(Path(index).read_text(encoding="utf-8"))
     nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
-    for part, told in parts.items():
-        kind = (
-            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
-        )
+    for part, named in parts.items():
+        ours = isinstance(named, list) and named[0] == "transformers"
+        kind = getattr(transformers, str(named[1]), None) if ours else None
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
             _, info = kind.from_pretrained(str(place), **how)

@@ -1,6 +1,6 @@
 """The machine and the software a number was measured on, as text for records, cards and plots.
 
-Unusual: nothing here guesses. What cannot be found out is left out or called unknown.
+Nothing here guesses. What cannot be found out is left out or called unknown.
 """
 
 import datetime
@@ -12,18 +12,8 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = (
-    "mhla_hf",
-    "torch",
-    "transformers",
-    "diffusers",
-    "lm_eval",
-    "datasets",
-    "accelerate",
-    "tokenizers",
-    "triton",
-    "flash-linear-attention",
-)
+LIBRARIES = ("mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers")
+LIBRARIES += ("triton", "flash-linear-attention")
 
 
 def describe_versions():
@@ -59,31 +49,28 @@ def _cores():
 
 def _cpu_name():
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine() or "unknown CPU")
 
 
 def source_commit():
     """Git commit of the package's checkout ("+changed" when its tracked files differ), else "mhla_hf <version>"."""
     root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():
-        commit = _git(root, "rev-parse", "HEAD")
-        if commit:
-            changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
-            return commit + ("+changed" if changed else "")
+    if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
+        return commit + ("+changed" if changed else "")
     return f"mhla_hf {describe_versions()['mhla_hf']}"
 
 
 def _git(root, *arguments):
     """Output of a git command, or "" where git is absent or refuses (both mean: no commit is known)."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            ["git", "-C", str(root), *arguments], text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def describe_run(command, device="cpu"):

@@ -1,34 +1,19 @@
 """Run in a process of its own: a visitor who has transformers or diffusers and a saved model, and no mhla_hf.
 
-Unusual: it is never imported. `clean_process.visit` hands its text to `python -c`, so nothing of this package is on the
-path, and the first lines make sure that importing mhla_hf or triton fails even where they are installed.
+It is never imported. `clean_process.visit` hands its text to `python -c`, so nothing of this package is on the path, and the
+first lines make sure that importing mhla_hf or triton fails, and that nobody finds them, even where they are installed.
 
 Argument: JSON with `folder`, `kind` (one of clean_process.KINDS), `given` (None, or a safetensors file with `ids`
 and the `logits` they must give), `prompt` and `new_tokens` (language models only; None: no text), `dtype` (as torch names
 it, or "auto") and `threads`. Prints one line of JSON.
 """
 
-import importlib.util
-import json
 import sys
 
 ABSENT = ("mhla_hf", "triton")
-installed = importlib.util.find_spec
+sys.modules.update(dict.fromkeys(ABSENT))
 
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ABSENT:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def find_what_is_there(name, package=None):
-    return None if name.partition(".")[0] in ABSENT else installed(name, package)
-
-
-sys.meta_path.insert(0, Absent())
-importlib.util.find_spec = find_what_is_there
-
+import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -38,9 +23,8 @@ from safetensors.torch import load_file  # noqa: E402
 
 def load(auto, folder):
     """A model of transformers, and what was wrong with its weights."""
-    model, loading = auto.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, dtype=asked["dtype"]
-    )
+    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": asked["dtype"]}
+    model, loading = auto.from_pretrained(folder, **options)
     wrong = {"missing": sorted(loading["missing_keys"]), "unexpected": sorted(loading["unexpected_keys"])}
     return model.eval(), wrong
 
@@ -61,9 +45,8 @@ def language(folder):
     if asked["prompt"] is not None:
         encoded = tokenizer(asked["prompt"], return_tensors="pt", add_special_tokens=False)
         encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        written = model.generate(
-            **encoded, max_new_tokens=asked["new_tokens"], do_sample=False, pad_token_id=tokenizer.eos_token_id
-        )
+        options = {"max_new_tokens": asked["new_tokens"], "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        written = model.generate(**encoded, **options)
         seen["continuation"] = tokenizer.decode(written[0][encoded["input_ids"].shape[1] :], skip_special_tokens=True)
     return model, seen
 
@@ -97,27 +80,11 @@ def model(folder):
     return found, compare(found, folder)
 
 
-def missing_in_transformers(folder):
-    """Names of the weights that a pipeline's models of transformers lack; the pipeline would fill them at random."""
-    import transformers
-
-    found = []
-    for part, told in json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8")).items():
-        kind = (
-            getattr(transformers, str(told[1]), None) if isinstance(told, list) and told[0] == "transformers" else None
-        )
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            _, loading = kind.from_pretrained(folder, subfolder=part, output_loading_info=True, dtype=asked["dtype"])
-            found += [f"{part}.{name}" for name in sorted(loading["missing_keys"])]
-    return found
-
-
 def pipeline(folder):
     from diffusers import DiffusionPipeline
 
-    missing = missing_in_transformers(folder)
     pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True, dtype=asked["dtype"])
-    seen, found = {"missing": missing, "unexpected": []}, pipe
+    seen, found = {"missing": [], "unexpected": []}, pipe
     for source in sorted(Path(folder).glob("*/modeling_mhla*.py")):
         found = getattr(pipe, source.parent.name)
         for wrong, names in compare(found, source.parent).items():
@@ -132,5 +99,5 @@ torch.set_num_threads(asked["threads"])
 kinds = {"language": language, "image": image, "tower": tower, "model": model, "pipeline": pipeline}
 loaded, report = kinds[asked["kind"]](asked["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
-report["imported"] = [name for name in ABSENT if name in sys.modules]
+report["imported"] = [name for name in ABSENT if sys.modules[name] is not None]
 print(json.dumps(report))

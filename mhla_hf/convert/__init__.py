@@ -27,8 +27,8 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
             inside a larger model, such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger
             model's folder would load as softmax, with a warning of unexpected weights.
         settings: all choices at once. Default for language models: layers "2/3" (models without any softmax layer lose
-            recall), blocks of 64, 32 of them, learnable Hedgehog-style feature map after RoPE, normalised. For vision
-            towers: all layers, 4 x 4 blocks, relu, normalised. For diffusers: `mhla_defaults` of the MHLA class, such as
+            recall), blocks of 64, 32 of them, learnable Hedgehog-style feature map after RoPE, normalized. For vision
+            towers: all layers, 4 x 4 blocks, relu, normalized. For diffusers: `mhla_defaults` of the MHLA class, such as
             `MHLAWanTransformer3DModel.mhla_defaults`.
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
         **overrides: single fields of `MHLASettings`; they win over `settings`.

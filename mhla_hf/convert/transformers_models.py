@@ -11,20 +11,12 @@ import transformers
 from ..models.attention import install_mhla, softmax_attentions
 from ..models.families import LANGUAGE, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
+from ..nn.core import check_causal
 from ..nn.settings import MHLASettings
 from .families import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
-
-
-def check_language(settings: MHLASettings) -> None:
-    """What only a causal model refuses."""
-    if settings.normalize == "official":
-        raise ValueError('normalize: got "official", expected true or false for a language model.')
-    if settings.layout is not None or settings.cpe:
-        name = "cpe" if settings.layout is None else "layout"
-        raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for a language model.")
 
 
 def check_tower(settings: MHLASettings) -> None:
@@ -51,7 +43,7 @@ class Kind:
     check: Callable
 
 
-LANGUAGE_MODELS = Kind(softmax_attentions, install_mhla, check_language)
+LANGUAGE_MODELS = Kind(softmax_attentions, install_mhla, check_causal)
 VISION_TOWERS = Kind(grid_attentions, install_grid_mhla, check_tower)
 
 

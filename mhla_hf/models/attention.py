@@ -14,7 +14,7 @@ from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import overlay_attention_class, swap_attention
+from .overlay import overlay_class, swap_attention
 from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -24,16 +24,14 @@ SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what o
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
 
-    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
+    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalized
     form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
     """
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     output = module.mhla(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+        *(x.transpose(1, 2) for x in (query, key, value)),
         hidden_states=kwargs.get("mhla_hidden_states"),
         starts=starts,
         key_mask=key_mask,
@@ -68,35 +66,18 @@ class MHLAMixer:
         """As the base, with the layer's own cache in place of keys and values."""
         cache = mhla_cache_layer(past_key_values, self.layer_idx)
         output = super().forward(
-            hidden_states,
-            *args,
-            past_key_values=None,
-            mhla_cache=cache,
-            mhla_hidden_states=hidden_states,
-            **kwargs,
+            hidden_states, *args, past_key_values=None, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs
         )
         if cache is not None:
             cache.seen_tokens += hidden_states.shape[1]
         return output
 
 
-def mixer_class(base: type) -> type:
-    """The MHLA version of an attention class: `MHLALlamaAttention` for `LlamaAttention`."""
-    return overlay_attention_class(base, MHLAMixer, __name__.replace("models.attention", "models.converted"))
-
-
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a decoder that can become MHLA, by layer index."""
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
-    found = {}
-    for name, module in model.named_modules():
-        if all(hasattr(module, attribute) for attribute in needed):
-            if module.layer_idx in found:
-                raise ValueError(
-                    f"model: {name} is a second attention of layer {module.layer_idx}, expected one per layer."
-                )
-            found[module.layer_idx] = module
-    return found
+    found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
+    return {module.layer_idx: module for module in found}
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
@@ -104,27 +85,22 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = softmax_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
+    sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+    sizes |= {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = MHLA(
-            settings,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            key_dim=attention.head_dim,
-            value_dim=attention.head_dim,
-            hidden_size=config.hidden_size,
-            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        )
-        swap_attention(attention, mixer_class(type(attention)), core, ATTENTION_NAME)
+        core = MHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
+        mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
+        swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
-    model.base_model.register_forward_pre_hook(hand_on_padding, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(pass_padding, with_kwargs=True)
 
 
 BODY_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
-def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
+def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
     """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
 
     Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
@@ -168,10 +144,8 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
         if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
         return allowed[..., seen : seen + length].any(1).expand(batch, length)
-    raise ValueError(
-        f"attention_mask: got shape {tuple(mask.shape)} for {batch} rows of {length} new tokens, "
-        f"expected [{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]."
-    )
+    expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
+    raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
 
 @torch.compiler.disable(
@@ -212,9 +186,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
     if not bool(new.any()):
         return None
     if batch != 1:
-        raise ValueError(
-            f"position_ids or seq_idx: sequences begin inside a row of a batch of {batch}, expected a batch of 1."
-        )
+        raise ValueError(f"position_ids or seq_idx: got sequences packed in a batch of {batch}, expected a batch of 1.")
     inner = new[0].nonzero()[:, 0] + 1
     return torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([ids.shape[1]])]).to(torch.int32)
 
@@ -224,7 +196,7 @@ def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
     for name in ("attention_mask", "past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(
-                f"{name}: it came with packed sequences, expected none: their row has neither padding nor a cache."
+                f"{name}: it came with packed sequences, expected none: they have no padding and no cache."
             )
     token, edges = torch.arange(length, device=borders.device), borders.long()
     position_ids = kwargs.get("position_ids")

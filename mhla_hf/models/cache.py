@@ -1,7 +1,7 @@
 """The KV cache of MHLA layers, as a layer of any transformers `Cache`.
 
-Unusual: a cache is made by transformers before the model runs, from a configuration that says nothing of MHLA. So an MHLA
-attention module exchanges its layer of the cache for this one at first use (`mhla_cache_layer`). It calls itself a linear
+A cache is made by transformers before the model runs, from a configuration that says nothing of MHLA. So an MHLA attention
+module exchanges its layer of the cache for this one at first use (`mhla_cache_layer`). It calls itself a linear
 attention layer so that softmax layers of a hybrid never size their masks by it, and an attention layer so that a cache
 made of nothing else still knows its length.
 """
@@ -49,19 +49,17 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to do: the first forward pass makes the state."""
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(self, *args, **kwargs):
         raise ValueError(
-            "past_key_values: a softmax layer wrote to an MHLA layer's cache; expected the layers of one model."
+            "past_key_values: a softmax layer wrote to an MHLA layer's cache; expected one model's layers."
         )
 
-    def update_conv_state(self, conv_states, **kwargs):
-        raise ValueError(
-            "past_key_values: a convolution wrote to an MHLA layer's cache; expected the layers of one model."
-        )
+    def update_conv_state(self, *args, **kwargs):
+        raise ValueError("past_key_values: a convolution wrote to an MHLA layer's cache; expected one model's layers.")
 
-    def update_recurrent_state(self, recurrent_states, **kwargs):
+    def update_recurrent_state(self, *args, **kwargs):
         raise ValueError(
-            "past_key_values: a recurrent layer wrote to an MHLA layer's cache; expected the layers of one model."
+            "past_key_values: a recurrent layer wrote to an MHLA layer's cache; expected one model's layers."
         )
 
     def offload(self) -> None:
@@ -88,14 +86,12 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, expected a negative number of tokens to remove."
-            )
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected a negative number.")
         if self.state is not None and -tokens_to_remove > self.state.block_size:
-            raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, expected at least {-self.state.block_size}: an MHLA cache "
-                "forgets no more than a block exactly (assisted generation drafts num_assistant_tokens at a time)."
+            what = (
+                f"at least {-self.state.block_size}: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
             )
+            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
         if tokens_to_remove and self.state is not None:
             self.state.crop(-tokens_to_remove)
             self.seen_tokens += tokens_to_remove

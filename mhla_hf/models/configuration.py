@@ -7,12 +7,7 @@ from ..nn.settings import NO_SOFTMAX, MHLASettings
 
 MHLA_PRESETS = {
     "340M": {},
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 4,
-    },
+    "tiny": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
 }
 
 
@@ -23,7 +18,7 @@ class MHLAConfig(PreTrainedConfig):
     Args:
         expand_k: width of all q heads together, as a share of `hidden_size` (0.5: heads of 128).
         expand_v: width of all v heads together, as a share of `hidden_size` (1.0: heads of 256).
-        mhla: settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, no normaliser but an RMSNorm
+        mhla: settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, no normalizer but an RMSNorm
             per head, output gate, 32 blocks of 64 tokens.
 
     `MHLAConfig.preset("340M")` and `MHLAConfig.preset("tiny")` give ready configurations.
@@ -62,14 +57,13 @@ class MHLAConfig(PreTrainedConfig):
         if self.value_dim is None:
             self.value_dim = int(self.hidden_size * self.expand_v) // heads
         settings = MHLASettings.from_dict(paper_language_settings() if self.mhla is None else self.mhla)
-        if settings.layers != "all" and settings.resolve_layers(self.num_hidden_layers) != list(
-            range(self.num_hidden_layers)
-        ):
+        every = list(range(self.num_hidden_layers))
+        if settings.resolve_layers(len(every)) != every:
             raise ValueError(
                 f'layers: got {settings.layers!r}, expected "all": a from-scratch MHLA model has no softmax layers; '
                 "convert a base model for a hybrid."
             )
-        settings.layers = list(range(self.num_hidden_layers))
+        settings.layers = every
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
 

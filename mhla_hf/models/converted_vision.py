@@ -3,8 +3,8 @@
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from .families import VISION, Family
-from .grid_attention import grid_mixer_class, install_grid_mhla
-from .overlay import MHLAHeadMixin, overlay_model_class, overlay_named
+from .grid_attention import MHLAGridMixer, install_grid_mhla
+from .overlay import MHLAHeadMixin, overlay_named
 
 
 class MHLATowerMixin(MHLAHeadMixin):
@@ -21,12 +21,12 @@ class MHLATowerClassifierMixin(MHLATowerMixin):
     auto_name = "AutoModelForImageClassification"
 
 
-def converted_tower_class(family: Family, base: type) -> type:
-    """`MHLAViTModel` for `ViTModel`, `MHLAViTForImageClassification` for `ViTForImageClassification`."""
+def tower_mixin(family: Family, base: type) -> type:
+    """What is mixed into a class, by whether transformers lists it among the image classifiers."""
     names = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(family.base, ())
     classifies = base.__name__ in ([names] if isinstance(names, str) else names)
-    return overlay_model_class(family, base, MHLATowerClassifierMixin if classifies else MHLATowerMixin)
+    return MHLATowerClassifierMixin if classifies else MHLATowerMixin
 
 
 def __getattr__(name: str):
-    return overlay_named(name, VISION, converted_tower_class, grid_mixer_class)
+    return overlay_named(name, VISION, tower_mixin, MHLAGridMixer)

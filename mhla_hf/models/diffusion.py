@@ -1,7 +1,7 @@
 """MHLA in the transformers of diffusers: the processor that owns the new modules, and what every family's class shares.
 
-Unusual: no attention of diffusers is told the grid of its tokens. The model's `forward` writes it to a `GridState` that the
-processors read, one for each thread, and restores it afterwards; gradient checkpointing, which runs a block again when the
+No attention of diffusers knows the grid of its tokens. The model's `forward` writes it to a `GridState` that the processors
+read, one for each thread, and restores it afterwards; gradient checkpointing, which runs a block again when the
 state holds another call's grid, binds the grid to the call. A family's class is little more than its record: constructor and
 forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__`.
 """
@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from diffusers import ModelMixin
@@ -28,8 +27,6 @@ from ..nn.settings import MHLASettings
 from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
 
-# what diffusers says of a weight of another shape
-MISFIT = re.compile(r"(\S+) expected shape torch\.Size\((.+?)\), but got torch\.Size\((.+?)\)")
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
 
 
@@ -120,14 +117,16 @@ class MHLAAttnProcessor(nn.Module):
         if attn.norm_k is not None:
             k = attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        rotate = None
-        if rotary_emb is not None:
-            if self.mhla.settings.rope == "after":
-                rotate = functools.partial(rotate_both, rotary_emb)
-            else:
-                q, k = rotate_both(rotary_emb, q, k)
+
+        def rotate(x, y):
+            return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
+
+        after = self.mhla.settings.rope == "after"
+        if rotary_emb is not None and not after:
+            q, k = rotate(q, k)
         grid = self.state.grid
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid, q.shape[1])
+        rotate = rotate if rotary_emb is not None and after else None
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
@@ -137,11 +136,6 @@ def holds_mhla(processor) -> bool:
     """Whether an attention's processor is MHLA's, by what it has: diffusers runs a checkpoint's file again at each load, and
     the class of an earlier model is then no longer the one that bears its name."""
     return hasattr(processor, "mhla")
-
-
-def rotate_both(rotary_emb, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotate_pairs` of q and k."""
-    return rotate_pairs(q, *rotary_emb), rotate_pairs(k, *rotary_emb)
 
 
 class AddUp(torch.autograd.Function):
@@ -220,14 +214,12 @@ class MHLATransformerMixin:
             self.mhla_state = GridState()
         for index in settings.layers:
             attn = attentions[index]
-            core = GridMHLA(
-                settings,
-                num_heads=attn.heads,
-                num_kv_heads=attn.heads,
-                key_dim=attn.to_q.out_features // attn.heads,
-                value_dim=attn.to_v.out_features // attn.heads,
-                hidden_size=attn.to_q.in_features,
-            )
+            widths = {
+                "key_dim": attn.to_q.out_features // attn.heads,
+                "value_dim": attn.to_v.out_features // attn.heads,
+            }
+            heads = {"num_heads": attn.heads, "num_kv_heads": attn.heads}
+            core = GridMHLA(settings, hidden_size=attn.to_q.in_features, **heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
         noted = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         noted["mhla"] = settings.to_dict()
@@ -246,11 +238,10 @@ class MHLATransformerMixin:
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None) -> None:
-        if enable and not isinstance(gradient_checkpointing_func, GridCheckpoint):
-            gradient_checkpointing_func = GridCheckpoint(
-                self.mhla_state, gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
-            )
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+        if enable and not isinstance(function, GridCheckpoint):
+            function = GridCheckpoint(self.mhla_state, function)
+        super()._set_gradient_checkpointing(enable, function)
 
     @functools.wraps(ModelMixin.save_pretrained, assigned=())  # a pipeline hands on what the signature names
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
@@ -274,45 +265,21 @@ class MHLATransformerMixin:
         for index in self.config.mhla["layers"]:
             found = attentions[index].processor
             if not holds_mhla(found):
-                raise ValueError(
-                    f"model: got {type(found).__name__} in layer {index}, expected its MHLAAttnProcessor, whose weights are "
-                    "lost; load or convert the model again."
-                )
+                what = "expected its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
+                raise ValueError(f"model: got {type(found).__name__} in layer {index}, {what}.")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """As diffusers, but whole: weights that are missing, unknown to MHLA layers, or damaged are refused."""
-        wants_info = kwargs.pop("output_loading_info", False)
-        try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
-        except OSError as error:
-            folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-            if not folder.is_dir():
-                raise
-            weights = any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file()
-            found = str(error).strip(" .\n").partition("\n")[0] if weights else "got config.json and no weights"
-            raise OSError(
-                f"{folder}: {found}, expected config.json and all weights of {cls.__name__}, whole, as save_pretrained "
-                "wrote them."
-            ) from error
-        except ValueError as error:
-            found = MISFIT.search(str(error))
-            if found is None:
-                raise
+        where, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(where, output_loading_info=True, **kwargs)
+        if missing := sorted(info["missing_keys"]):
             raise ValueError(
-                f"{pretrained_model_name_or_path}: {found[1]} is {found[3]}, expected {found[2]} for the layout, heads and "
-                "width in its config.json."
-            ) from error
-        if info["missing_keys"]:
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: has no {sorted(info['missing_keys'])[0]!r} ({len(info['missing_keys'])} "
-                f"missing), expected all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert."
+                f"{where}: has no {missing[0]!r} ({len(missing)} missing), expected all weights of {cls.__name__}; "
+                "a model without MHLA layers is for mhla_hf.convert."
             )
-        unknown = sorted(key for key in info["unexpected_keys"] if ".mhla." in key)
-        if unknown:
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json."
-            )
+        if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
+            raise ValueError(f"{where}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
         check_loaded_weights(model)
         return (model, info) if wants_info else model
 
@@ -327,10 +294,8 @@ def constructor_with_mhla(base: type, further: dict):
         self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
 
     signature = inspect.signature(base.__init__)
-    own = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in {**further, "mhla": None}.items()
-    ]
+    kind, added = inspect.Parameter.KEYWORD_ONLY, {**further, "mhla": None}
+    own = [inspect.Parameter(name, kind, default=default) for name, default in added.items()]
     __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *own])
     return __init__
 
@@ -341,9 +306,8 @@ def forward_on_grid(base: type):
     @functools.wraps(base.forward)
     def forward(self, hidden_states, *args, **kwargs):
         self.check_processors()
-        return self.mhla_state.run(
-            self.token_grid(hidden_states), base.forward, self, hidden_states, *args, **kwargs
-        )  # fmt: skip
+        grid = self.token_grid(hidden_states)
+        return self.mhla_state.run(grid, base.forward, self, hidden_states, *args, **kwargs)
 
     return forward
 
@@ -387,11 +351,8 @@ def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLA
     layers = settings.resolve_layers(len(attentions))
     for index in layers:
         attn = attentions[index]
-        plain = (getattr(attn, "residual_connection", False), getattr(attn, "rescale_output_factor", 1.0)) == (
-            False,
-            1.0,
-        )
-        extra = [name for name in ("group_norm", "spatial_norm") if getattr(attn, name, None) is not None]
-        if not plain or extra or attn.is_cross_attention:
+        extra = [getattr(attn, name, None) for name in ("group_norm", "spatial_norm", "residual_connection")]
+        rescaled = getattr(attn, "rescale_output_factor", 1.0) != 1.0
+        if any(extra) or rescaled or attn.is_cross_attention:
             raise ValueError(f"model: layer {index} has an attention with more than projections, norms and rotation.")
     return replace(settings, layers=layers)

@@ -1,25 +1,69 @@
 """DiT with MHLA in its self-attentions (section 5.2): converted, or from scratch in the sizes S, B, L and XL.
 
-DiG (table 3) is DiT with other blocks, and so is a preset of this family.
+DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, a local convolution.
+The paper replaces its gated linear attention and keeps the rest. DiG turns the order of the tokens from block to block,
+because gated linear attention looks back only; that falls away, for MHLA sees the whole grid.
 """
 
 import torch
 from diffusers import DiTTransformer2DModel
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import nn
 
 from ..nn.settings import MHLASettings
 from .diffusion import GridState, MHLATransformerMixin, holds_mhla
-from .diffusion_dig import DIG_SETTINGS, LocalConv, become_dig_block
 from .families import DIT
 
-DIT_SIZES = {
-    "S": (12, 384, 6),
-    "B": (12, 768, 12),
-    "L": (24, 1024, 16),
-    "XL": (28, 1152, 16),
-    "DiG-XL": (28, 1152, 18),
-}  # depth, width, heads
+DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16)}  # depth, width, heads
+DIT_SIZES |= {"XL": (28, 1152, 16), "DiG-XL": (28, 1152, 18)}
 DIT_PATCHES = (2, 4, 8)
+DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
+
+
+class LocalConv(nn.Module):
+    """A depthwise 3x3 convolution of the tokens of a grid, the identity at the start; it takes the place of what it gets."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The identity."""
+        nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
+        nn.init.zeros_(self.conv.bias)
+
+    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+        """`[B, T, C]` with T the row-major tokens of `grid` -> the same shape."""
+        return self.conv(x.mT.unflatten(2, tuple(grid))).flatten(2).mT
+
+
+class DiGBlock(BasicTransformerBlock):
+    """A block of DiT that `become_dig_block` has turned into one of DiG."""
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        """As the base, and then the local convolution."""
+        return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
+
+
+def become_dig_block(block: BasicTransformerBlock, grid_state) -> None:
+    """Turn a DiT block with new weights into DiG's, in place: its attention is still to become MHLA.
+
+    grid_state: of the model, whose `grid` is that of the running call.
+    """
+    attn = block.attn1
+    width = attn.to_q.in_features
+    narrow = width // 2
+    attn.to_q, attn.to_k = nn.Linear(width, narrow, bias=False), nn.Linear(width, narrow, bias=False)
+    attn.to_v = nn.Linear(width, width, bias=False)
+    attn.to_out[0] = nn.Linear(width, width, bias=False)
+    attn.use_bias = False  # read by diffusers when it fuses the projections
+    hidden = 256 * -(-int(width * 8 / 3) // 256)  # two thirds of four times the width, in full 256s
+    block.ff = FeedForward(width, inner_dim=hidden, activation_fn="swiglu", bias=False)
+    block.local = LocalConv(width)
+    block.grid_state = grid_state
+    block.__class__ = DiGBlock
 
 
 def dit_preset(name: str) -> dict:
@@ -31,12 +75,8 @@ def dit_preset(name: str) -> dict:
         )
     depth, width, heads = DIT_SIZES["DiG-XL" if name.startswith("DiG-XL") else size]
     dig = {"dig_block": True} if name.startswith("DiG-") else {}
-    return dig | {
-        "num_layers": depth,
-        "num_attention_heads": heads,
-        "attention_head_dim": width // heads,
-        "patch_size": int(patch),
-    }
+    sizes = {"num_layers": depth, "num_attention_heads": heads, "attention_head_dim": width // heads}
+    return {**dig, **sizes, "patch_size": int(patch)}
 
 
 class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
@@ -82,7 +122,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             input_size: side of the (square) latents; 32 for images of 256 pixels.
             num_classes: labels; one more stands for none.
             mhla: settings, such as {"cpe": 3, "gate": True}; the family's defaults fill the rest, for DiG with its gate and
-                its norm per head in place of the normaliser.
+                its norm per head in place of the normalizer.
             **kwargs: further arguments of `DiTTransformer2DModel`; out_channels is twice in_channels unless given.
         """
         sizes = {"in_channels": 4, "shared_embeddings": True, **dit_preset(preset), **kwargs}
@@ -111,19 +151,20 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
             if isinstance(module, LocalConv):
                 module.reset_parameters()
         for block in self.transformer_blocks:
-            for embedder in (block.norm1.emb.timestep_embedder.linear_1, block.norm1.emb.timestep_embedder.linear_2):
-                nn.init.normal_(embedder.weight, std=0.02)
+            embedder = block.norm1.emb.timestep_embedder
+            nn.init.normal_(embedder.linear_1.weight, std=0.02)
+            nn.init.normal_(embedder.linear_2.weight, std=0.02)
             nn.init.zeros_(block.norm1.linear.weight)
-        for last in (self.proj_out_1, self.proj_out_2):
-            nn.init.zeros_(last.weight)
+        nn.init.zeros_(self.proj_out_1.weight)
+        nn.init.zeros_(self.proj_out_2.weight)
 
     def token_grid(self, hidden_states: torch.Tensor) -> tuple:
         """As every model; the base puts its patches back as a square, so nothing else is let in."""
         grid = super().token_grid(hidden_states)
         if grid[0] != grid[1]:
+            sides = f"{hidden_states.shape[-2]} by {hidden_states.shape[-1]}"
             raise ValueError(
-                f"hidden_states: got latents of {hidden_states.shape[-2]} by {hidden_states.shape[-1]}, expected a square: "
-                "diffusers' DiT puts its patches back as one."
+                f"hidden_states: got latents of {sides}, expected a square, as diffusers' DiT makes of them."
             )
         return grid
 

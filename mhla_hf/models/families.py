@@ -17,11 +17,8 @@ class Family:
     entry: the module that defines these classes, and that is folded into their checkpoints.
     task: what the Hub calls the thing it does.
     defaults: the settings of a conversion (`MHLASettings`).
-    prefix: tokens before the grid of a vision tower; registers come after them.
-    axes: how many axes the grid of a transformer of diffusers has.
-    conditions: what that transformer is told beside the time, in the order in which training data hold it; without any,
-        it can be converted but not trained.
-    fixed_size: it takes square latents of its `sample_size` only.
+    conditions: what it is told beside the time, in the order in which training data hold it; without any, it cannot be
+        trained as a transformer of diffusers.
     linear: its attention is linear before the conversion, which then loses nothing.
     """
 
@@ -30,11 +27,30 @@ class Family:
     entry: str
     task: str
     defaults: dict = field(default_factory=dict)
-    prefix: int = 1
-    axes: int = 2
     conditions: tuple[str, ...] = ()
-    fixed_size: bool = False
     linear: bool = False
+
+
+@dataclass(frozen=True)
+class VisionFamily(Family):
+    """A family of vision towers of transformers.
+
+    prefix: tokens before the grid; registers come after them.
+    """
+
+    prefix: int = 1
+
+
+@dataclass(frozen=True)
+class DiffusionFamily(Family):
+    """A family of transformers of diffusers.
+
+    axes: how many axes its grid has.
+    fixed_size: it takes square latents of its `sample_size` only.
+    """
+
+    axes: int = 2
+    fixed_size: bool = False
 
 
 def language_family(base: str, *classes: str) -> Family:
@@ -42,10 +58,15 @@ def language_family(base: str, *classes: str) -> Family:
     return Family(base, classes, "models.converted", "text-generation", {"layers": "2/3"})
 
 
-def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
+def vision_family(base: str, *classes: str, prefix: int = 1) -> VisionFamily:
     """A family of vision towers of transformers."""
     defaults = {"layout": [4, 4], "feature_map": "relu"}
-    return Family(base, classes, "models.converted_vision", "image-feature-extraction", defaults, prefix)
+    return VisionFamily(base, classes, "models.converted_vision", "image-feature-extraction", defaults, prefix=prefix)
+
+
+def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "converted", **facts) -> DiffusionFamily:
+    """A family of transformers of diffusers; `entry` is the start of its module's name."""
+    return DiffusionFamily(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
 
 
 LANGUAGE = (
@@ -68,79 +89,36 @@ VISION = (
 )
 
 IMAGE_DEFAULTS = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
-WAN_DEFAULTS = {
-    "layout": [3, 5, 10],
-    "feature_map": "relu",
-    "normalize": False,
-    "output_norm": True,
-    "rope": "after",
-    "layers": "2/3",
-}
+NORMED = {"normalize": False, "output_norm": True}
+WAN_DEFAULTS = {"layout": [3, 5, 10], "feature_map": "relu", **NORMED, "rope": "after", "layers": "2/3"}
 SANA_DEFAULTS = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
 
-WAN = Family(
-    base="WanTransformer3DModel",
-    classes=("WanTransformer3DModel",),
-    entry="models.converted_transformer",
-    task="text-to-video",
-    defaults=WAN_DEFAULTS,
-    axes=3,
-    conditions=TEXT[:1],
-)
-WAN_RELATIVES = Family(
-    base="WanVACETransformer3DModel",
-    classes=("WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel"),
-    entry="models.converted_transformer",
-    task="text-to-video",
-    defaults=WAN_DEFAULTS,
-    axes=3,
-)
-CHRONO_EDIT = Family(
-    base="ChronoEditTransformer3DModel",
-    classes=("ChronoEditTransformer3DModel",),
-    entry="models.converted_transformer",
-    task="image-to-image",
-    defaults=WAN_DEFAULTS,
-    axes=3,
-)
-SANA = Family(
-    base="SanaTransformer2DModel",
-    classes=("SanaTransformer2DModel",),
-    entry="models.converted_transformer",
-    task="text-to-image",
-    defaults=SANA_DEFAULTS,
-    conditions=TEXT,
-    linear=True,
-)
-SANA_VIDEO = Family(
-    base="SanaVideoTransformer3DModel",
-    classes=("SanaVideoTransformer3DModel",),
-    entry="models.converted_transformer",
-    task="text-to-video",
-    defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"},
-    axes=3,
-    conditions=TEXT,
-    linear=True,
-)
-DIT = Family(
-    base="DiTTransformer2DModel",
-    classes=("DiTTransformer2DModel",),
-    entry="models.dit_transformer",
+SANA_VIDEO_DEFAULTS = {**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}
+
+DIT = diffusion_family(
+    "DiTTransformer2DModel",
+    entry="dit",
     task="unconditional-image-generation",
     defaults=IMAGE_DEFAULTS,
     conditions=("class_labels",),
     fixed_size=True,
 )
-PIXART = Family(
-    base="PixArtTransformer2DModel",
-    classes=("PixArtTransformer2DModel",),
-    entry="models.pixart_transformer",
-    task="text-to-image",
-    defaults=IMAGE_DEFAULTS,
-    conditions=TEXT,
+PIXART = diffusion_family(
+    "PixArtTransformer2DModel", entry="pixart", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT
 )
+WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
+SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
+LINEAR_TEXT = {"conditions": TEXT, "linear": True}
 
-DIFFUSION = (WAN, WAN_RELATIVES, CHRONO_EDIT, SANA, SANA_VIDEO, DIT, PIXART)
+DIFFUSION = (
+    diffusion_family("WanTransformer3DModel", conditions=TEXT[:1], **WAN_VIDEO),
+    diffusion_family("WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel", **WAN_VIDEO),
+    diffusion_family("ChronoEditTransformer3DModel", **{**WAN_VIDEO, "task": "image-to-image"}),
+    diffusion_family("SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, **LINEAR_TEXT),
+    diffusion_family("SanaVideoTransformer3DModel", **SANA_VIDEO, **LINEAR_TEXT),
+    DIT,
+    PIXART,
+)
 FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
 
 

@@ -2,7 +2,7 @@
 
 As in language models the base keeps its projections and its positions and calls "the attention function", which is ours in
 the converted modules alone. No attention of these towers is told the grid of its tokens: the body is asked for it before it
-runs (`hand_on_grid`, from the size of the pixels), and it travels to the layers as a keyword argument.
+runs (`pass_grid`, from the size of the pixels), and it travels to the layers as a keyword argument.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from ..nn.grid import GridMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .families import family_of_type
-from .overlay import overlay_attention_class, swap_attention
+from .overlay import overlay_class, swap_attention
 
 GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
@@ -33,14 +33,8 @@ def mhla_grid_attention(module, query, key, value, attention_mask, scaling=None,
 
     attention_mask: a `GridCall`.
     """
-    output = module.mhla(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        grid=attention_mask.grid,
-        hidden_states=attention_mask.hidden_states,
-    )
-    return output, None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
 
 
 AttentionInterface.register(GRID_ATTENTION_NAME, mhla_grid_attention)
@@ -51,20 +45,12 @@ class MHLAGridMixer:
     """Mixed into a vision attention class of transformers; the module has a child `mhla` (`GridMHLA`)."""
 
     def forward(self, hidden_states, attention_mask=None, mhla_grid=None, **kwargs):
-        """As the base, without a mask; `mhla_grid` is what `hand_on_grid` gives."""
+        """As the base, without a mask; `mhla_grid` is what `pass_grid` gives."""
         if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected None for MHLA layers of image models."
-            )
+            raise ValueError("attention_mask: got a tensor, expected None for MHLA layers of image models.")
         if mhla_grid is None:
             raise ValueError("mhla_grid: got None, expected rows and columns of tokens; call the whole model.")
         return super().forward(hidden_states, attention_mask=GridCall(mhla_grid, hidden_states), **kwargs)
-
-
-def grid_mixer_class(base: type) -> type:
-    """The MHLA version of a vision attention class: `MHLAViTAttention` for `ViTAttention`."""
-    home = __name__.replace("models.grid_attention", "models.converted_vision")
-    return overlay_attention_class(base, MHLAGridMixer, home)
 
 
 def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
@@ -85,34 +71,26 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = grid_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
+    heads, prefix = config.num_attention_heads, prefix_tokens(config)
+    sizes = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": config.hidden_size, "prefix": prefix}
     for index in chosen:
         attention = attentions[index]
-        core = GridMHLA(
-            settings,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_attention_heads,
-            key_dim=attention.head_dim,
-            value_dim=attention.head_dim,
-            hidden_size=config.hidden_size,
-            prefix=prefix_tokens(config),
-        )
-        swap_attention(attention, grid_mixer_class(type(attention)), core, GRID_ATTENTION_NAME)
+        core = GridMHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
+        mixed = overlay_class(type(attention), MHLAGridMixer, "models.converted_vision")
+        swap_attention(attention, mixed, core, GRID_ATTENTION_NAME)
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
-    body.register_forward_pre_hook(hand_on_grid, with_kwargs=True)
+    body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
 
-def hand_on_grid(body: nn.Module, args: tuple, kwargs: dict):
+def pass_grid(body: nn.Module, args: tuple, kwargs: dict):
     """Before a vision tower runs: `mhla_grid`, rows and columns of whole patches, to the layers below."""
     pixels = kwargs.get("pixel_values", args[0] if args else None)
-    if pixels is None:
-        raise ValueError("pixel_values: got None, expected [batch, channels, height, width].")
-    if pixels.ndim != 4:
-        raise ValueError(f"pixel_values: got {pixels.ndim} axes, expected [batch, channels, height, width].")
+    if pixels is None or pixels.ndim != 4:
+        got = "None" if pixels is None else f"{pixels.ndim} axes"
+        raise ValueError(f"pixel_values: got {got}, expected [batch, channels, height, width].")
     patch = body.config.patch_size
     patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
     if min(grid) < 1:
-        raise ValueError(
-            f"pixel_values: got {tuple(pixels.shape[2:])} pixels, expected at least a patch of {tuple(patch)}."
-        )
+        raise ValueError(f"pixel_values: got {tuple(pixels.shape[2:])}, expected at least a patch of {tuple(patch)}.")
     return args, {**kwargs, "mhla_grid": grid}

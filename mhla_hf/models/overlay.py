@@ -14,7 +14,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
-from ..ops.namespace import NAMESPACE
 from .families import Family
 from .pretrained import MHLAPreTrainedMixin
 
@@ -34,7 +33,10 @@ class MHLAOverlayConfig:
             kwargs.pop("transformers_weights", None)
         super().__post_init__(**kwargs)
         if settings is not None:
-            self.mhla = resolved_settings(settings, self.num_hidden_layers)
+            values = settings.to_dict() if isinstance(settings, MHLASettings) else settings
+            settings = MHLASettings.from_dict(values)
+            settings.layers = settings.resolve_layers(self.num_hidden_layers)
+            self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict:
         """As the base, and what stops softmax classes."""
@@ -42,22 +44,13 @@ class MHLAOverlayConfig:
         return {**values, "transformers_weights": NO_SOFTMAX} if values.get("mhla") is not None else values
 
 
-def resolved_settings(settings: dict | MHLASettings, num_layers: int) -> dict:
-    """Settings as `config.json` holds them: checked, with the layers spelt out."""
-    values = copy.deepcopy(settings) if isinstance(settings, MHLASettings) else MHLASettings.from_dict(settings)
-    values.layers = values.resolve_layers(num_layers)
-    return values.to_dict()
-
-
 class MHLAHeadMixin(MHLAPreTrainedMixin):
     """Mixed into the base's class: builds the base, then makes the layers that `config.mhla` lists MHLA by `install`."""
 
     def __init__(self, config, *args, **kwargs):
         if getattr(config, "mhla", None) is None:
-            raise ValueError(
-                f"config: got {type(config).__name__} without `mhla`, expected an MHLA configuration; "
-                "use mhla_hf.convert(model) on a softmax model."
-            )
+            what = "expected an MHLA configuration; use mhla_hf.convert(model) on a softmax model"
+            raise ValueError(f"config: got {type(config).__name__} without `mhla`, {what}.")
         super().__init__(config, *args, **kwargs)
         self.install(self, MHLASettings.from_dict(config.mhla))
 
@@ -65,54 +58,40 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
 _OVERLAYS = {}  # every class that is made here, by what it is made of: each is made once
 
 
-def overlay_home(family: Family) -> str:
-    """The module in which a process that unpickles a class of `family` finds it by name: in a bundle, this one."""
-    return f"{__package__}.{family.entry.rpartition('.')[2]}" if NAMESPACE == "package" else __name__
+def overlay_class(base: type, mixin: type, entry: str, **namespace) -> type:
+    """`MHLALlamaAttention(mixin, LlamaAttention)` for `LlamaAttention`.
+
+    entry: the module in which a process that unpickles it finds it by name; in a bundle that is this one.
+    """
+    if base not in _OVERLAYS:
+        namespace["__module__"] = __name__.replace("models.overlay", entry)
+        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
+    return _OVERLAYS[base]
 
 
 def overlay_config_class(family: Family) -> type:
     """The configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
     base = CONFIG_MAPPING[family.base]
-    if base not in _OVERLAYS:
-        namespace = {
-            "model_type": OVERLAY_PREFIX + family.base,
-            "base_model_type": family.base,
-            "__module__": overlay_home(family),
-            "__doc__": f"`{base.__name__}` with `mhla`, the settings of its MHLA layers.",
-        }
-        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (MHLAOverlayConfig, base), namespace)
-    return _OVERLAYS[base]
+    types = {"model_type": OVERLAY_PREFIX + family.base, "base_model_type": family.base}
+    doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
+    return overlay_class(base, MHLAOverlayConfig, family.entry, __doc__=doc, **types)
 
 
 def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     """A model class of a converted family: `MHLALlamaForCausalLM(mixin, LlamaForCausalLM)`."""
-    if base not in _OVERLAYS:
-        config = overlay_config_class(family)
-        namespace = {
-            "config_class": config,
-            "source_entry": family.entry,
-            "__module__": overlay_home(family),
-            "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
-        }
-        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
-        renames = get_checkpoint_conversion_mapping(family.base)
-        if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
-            register_checkpoint_conversion_mapping(config.model_type, renames)
-    return _OVERLAYS[base]
-
-
-def overlay_attention_class(base: type, mixin: type, home: str) -> type:
-    """The MHLA version of an attention class: `MHLALlamaAttention(mixin, LlamaAttention)`."""
-    if base not in _OVERLAYS:
-        _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), {"__module__": home})
-    return _OVERLAYS[base]
+    config = overlay_config_class(family)
+    renames = get_checkpoint_conversion_mapping(family.base)
+    if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
+        register_checkpoint_conversion_mapping(config.model_type, renames)
+    doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
+    return overlay_class(base, mixin, family.entry, __doc__=doc, config_class=config, source_entry=family.entry)
 
 
 def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str) -> None:
     """Turn one attention module of transformers into MHLA, in place.
 
-    mixed: its new class, see `overlay_attention_class`. core: its new child `mhla`. name: of the attention function that
-    it shall call, in a configuration of its own.
+    mixed: its new class, see `overlay_class`. core: its new child `mhla`. name: of the attention function that it
+    calls from now on, in a configuration of its own.
     """
     core.train(attention.training)
     attention.__class__ = mixed
@@ -123,10 +102,10 @@ def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str
     attention.add_module("mhla", core)
 
 
-def overlay_named(name: str, families: tuple[Family, ...], mixed_model, mixed_attention):
+def overlay_named(name: str, families: tuple[Family, ...], model_mixin, attention_mixin: type):
     """What the modules of converted families have under `name`: a configuration, a model or an attention class.
 
-    mixed_model: (family, class of the base) -> its MHLA class. mixed_attention: the same for an attention class.
+    model_mixin: (family, class of the base) -> what is mixed into it. attention_mixin: into an attention class.
     """
     own = name.removeprefix("MHLA")
     for family in families if name.startswith("MHLA") else ():
@@ -134,10 +113,11 @@ def overlay_named(name: str, families: tuple[Family, ...], mixed_model, mixed_at
         if own == config:
             return overlay_config_class(family)
         if own in family.classes:
-            return mixed_model(family, getattr(transformers, own))
+            base = getattr(transformers, own)
+            return overlay_model_class(family, base, model_mixin(family, base))
         if own == f"{config.removesuffix('Config').removesuffix('Vision')}Attention":
             module = sys.modules[getattr(transformers, family.classes[0]).__module__]
-            return mixed_attention(getattr(module, own))
+            return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}; converted families are {[each.base for each in families]}."
     )

@@ -2,6 +2,8 @@
 and a look at the loaded weights before anyone trusts them.
 """
 
+from pathlib import Path
+
 from safetensors import SafetensorError
 from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
@@ -9,7 +11,7 @@ from transformers.initialization import copy_
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
 
 NO_PAGES = (
-    "cache: continuous batching with paged caches came, expected generate() or past_key_values; MHLA has no pages."
+    "cache: got continuous batching with paged caches, expected generate() or past_key_values: MHLA has no pages."
 )
 
 
@@ -73,7 +75,7 @@ class MHLAPreTrainedMixin:
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if push_to_hub:
-            self.push_to_hub(hub.pop("repo_id", str(save_directory).rstrip("/").split("/")[-1]), **hub)
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
 HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "tags", "commit_description")

@@ -4,8 +4,8 @@ A model does not know how its one-file source is made: the installed package han
 there is nobody, and the file copies itself.
 """
 
+import functools
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -15,42 +15,29 @@ from ..ops.namespace import NAMESPACE
 
 SOURCE_FILE = "modeling_mhla.py"
 _SOURCE_MAKER = []
-_SOURCES = {}
 
 
 def set_source_maker(maker) -> None:
-    """Install `maker(entry)`, which gives the name and the text of the single source file of an entry module."""
-    _SOURCE_MAKER[:] = [maker]
+    """Install `maker(entry)`, which gives the name and the text of the single source file of an entry module.
 
-
-def source_of(entry: str) -> tuple[str, str]:
-    """Name and text of an entry's source file: what this process runs, whatever becomes of the files on disk."""
-    if not _SOURCE_MAKER:
-        raise RuntimeError("save_pretrained: no source maker is set; expected `import mhla_hf` to have set one.")
-    if entry not in _SOURCES:
-        _SOURCES[entry] = _SOURCE_MAKER[0](entry)
-    return _SOURCES[entry]
+    Each is made once in a process: what it runs, whatever becomes of the files on disk.
+    """
+    _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 
 def source_name(entry: str) -> str:
     """The name of the file that defines a model of diffusers, which takes it for the name of a module."""
-    return source_of(entry)[0] if NAMESPACE == "package" else Path(__file__).name
+    return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 
-def write_source(entry: str, folder: str | os.PathLike, name: str = SOURCE_FILE) -> Path:
-    """Write the one file that defines a model into `folder` (made if missing), under `name`, and return its path."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / name
+def write_source(entry: str, folder: str | os.PathLike, name: str = SOURCE_FILE) -> None:
+    """Write the one file that defines a model into `folder` (made if missing), under `name`."""
+    own = Path(__file__).read_text(encoding="utf-8") if NAMESPACE != "package" else _SOURCE_MAKER[0](entry)[1]
+    target = Path(folder, name)
+    target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(f".tmp-{os.getpid()}")
-    if NAMESPACE == "package":
-        aside.write_text(source_of(entry)[1], encoding="utf-8", newline="\n")
-    elif target.exists() and target.samefile(__file__):
-        return target
-    else:
-        shutil.copyfile(__file__, aside)
+    aside.write_text(own, encoding="utf-8", newline="\n")
     os.replace(aside, target)
-    return target
 
 
 def check_whole_files(folder: str | os.PathLike) -> None:

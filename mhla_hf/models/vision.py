@@ -1,6 +1,6 @@
 """Image classifiers from scratch (section 5.1): the paper's DeiT with average pooling, and its hierarchical MHLA-VLT.
 
-Unusual: any image size works. Images are padded to whole blocks where the configuration says so, learned positions are
+Any image size works. Images are padded to whole blocks where the configuration says so, learned positions are
 resized, and the grid of tokens goes from the pixels to every layer.
 """
 
@@ -18,15 +18,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .pretrained import MHLAPreTrainedMixin
 from .vision_configuration import MHLAVisionConfig
-from .vision_layers import (
-    ConvStem,
-    GridPositions,
-    MHLAVisionBlock,
-    MHLAVisionStage,
-    PatchStem,
-    as_map,
-    as_tokens,
-)
+from .vision_layers import ConvStem, GridPositions, MHLAVisionBlock, MHLAVisionStage, PatchStem, as_map, as_tokens
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
@@ -131,17 +123,13 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
                 f"expected [batch, {config.num_channels}, height, width]."
             )
         height, width = shape[2:]
-        if min(height, width) < 1 or (
-            config.stem == "patch"
-            and not config.pad_to_blocks
-            and (height % config.patch_size or width % config.patch_size)
-        ):
+        unit = config.patch_size if config.stem == "patch" and not config.pad_to_blocks else 1
+        if min(height, width) < 1 or height % unit or width % unit:
             raise ValueError(
                 f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {config.patch_size}."
             )
-        above, before = (
-            new - old for new, old in zip(config.padded_sides(height, width), (height, width), strict=True)
-        )
+        rows, columns = config.padded_sides(height, width)
+        above, before = rows - height, columns - width
         x = pixel_values.to(self.dtype)
         return F.pad(x, (before // 2, before - before // 2, above // 2, above - above // 2))
 

@@ -1,6 +1,6 @@
 """The configuration of image classifiers from scratch: plain (the paper's DeiT) and in stages (its MHLA-VLT).
 
-Unusual: one class for both. Without `stages` the model is one stage of `num_hidden_layers` equal layers; with `stages` each
+One class serves both. Without `stages` the model is one stage of `num_hidden_layers` equal layers; with `stages` each
 is spelt out, and `hidden_size`, `num_attention_heads` and `num_hidden_layers` speak of the last stage and of all together.
 `attention` puts plain linear or softmax attention where MHLA would be, everything else equal: the yardsticks.
 """
@@ -11,10 +11,21 @@ from copy import deepcopy
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_layout, is_whole, one_of
 
-VISION_ATTENTIONS = ("mhla", "linear", "softmax")
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
+COUNT = ((lambda value: is_whole(value, 1)), "a whole number of at least 1")
+KERNEL = ((lambda value: value == 0 or (is_whole(value, 1) and value % 2 == 1)), "0 or an odd kernel size")
+VISION_RULES = {  # of each argument: whether a value is right, and what is
+    "attention": one_of("mhla", "linear", "softmax"),
+    "stem": one_of("patch", "conv"),
+    "positions": one_of("learned", "rope"),
+    **dict.fromkeys(("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT),
+    **dict.fromkeys(("mlp_conv", "position_conv"), KERNEL),
+    "feature_size": ((lambda value: value >= 0), "a whole number of at least 0"),
+    "drop_path_rate": ((lambda value: 0 <= value < 1), "a number from 0 to below 1"),
+    "mlp_ratio": ((lambda value: value > 0), "a number above 0"),
+}
 
 
 def staged(widths, depths, heads, layouts) -> list[dict]:
@@ -25,20 +36,9 @@ def staged(widths, depths, heads, layouts) -> list[dict]:
 # What "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635) publishes; its first two stages are linear.
 # The last projection is 1024 wide there, which gives 14.9 M and 25.6 M parameters. Table 2 has 16 M and 27 M, and does not
 # say where they are; 1792, as wide as the last MLP, fits both within 1 %.
-VLT_ARCHITECTURE = {
-    "num_labels": 1000,
-    "stem": "conv",
-    "patch_size": 4,
-    "positions": "rope",
-    "position_conv": 3,
-    "mlp_conv": 3,
-    "mlp_ratio": 3.5,
-    "qk_norm": False,
-    "output_product": True,
-    "layer_scale": 1.0,
-    "feature_size": 1792,
-    "pad_to_blocks": False,
-}
+VLT_ARCHITECTURE = {"num_labels": 1000, "stem": "conv", "patch_size": 4, "positions": "rope", "position_conv": 3}
+VLT_ARCHITECTURE |= {"mlp_conv": 3, "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0}
+VLT_ARCHITECTURE |= {"feature_size": 1792, "pad_to_blocks": False}
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
 MHLA_VISION_PRESETS = {
@@ -56,19 +56,17 @@ MHLA_VISION_PRESETS = {
         "stages": staged([64, 128, 320, 512], [3, 5, 9, 3], [1, 2, 5, 8], VLT_LAYOUTS),
         "mhla": {**VLT_MHLA, "layers": list(range(8))},
     },
-    "digits": {
-        "image_size": 32,
-        "patch_size": 2,
-        "num_channels": 1,
-        "hidden_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 3,
-        "drop_path_rate": 0.0,
-        "num_labels": 10,
-        "image_mean": [0.5],
-        "image_std": [0.5],
-    },
 }
+DIGITS = {
+    "image_size": 32,
+    "patch_size": 2,
+    "num_channels": 1,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_labels": 10,
+}
+DIGITS |= {"num_attention_heads": 3, "drop_path_rate": 0.0, "image_mean": [0.5], "image_std": [0.5]}
+MHLA_VISION_PRESETS["digits"] = DIGITS
 
 
 @strict
@@ -97,7 +95,7 @@ class MHLAVisionConfig(PreTrainedConfig):
             pads 224 to 256).
         drop_path_rate: of the last layer; rising linearly from 0.
         image_mean, image_std: per channel, for the image processor.
-        mhla: settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalised, locality start, depthwise
+        mhla: settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalized, locality start, depthwise
             position convolution of kernel 3. A stage's own layout wins.
 
     `MHLAVisionConfig.preset("deit-t", image_size=384)` gives a ready configuration.
@@ -136,7 +134,7 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.stages is not None:
-            self.stages = [checked_stage(stage, number) for number, stage in enumerate(checked_stages(self.stages))]
+            self.stages = checked_stages(self.stages)
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
             self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
@@ -153,37 +151,20 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the strict validation: each choice known, each size possible."""
-        for name, allowed in (
-            ("attention", VISION_ATTENTIONS),
-            ("stem", ("patch", "conv")),
-            ("positions", ("learned", "rope")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {list(allowed)}.")
-        for name in ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            check_at_least(name, getattr(self, name), 1)
-        for name in ("mlp_conv", "position_conv"):
-            kernel = getattr(self, name)
-            if kernel < 0 or (kernel and kernel % 2 == 0):
-                raise ValueError(f"{name}: got {kernel}, expected 0 or an odd kernel size.")
-        check_at_least("feature_size", self.feature_size, 0)
+        for name, (is_right, expected) in VISION_RULES.items():
+            if not is_right(getattr(self, name)):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate: got {self.drop_path_rate}, expected a number from 0 to below 1.")
-        if not self.mlp_ratio > 0:
-            raise ValueError(f"mlp_ratio: got {self.mlp_ratio}, expected a number above 0.")
         for name in ("image_mean", "image_std"):
             if len(getattr(self, name)) != self.num_channels:
                 raise ValueError(f"{name}: got {list(getattr(self, name))}, expected {self.num_channels} numbers.")
+        unit = 4 if self.positions == "rope" else 1  # 2-D RoPE turns pairs by row and by column
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
-            if width % heads:
-                raise ValueError(f"num_attention_heads: got {heads}, expected a divisor of the hidden size {width}.")
-            if self.positions == "rope" and width // heads % 4:
-                raise ValueError(
-                    f"num_attention_heads: got heads of width {width // heads}, expected a multiple of 4 for RoPE."
-                )
+            if width % heads or width // heads % unit:
+                what = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
+                raise ValueError(f"num_attention_heads: got {heads}, expected {what}.")
         self.image_sides()
 
     def image_sides(self) -> tuple[int, int]:
@@ -192,7 +173,8 @@ class MHLAVisionConfig(PreTrainedConfig):
         if len(sides) != 2:
             raise ValueError(f"image_size: got {self.image_size!r}, expected pixels or [height, width].")
         for side in sides:
-            check_at_least("image_size", side, self.patch_size)
+            if not is_whole(side, self.patch_size):
+                raise ValueError(f"image_size: got {side!r}, expected a whole number of at least {self.patch_size}.")
             if not self.pad_to_blocks and self.stem == "patch" and side % self.patch_size:
                 raise ValueError(f"image_size: got {side}, expected a multiple of the patch size {self.patch_size}.")
         return tuple(sides)
@@ -206,11 +188,9 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     def stage_list(self) -> list[dict]:
         """The stages, also of a plain model, each with its own layout."""
-        plain = {
-            "hidden_size": self.hidden_size,
-            "depth": self.num_hidden_layers,
-            "num_heads": self.num_attention_heads,
-        }
+        plain = dict(
+            zip(STAGE_KEYS, (self.hidden_size, self.num_hidden_layers, self.num_attention_heads), strict=False)
+        )
         stages = deepcopy(self.stages) if self.stages is not None else [plain]
         return [{**stage, "layout": list(stage.get("layout") or self.mhla["layout"])} for stage in stages]
 
@@ -248,25 +228,21 @@ def paper_vision_settings() -> dict:
     return MHLASettings(feature_map="relu", layout=[4, 4], cpe=3).to_dict()
 
 
-def checked_stages(stages) -> list:
-    """`stages`, a list with something in it."""
+def checked_stages(stages) -> list[dict]:
+    """`stages`, each with every number and nothing unknown."""
     if not isinstance(stages, (list, tuple)) or not stages:
         raise ValueError(f"stages: got {stages!r}, expected a list with at least one stage.")
-    return list(stages)
-
-
-def checked_stage(stage, number: int) -> dict:
-    """One stage, with every number and nothing unknown."""
-    if not isinstance(stage, dict) or not {"hidden_size", "depth", "num_heads"} <= set(stage) <= set(STAGE_KEYS):
-        raise ValueError(f"stages: got {stage!r} as number {number}, expected the keys {list(STAGE_KEYS)}.")
-    for name in ("hidden_size", "depth", "num_heads"):
-        check_at_least(f"stages[{number}].{name}", stage[name], 1)
-    if stage.get("layout") is not None and len(MHLASettings(layout=stage["layout"]).layout) != 2:
-        raise ValueError(f"layout: got {stage['layout']!r} in stage {number}, expected blocks per row and column.")
-    return dict(stage)
-
-
-def check_at_least(name: str, value, least: int) -> None:
-    """One sentence unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}.")
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, dict) or not set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS):
+            raise ValueError(f"stages: got {stage!r} as number {number}, expected the keys {list(STAGE_KEYS)}.")
+        for name in STAGE_KEYS[:3]:
+            if not is_whole(stage[name], 1):
+                raise ValueError(
+                    f"stages[{number}].{name}: got {stage[name]!r}, expected a whole number of at least 1."
+                )
+        layout = stage.get("layout", [1, 1])
+        if not is_layout(layout) or layout is None or len(layout) != 2:
+            raise ValueError(
+                f"layout: got {layout!r} in stage {number}, expected blocks per row and column, at least 1."
+            )
+    return [dict(stage) for stage in stages]

@@ -1,6 +1,6 @@
 """The layers of image classifiers from scratch: stems, positions, attention of three kinds, MLP, block, stage.
 
-Unusual: tokens travel as `[B, T, C]` with their grid beside them, in every stage, so that any grid works and MHLA, plain
+Tokens travel as `[B, T, C]` with their grid beside them, in every stage, so that any grid works and MHLA, plain
 linear and softmax attention are the same module but for the core. Layers own their core as `attn.mhla` (`GridMHLA`), or as
 `attn.softmax` where they are softmax. Every parameter sits in a module that is called.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..nn.core import OutputGate, OutputNorm
+from ..nn.core import MHLACore, OutputGate, OutputNorm
 from ..nn.grid import GridMHLA, PositionConv
 from ..nn.settings import MHLASettings
 from .vision_configuration import MHLAVisionConfig
@@ -94,6 +94,8 @@ class GridSoftmax(nn.Module):
     Takes and gives what `GridMHLA` does; the feature map and the mixing of `settings` have no meaning here.
     """
 
+    finish_output = MHLACore.finish_output
+
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, hidden_size: int):
         super().__init__()
         self.settings = settings
@@ -109,10 +111,7 @@ class GridSoftmax(nn.Module):
         if rotate is not None:
             q, k = rotate(q, k)
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-        if self.settings.output_norm:
-            o = self.norm(o).to(v.dtype)
-        if self.settings.gate:
-            o = o * F.silu(self.gate(hidden_states)).view_as(o)
+        o = self.finish_output(o, hidden_states, v.dtype)
         return o + self.cpe(v, grid) if self.settings.cpe else o
 
 
@@ -132,11 +131,9 @@ class MHLAVisionMixer(nn.Module):
         settings = replace(MHLASettings.from_dict(config.mhla), layout=stage["layout"])
         self.rotate_features = settings.rope == "after"
         self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
-        self.q_proj = nn.Linear(width, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(width, width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(width, width, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
+        norms = (nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self.product = nn.Linear(width, width, bias=config.qkv_bias) if config.output_product else None
         self.o_proj = nn.Linear(width, width)
         sizes = {"num_heads": heads, "value_dim": self.head_dim, "hidden_size": width}
@@ -261,15 +258,10 @@ class MHLAVisionStage(nn.Module):
         if number:
             before = stages[number - 1]["hidden_size"]
             self.reduce = nn.Sequential(nn.Conv2d(before, width, 3, 2, 1), nn.BatchNorm2d(width))
-        self.blocks = nn.ModuleList(
-            MHLAVisionBlock(
-                config,
-                stage,
-                config.attention if first + i in config.mhla["layers"] else "softmax",
-                config.drop_path_rate * (first + i) / total,
-            )
-            for i in range(stage["depth"])
-        )
+        self.blocks = nn.ModuleList()
+        for layer in range(first, first + stage["depth"]):
+            kind = config.attention if layer in config.mhla["layers"] else "softmax"
+            self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / total))
 
     def forward(self, x: torch.Tensor, grid, **kwargs) -> tuple[torch.Tensor, tuple[int, int]]:
         """Tokens and grid to tokens and grid."""

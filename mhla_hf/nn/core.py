@@ -7,6 +7,7 @@ Every parameter sits in a module that is called, never read from outside: offloa
 """
 
 import logging
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from .settings import MHLASettings
 
 GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
-WARNED = set()
 
 
 class OutputNorm(nn.Module):
@@ -44,11 +44,6 @@ class OutputNorm(nn.Module):
         return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
-def like_values(v: torch.Tensor, *features: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Features in the dtype of v: under autocast a rotation leaves fp32, which softmax attention would cast back, too."""
-    return [x if x is None else x.to(v.dtype) for x in features]
-
-
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
     """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
     return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
@@ -68,6 +63,11 @@ class OutputGate(nn.Linear):
         """As `initial_values` says."""
         for name, value in self.initial_values().items():
             self.get_parameter(name).data.copy_(value)
+
+
+def mixing_choices(settings: MHLASettings) -> dict:
+    """What a mixing matrix takes of the settings."""
+    return {"start": settings.mixing_start, "form": settings.mixing_form, "learn": settings.learn_mixing}
 
 
 class MHLACore(nn.Module):
@@ -108,14 +108,21 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def map_features(self, q, k, key_mask, rotate):
-        """Feature maps, then the rotation of the features if it comes after them: q, k, and those of the denominator."""
-        q, k = without_padding(key_mask, q, k)
+    def operands(self, q, k, v, key_mask, rotate) -> tuple:
+        """Features of q and k, v, and the operator's options that follow from them and the settings.
+
+        The rotation comes after the maps if there is one here. All features are in v's dtype: under autocast a rotation
+        leaves fp32, which softmax attention would cast back, too.
+        """
+        normalize = self.settings.normalize
+        q, k, v = without_padding(key_mask, q, k, v)
         q, k = self.q_map(q), *without_padding(key_mask, self.k_map(k))
-        if rotate is None:
-            return q, k, None, None
-        q_den, k_den = (q, k) if self.settings.normalize else (None, None)
-        return *rotate(q, k), q_den, k_den
+        options = {"normalize": normalize, "unrounded": self.settings.output_norm, "q_den": None, "k_den": None}
+        if rotate is not None and normalize:
+            options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
+        if rotate is not None:
+            q, k = rotate(q, k)
+        return q.to(v.dtype), k.to(v.dtype), v, options
 
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Output norm and gate over o `[B, T, H, V]`, which is then in `dtype`."""
@@ -127,6 +134,15 @@ class MHLACore(nn.Module):
         return o
 
 
+def check_causal(settings: MHLASettings) -> None:
+    """One sentence if `settings` are not those of a causal model."""
+    if settings.normalize == "official":
+        raise ValueError('normalize: got "official", expected true or false for a causal model.')
+    for name in ("layout", "cpe"):
+        if getattr(settings, name):
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for a causal model.")
+
+
 class MHLA(MHLACore):
     """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
 
@@ -134,18 +150,8 @@ class MHLA(MHLACore):
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
-        if settings.normalize == "official":
-            raise ValueError('normalize: got "official", expected true or false for a causal model.')
-        if settings.layout is not None or settings.cpe:
-            name = "cpe" if settings.layout is None else "layout"
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for a causal model.")
-        mixing = Mixing(
-            settings.num_blocks,
-            num_heads if settings.per_head else None,
-            start=settings.mixing_start,
-            form=settings.mixing_form,
-            learn=settings.learn_mixing,
-        )
+        check_causal(settings)
+        mixing = Mixing(settings.num_blocks, num_heads if settings.per_head else None, **mixing_choices(settings))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
@@ -175,27 +181,19 @@ class MHLA(MHLACore):
         Returns:
             `[B, T, H, V]` in v's dtype.
         """
-        (v,) = without_padding(key_mask, v)
-        q, k, q_den, k_den = like_values(v, *self.map_features(q, k, key_mask, rotate))
         settings = self.settings
-        options = {
-            "normalize": settings.normalize,
-            "q_den": q_den,
-            "k_den": k_den,
-            "starts": starts,
-            "unrounded": settings.output_norm,
-            "impl": settings.impl,
-        }
-        blocks = Blocks.sequence(q.shape[1], self.settings.block_size)
+        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        options |= {"starts": starts, "impl": settings.impl}
+        blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, **options)
         elif cache.state is None:
-            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
+            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
             self._check_step(cache, q, k, v)
-            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
+            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)
 
@@ -208,8 +206,6 @@ class MHLA(MHLACore):
             )
             if self.training:
                 raise ValueError(sentence)
-            if sentence not in WARNED:
-                WARNED.add(sentence)
-                CORE_LOG.warning(sentence)
+            warnings.warn(sentence, stacklevel=2)
         if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
             cache.state, cache.mixing = cache.state.clone(), None

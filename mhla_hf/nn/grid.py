@@ -1,6 +1,6 @@
 """MHLA on grids: the core of image and video layers, and its mixing matrix.
 
-Unusual: the counts of blocks are the model's, the size of the grid is the input's. A larger or odd-sized grid gets larger
+The counts of blocks are the model's, the size of the grid is the input's. A larger or odd-sized grid gets larger
 blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
 """
 
@@ -11,8 +11,8 @@ from torch import nn
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.shards import sharded_mhla
-from .core import MHLACore, like_values, without_padding
-from .mixing import check_mixing_values, locality_start
+from .core import MHLACore, mixing_choices
+from .mixing import Mixing, locality_start
 from .settings import MHLASettings
 
 
@@ -26,39 +26,21 @@ def block_overlap(new: int, old: int) -> torch.Tensor:
     return overlap / overlap.sum(1, keepdim=True)
 
 
-class GridMixing(nn.Module):
+class GridMixing(Mixing):
     """A learned mixing matrix over the blocks of a grid, used in fp32 whatever the model's dtype (section 4.2).
 
     `weight` is `[M, M]`, or `[H, M, M]` with one matrix per head; M is the product of `layout`, plus one for the block of
     prefix tokens if there are any.
 
-    Args:
+    Args: as `Mixing`, whose distances are here those of the grid, the largest being their end; and
         layout: blocks per axis.
-        num_heads: None for one matrix shared by all heads (the paper's), else H.
-        start: "locality" (1 - distance / largest distance) or "uniform" (plain linear attention); rows sum to one.
-        form: "softmax" (logits), "direct" (nonnegative weights) or "free" (weights of any sign).
-        learn: False freezes the matrix.
         prefix: True if class or register tokens, in a block of their own, come before the grid. They and all others see
             each other as an average block is seen.
     """
 
-    def __init__(
-        self,
-        layout,
-        num_heads: int | None = None,
-        *,
-        start: str = "locality",
-        form: str = "softmax",
-        learn: bool = True,
-        prefix: bool = False,
-    ):
-        super().__init__()
-        self.layout = tuple(layout)
-        self.start, self.form, self.learn, self.prefix = start, form, learn, prefix
-        size = Blocks.grid(self.layout, self.layout).num_blocks + prefix
-        shape = (size, size) if num_heads is None else (num_heads, size, size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
-        self.weight.data.copy_(self.initial_values()["weight"])
+    def __init__(self, layout, num_heads: int | None = None, *, prefix: bool = False, **choices):
+        self.layout, self.prefix = tuple(layout), prefix
+        super().__init__(Blocks.grid(self.layout, self.layout).num_blocks + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """The start of `weight`, for models that are built empty and filled later."""
@@ -71,13 +53,7 @@ class GridMixing(nn.Module):
         if self.prefix:
             start = F.pad(start, (1, 0, 1, 0), value=1.0 / blocks.num_blocks)
             start = start / start.sum(-1, keepdim=True)
-        if self.form == "softmax":
-            start = start.log()
-        return {"weight": start.expand(self.weight.shape)}
-
-    def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights cannot be a mixing matrix."""
-        check_mixing_values(self.weight, self.form, name)
+        return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
     def forward(self, counts) -> torch.Tensor:
         """The weights between the blocks of a grid cut into `counts` blocks per axis: `[M', M']` or `[H, M', M']`, fp32.
@@ -99,9 +75,6 @@ class GridMixing(nn.Module):
             overlap = torch.block_diag(torch.ones(1, 1), overlap)
         overlap = overlap.to(weight.device)
         return overlap @ weight @ overlap.mT
-
-    def extra_repr(self) -> str:
-        return f"layout={self.layout}, {tuple(self.weight.shape)}, start={self.start}, form={self.form}"
 
 
 class PositionConv(nn.Module):
@@ -146,12 +119,7 @@ class GridMHLA(MHLACore):
                 f"cpe: got {settings.cpe} with {num_kv_heads} value heads for {num_heads}, expected as many."
             )
         mixing = GridMixing(
-            settings.layout,
-            num_heads if settings.per_head else None,
-            start=settings.mixing_start,
-            form=settings.mixing_form,
-            learn=settings.learn_mixing,
-            prefix=prefix > 0,
+            settings.layout, num_heads if settings.per_head else None, prefix=prefix > 0, **mixing_choices(settings)
         )
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "value_dim": value_dim}
         super().__init__(settings, mixing, **heads, **widths)
@@ -192,12 +160,10 @@ class GridMHLA(MHLACore):
             )
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
-        q, v = without_padding(key_mask, q, v)
-        settings, mixing = self.settings, self.mixing(blocks.counts)
-        q, k, q_den, k_den = like_values(v, *self.map_features(q, k, key_mask, rotate))
-        options = {"normalize": settings.normalize, "q_den": q_den, "k_den": k_den, "unrounded": settings.output_norm}
+        q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        mixing = self.mixing(blocks.counts)
         if shard is None:
-            o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=settings.impl, **options)
+            o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
         else:
             o = sharded_mhla(q, k, v, mixing, blocks=blocks, start=shard[0], add_up=shard[1], **options)
         o = self.finish_output(o, hidden_states, v.dtype)

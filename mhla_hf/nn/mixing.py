@@ -1,6 +1,6 @@
 """The mixing matrix: what every query block takes from the summary of every key block (section 4.2).
 
-Unusual: it answers for more blocks than it has rows. Rows up to M are the learned matrix, untouched. Row i >= M reads the
+It answers for more blocks than it has rows. Rows up to M are the learned matrix, untouched. Row i >= M reads the
 last learned row by distance, and beyond that distance continues it with a geometric tail fitted to its oldest entries:
 a prompt longer than the trained one keeps the outputs of its beginning, and uniform mixing stays uniform at any length.
 """
@@ -41,16 +41,6 @@ def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.cat([top, below], dim=-2)
 
 
-def check_mixing_values(weight: torch.Tensor, form: str, name: str) -> None:
-    """One sentence if `weight` cannot be a mixing matrix of this form; `name` is the module's."""
-    if weight.is_meta:  # offloaded: its values are elsewhere
-        return
-    if not torch.isfinite(weight).all():
-        raise ValueError(f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged.")
-    if form == "direct" and (weight < 0).any():
-        raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
-
-
 class Mixing(nn.Module):
     """A learned causal mixing matrix, used in fp32 whatever the model's dtype.
 
@@ -75,10 +65,7 @@ class Mixing(nn.Module):
         learn: bool = True,
     ):
         super().__init__()
-        self.num_blocks = num_blocks
-        self.start = start
-        self.form = form
-        self.learn = learn
+        self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
         self.weight.data.copy_(self.initial_values()["weight"])
@@ -96,8 +83,15 @@ class Mixing(nn.Module):
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
     def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights cannot be a mixing matrix."""
-        check_mixing_values(self.weight, self.form, name)
+        """One sentence if the loaded weights cannot be a mixing matrix; `name` is the module's."""
+        if self.weight.is_meta:  # offloaded: its values are elsewhere
+            return
+        if not torch.isfinite(self.weight).all():
+            raise ValueError(
+                f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
+            )
+        if self.form == "direct" and (self.weight < 0).any():
+            raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
 
     def core(self) -> torch.Tensor:
         """The learned matrix as weights: `[M, M]` or `[H, M, M]`, fp32, lower triangular."""

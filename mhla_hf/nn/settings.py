@@ -3,7 +3,7 @@
 A setting that cannot be right is refused where it is made, whether by a person or by a loaded file.
 """
 
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict, dataclass, fields
 from math import prod
 
@@ -12,10 +12,49 @@ from ..ops.checks import IMPLEMENTATIONS
 FORMAT_VERSION = 1
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
-FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")
-MIXING_STARTS = ("locality", "uniform")
-MIXING_FORMS = ("softmax", "direct", "free")
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
+
+
+def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
+    """Whether `value` is a whole number from `least` to `most`; True and False are none."""
+    return type(value) is int and least <= value <= most
+
+
+def is_layout(layout) -> bool:
+    """Whether `layout` is None or one count of blocks per axis."""
+    right = isinstance(layout, list) and 1 <= len(layout) <= 3 and all(is_whole(count, 1) for count in layout)
+    return layout is None or (right and prod(layout) <= MOST_BLOCKS)
+
+
+def is_choice_of_layers(layers) -> bool:
+    """Whether `layers` is "all", "2/3" or a list of different indices."""
+    if not isinstance(layers, list):
+        return layers in ("all", "2/3")
+    return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
+
+
+def one_of(*allowed) -> tuple:
+    """The rule of a setting with few values; 1 is not True."""
+    return (lambda value: (type(value), value) in [(type(one), one) for one in allowed]), f"one of {list(allowed)}"
+
+
+RULES = {  # of each setting: whether a value is right, and what is
+    "block_size": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
+    "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
+    "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "identity"),
+    "normalize": one_of(True, False, "official"),
+    "mixing_start": one_of("locality", "uniform"),
+    "learn_mixing": one_of(True, False),
+    "mixing_form": one_of("softmax", "direct", "free"),
+    "per_head": one_of(True, False),
+    "output_norm": one_of(True, False),
+    "gate": one_of(True, False),
+    "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
+    "rope": one_of("before", "after"),
+    "layers": (is_choice_of_layers, '"all", "2/3" or a list of layer indices, each at least 0 and there once'),
+    "impl": one_of(*IMPLEMENTATIONS),
+}
 
 
 @dataclass
@@ -66,41 +105,14 @@ class MHLASettings:
     impl: str = "auto"
 
     def __post_init__(self):
-        for name in ("block_size", "num_blocks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
-        if self.layout is not None:
-            self.layout = _checked_layout(self.layout)
-        for name, count in (("num_blocks", self.num_blocks), ("layout", prod(self.layout or ()))):
-            if count > MOST_BLOCKS:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected at most {MOST_BLOCKS} blocks in all.")
-        if (
-            not isinstance(self.cpe, int)
-            or isinstance(self.cpe, bool)
-            or self.cpe < 0
-            or (self.cpe and self.cpe % 2 == 0)
-        ):
-            raise ValueError(f"cpe: got {self.cpe!r}, expected 0 or an odd kernel size.")
-        choices = {
-            "feature_map": FEATURE_MAPS,
-            "normalize": (True, False, "official"),
-            "mixing_start": MIXING_STARTS,
-            "mixing_form": MIXING_FORMS,
-            "rope": ("before", "after"),
-            "impl": IMPLEMENTATIONS,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {list(allowed)}.")
-        for name in ("learn_mixing", "per_head", "output_norm", "gate"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected true or false.")
-        if isinstance(self.layers, str):
-            if self.layers not in ("all", "2/3"):
-                raise ValueError(f'layers: got {self.layers!r}, expected "all", "2/3" or a list of layer indices.')
-        else:
-            self.layers = _checked_layer_indices(self.layers)
+        for name in ("layout", "layers"):
+            if isinstance(getattr(self, name), (list, tuple, range)):
+                setattr(self, name, list(getattr(self, name)))
+        for name, (is_right, expected) in RULES.items():
+            if not is_right(getattr(self, name)):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
+        if isinstance(self.layers, list):
+            self.layers = sorted(self.layers)
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""
@@ -139,21 +151,3 @@ class MHLASettings:
         if unknown:
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
         return cls(**{name: value for name, value in values.items() if name in known})
-
-
-def _checked_layout(layout) -> list[int]:
-    right = isinstance(layout, (list, tuple)) and 1 <= len(layout) <= 3
-    if not right or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in layout):
-        raise ValueError(f"layout: got {layout!r}, expected 1 to 3 counts of blocks, each at least 1.")
-    return list(layout)
-
-
-def _checked_layer_indices(layers) -> list[int]:
-    if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)) or not layers:
-        raise ValueError(f'layers: got {layers!r}, expected "all", "2/3" or a list of layer indices.')
-    for index in layers:
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise ValueError(f"layers: got index {index!r}, expected whole numbers of at least 0.")
-    if len(set(layers)) != len(layers):
-        raise ValueError(f"layers: got {list(layers)}, expected each index once.")
-    return sorted(layers)

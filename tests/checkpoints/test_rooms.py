@@ -1,18 +1,17 @@
-"""The real rooms keep the rules of folding, and every real entry folds into a file that stands alone.
-
-Run: pytest tests/checkpoints/test_rooms.py
-"""
+"""The real rooms keep the rules of folding, and every real entry folds into a file that stands alone."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from mhla_hf.checkpoints import bundle
-from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, entries, fold, write_bundle
+from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, make_source, write_bundle
 
 PACKAGE = Path(bundle.__file__).resolve().parent.parent
 MODULES = sorted(
@@ -23,93 +22,68 @@ MODULES = sorted(
 )
 
 
-def pyflakes(text):
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--output-format", "concise", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
-
-
-def imported_libraries(text):
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.add("relative" if node.level else node.module.split(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_shipped_module_folds(module):
-    of_diffusers = module.startswith("models.diffusion") or module.endswith("_transformer")
-    libraries = () if module.startswith("ops.") else ("diffusers",) if of_diffusers else ("transformers",)
-    compile(fold(PACKAGE, module, libraries), module, "exec")
+@pytest.fixture(scope="module")
+def bundles():
+    return {entry: build_bundle(entry) for entry in bundle.ENTRIES}
 
 
 def test_ops_know_torch_and_triton_only():
     for path in (PACKAGE / "ops").rglob("*.py"):
-        libraries = imported_libraries(path.read_text()) - {"relative", "torch", "triton"}
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+        libraries = {name.split(".")[0] for name in names} - {"torch", "triton"}
         assert libraries <= sys.stdlib_module_names, f"{path.name} imports {libraries}"
 
 
 def test_names_are_unique_across_all_shipped_modules():
     modules = [bundle._read(PACKAGE, module) for module in MODULES]
-    for module in modules:
-        module.bound.pop("__getattr__", None)  # an entry's own; no bundle has two
+    for part in (part for module in modules for part in module.parts):
+        part.binds.discard("__getattr__")  # an entry's own; no bundle has two
     bundle._check_names(modules)
 
 
-def test_every_entry_exists():
-    assert entries() == list(bundle.ENTRIES)
-
-
-@pytest.mark.parametrize("entry", bundle.ENTRIES)
-def test_entry_stands_alone(entry):
-    text = build_bundle(entry)
-    assert text == build_bundle(entry)
-    flakes = pyflakes(text)
+def test_every_bundle_stands_alone(bundles, tmp_path):
+    """Nothing in it is undefined or unused, and it demands of a user no more than its own library."""
+    for entry, text in bundles.items():
+        assert check_bundle(text)["entry"] == entry
+        assert f'\nNAMESPACE = "{check_bundle(text)["sha256"]}"\n' in text
+        file = tmp_path / f"{entry}.py"
+        file.write_text(text)
+        demanded = set(get_imports(file)) - sys.stdlib_module_names
+        assert demanded <= {"torch", "safetensors", "huggingface_hub", *bundle.ENTRIES[entry]}
+        assert get_relative_imports(file) == []
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--output-format", "concise", "."]
+    flakes = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert flakes.returncode == 0, flakes.stdout
-    foreign = {"relative", "mhla_hf", "transformers", "diffusers"} - set(bundle.ENTRIES[entry])
-    assert not foreign & imported_libraries(text)
-    assert check_bundle(text)["entry"] == entry
-    assert f'\nNAMESPACE = "{check_bundle(text)["sha256"]}"\n' in text
 
 
-def test_all_bundles_run_in_one_process_where_the_package_is_missing(clean_python, tmp_path):
-    code, wanted = "import sys\n", []
-    for number, entry in enumerate(entries()):
-        path = write_bundle(entry, tmp_path / "code").rename(tmp_path / "code" / f"bundle_{number}.py")
-        wanted.append(check_bundle(path.read_text())["sha256"])
-        code += f"sys.path.insert(0, {str(path.parent)!r})\nimport bundle_{number}\nprint(bundle_{number}.NAMESPACE)\n"
+def test_a_bundle_holds_nothing_of_other_models(bundles):
+    """A language model has no grids, no vision and no other families; one of diffusers has no caches of decoders."""
+    language = bundles["models.converted"]
+    for word in ("GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
+        assert not re.search(rf"\b{word}", language), word
+    for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):
+        assert word not in bundles["models.pixart_transformer"], word
+
+
+def test_all_bundles_run_in_one_process_where_the_package_is_missing(bundles, clean_python, tmp_path):
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    for number, text in enumerate(bundles.values()):
+        (tmp_path / f"bundle_{number}.py").write_text(text)
+        code += f"import bundle_{number}\nprint(bundle_{number}.NAMESPACE)\n"
+    wanted = [check_bundle(text)["sha256"] for text in bundles.values()]
     assert clean_python(code, blocked=("mhla_hf", "triton")).split() == wanted
-    assert len(set(wanted)) == len(wanted) == len(bundle.ENTRIES)
+    assert len(set(wanted)) == len(wanted)
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """The bundler over a package with one entry instead of the real one."""
-    package = tmp_path / "small"
-    (package / "models").mkdir(parents=True)
-    (package / "__init__.py").write_text('__version__ = "1"\n')
-    (package / "models" / "one.py").write_text("X = 1\n")
-    monkeypatch.setattr(bundle, "_PACKAGE", package)
-    monkeypatch.setattr(bundle, "ENTRIES", {"models.one": (), "models.later": ()})
-    return tmp_path
-
-
-def test_entries_are_those_that_exist(small):
-    assert entries() == ["models.one"]
-
-
-@pytest.mark.parametrize("entry", ["models.later", "models.none", "", "../etc"])
-def test_unknown_entry_is_refused(small, entry):
-    with pytest.raises(ValueError, match=r"entry must be one of \['models\.one'\], got "):
-        write_bundle(entry, small / "out")
-    assert not (small / "out").exists()
-
-
-def test_written_aside_and_renamed(small, monkeypatch):
-    path = write_bundle("models.one", small / "out")
-    assert path.name == "modeling_mhla.py" and path.read_text() == build_bundle("models.one")
+def test_written_whole_under_the_name_that_its_library_wants(monkeypatch, bundles, tmp_path):
+    path = write_bundle("models.converted", tmp_path)
+    assert path.name == "modeling_mhla.py" and path.read_text() == bundles["models.converted"]
+    sha = check_bundle(bundles["models.dit_transformer"])["sha256"]
+    assert make_source("models.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
+    with pytest.raises(ValueError, match=r"entry must be one of \['models\.language', .*, got '\.\./etc'"):
+        write_bundle("../etc", tmp_path)
     path.write_text("old")
 
     def full(*names):
@@ -117,20 +91,5 @@ def test_written_aside_and_renamed(small, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        write_bundle("models.one", small / "out")
-    assert path.read_text() == "old" and [p.name for p in path.parent.iterdir()] == ["modeling_mhla.py"]
-
-
-def test_folder_that_is_a_file_is_refused(small):
-    (small / "file").write_text("")
-    with pytest.raises(ValueError, match="folder must be a directory, got the file"):
-        write_bundle("models.one", small / "file")
-
-
-def test_broken_package_leaves_the_old_file(small):
-    path = write_bundle("models.one", small / "out")
-    before = path.read_text()
-    (bundle._PACKAGE / "models" / "one.py").write_text("import numpy as np\n")
-    with pytest.raises(ValueError, match="alias 'np'"):
-        write_bundle("models.one", small / "out")
-    assert path.read_text() == before
+        write_bundle("models.converted", tmp_path)
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["modeling_mhla.py"]

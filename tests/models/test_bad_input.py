@@ -1,101 +1,13 @@
 """What is wrong is refused in one sentence that names it, and nothing has been changed by then."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import converted_model, one_sentence, scratch_model, softmax_model, tokens
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaModel
+from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf import MHLAConfig, MHLASettings
-
-SETTINGS = [
-    ({"block_size": 0}, "block_size"),
-    ({"block_size": 2.5}, "block_size"),
-    ({"block_size": True}, "block_size"),
-    ({"num_blocks": -1}, "num_blocks"),
-    ({"feature_map": "softmax"}, "feature_map"),
-    ({"normalize": "yes"}, "normalize"),
-    ({"mixing_start": "random"}, "mixing_start"),
-    ({"mixing_form": "exp"}, "mixing_form"),
-    ({"rope": "never"}, "rope"),
-    ({"impl": "cuda"}, "impl"),
-    ({"learn_mixing": 1}, "learn_mixing"),
-    ({"gate": "on"}, "gate"),
-    ({"layers": "1/3"}, "layers"),
-    ({"layers": []}, "layers"),
-    ({"layers": [1, 1]}, "layers"),
-    ({"layers": [-1]}, "layers"),
-    ({"layers": ["0"]}, "layers"),
-    ({"layers": 3}, "layers"),
-]
-
-
-@pytest.mark.parametrize(("values", "name"), SETTINGS)
-def test_settings(values, name):
-    with pytest.raises(ValueError) as error:
-        MHLASettings(**values)
-    one_sentence(error, name, "got", "expected")
-
-
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [({"format_version": 2}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
-)
-def test_settings_from_a_file(values, word):
-    with pytest.raises(ValueError) as error:
-        MHLASettings.from_dict(values)
-    one_sentence(error, word)
-
-
-def test_settings_that_are_no_dictionary():
-    with pytest.raises(ValueError) as error:
-        MHLASettings.from_dict(["block_size"])
-    one_sentence(error, "mhla", "list")
-
-
-CONVERT = [
-    (lambda: "llama", {}, "model: got str"),
-    (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
-    (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9)), {}, "'gpt2'"),
-    (
-        lambda: BertModel(
-            BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
-        ),
-        {},
-        "'bert'",
-    ),
-    (lambda: LlamaModel(softmax_model().config), {}, "model: got LlamaModel, expected LlamaForCausalLM"),
-    (converted_model, {}, "MHLA model already"),
-    (scratch_model, {}, "MHLA model already"),
-    (softmax_model, {"layers": [3]}, "layers: got index 3"),
-    (softmax_model, {"layers": "half"}, "layers"),
-    (softmax_model, {"blocksize": 3}, "'blocksize'"),
-    (softmax_model, {"rope": "after"}, "rope"),
-    (softmax_model, {"normalize": "official"}, "normalize"),
-    (softmax_model, {"settings": {"block_size": 8}}, "settings: got dict"),
-    (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
-    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "sliding_window: layer 1 sees the last 16"),
-    (
-        lambda: softmax_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
-        {"layers": [0, 2]},
-        "sliding_window: layer 2 sees",
-    ),
-    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
-]
-
-
-@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
-def test_convert(make, arguments, word):
-    model = make()
-    before = None if isinstance(model, str) else (type(model), set(model.state_dict()))
-    with pytest.raises((TypeError, ValueError)) as error:
-        mhla_hf.convert(model, **arguments)
-    one_sentence(error, word)
-    assert before is None or before == (type(model), set(model.state_dict()))
-
+from mhla_hf import MHLAConfig
 
 CONFIGS = [
     ({"head_dim": 7}, "head_dim"),
@@ -113,12 +25,6 @@ def test_config(values, word):
     assert word in str(error.value)
 
 
-def test_unknown_preset():
-    with pytest.raises(ValueError) as error:
-        MHLAConfig.preset("7B")
-    one_sentence(error, "'7B'", "340M")
-
-
 def test_overlay_class_without_settings():
     model_class = mhla_hf.MHLALlamaForCausalLM
     with pytest.raises(ValueError) as error:
@@ -127,17 +33,12 @@ def test_overlay_class_without_settings():
 
 
 def test_unknown_names():
-    with pytest.raises(AttributeError, match="MHLAFalconForCausalLM"):
-        _ = mhla_hf.MHLAFalconForCausalLM
-    with pytest.raises(AttributeError, match="MHLAFalconConfig"):
-        _ = mhla_hf.MHLAFalconConfig
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = mhla_hf.nothing
+    for name in ("MHLAFalconForCausalLM", "MHLAFalconConfig", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(mhla_hf, name)
 
 
 DAMAGE = [
-    ("mixing.weight", float("nan"), {}, "NaN or infinite"),
-    ("mixing.weight", float("inf"), {}, "NaN or infinite"),
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
     ("q_map.weight", float("nan"), {}, "q_map.weight"),
     ("norm.weight", float("nan"), {"output_norm": True}, "norm.weight"),
@@ -166,15 +67,6 @@ def test_truncated_weights(tmp_path):
         one_sentence(error, "model.safetensors is no whole safetensors file")
 
 
-def test_newer_format(tmp_path):
-    converted_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["mhla"]["format_version"] = 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="update mhla_hf"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 CALLS = [
     ({"attention_mask": torch.ones(3, 9)}, "attention_mask"),
     ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
@@ -198,9 +90,8 @@ def test_calls(make, arguments, word):
 
 def test_both_inputs():
     model = scratch_model()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         model(tokens(1, 3), inputs_embeds=torch.zeros(1, 3, 32))
-    one_sentence(error, "input_ids")
 
 
 def test_crop_past_a_block():
@@ -215,25 +106,6 @@ def test_crop_past_a_block():
     with pytest.raises(ValueError) as error:
         cache.crop(4)
     one_sentence(error, "tokens_to_remove")
-
-
-def test_offloaded_layers_are_refused_and_hooked_ones_work():
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    model, plain = softmax_model(), converted_model(gate=True)
-    for layer in model.model.layers:
-        add_hook_to_module(layer.self_attn, AlignDevicesHook(execution_device="cpu"))
-    mhla_hf.convert(model, layers="all", block_size=8, num_blocks=4, gate=True)
-    model.load_state_dict(plain.state_dict())
-    ids = tokens(1, 12)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
-    away = softmax_model()
-    add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
-    away.model.layers[1].self_attn.to("meta")
-    with pytest.raises(ValueError) as error:
-        mhla_hf.convert(away, layers="all")
-    one_sentence(error, "layer 1 is offloaded")
 
 
 @pytest.mark.parametrize("layers", ["all", "2/3"])

@@ -1,33 +1,22 @@
 """One video spread over two processes, by diffusers' context parallelism: what one process gives alone."""
 
 import datetime
-import itertools
 
 import pytest
 import torch
 from diffusers import ContextParallelConfig
-from diffusers.hooks.context_parallel import PartitionAnythingSharder
+from small_models import shaken
 from tiny_pipelines import inputs, tiny_transformer
 from torch.distributed.device_mesh import init_device_mesh
 
 import mhla_hf
-from mhla_hf import Blocks
-from mhla_hf.nn.grid import GridMixing
-from mhla_hf.ops.api import mhla
-from mhla_hf.ops.shards import sharded_mhla
 
 SIZE = (3, 8, 10)  # 60 tokens
 
 
 def make(**settings):
     """A converted model, wholly MHLA, of which every new parameter matters."""
-    model = mhla_hf.convert(tiny_transformer("wan"), layers="all", **{"gate": True, **settings})
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".mhla." in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return shaken(mhla_hf.convert(tiny_transformer("wan"), layers="all", **{"gate": True, **settings}))
 
 
 def train_step(model):
@@ -85,50 +74,3 @@ def test_two_processes_give_what_one_gives(tmp_path):
         for key, expected in grads.items():  # each process has the share of its tokens
             got = sum(part[name][1][key] for part in parts)
             assert (got - expected).norm() <= 1e-5 * expected.norm() + 1e-8, key
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("per_head", [True, False])
-def test_any_contiguous_shards_add_up(normalize, per_head):
-    grid, counts, cuts = (5, 7, 9), (3, 5, 4), (0, 11, 12, 200, 315)
-    blocks = Blocks.grid(grid, counts)
-    mixing = GridMixing(counts, 2 if per_head else None)
-    with torch.no_grad():
-        mixing.weight += torch.randn_like(mixing.weight)
-    q, k, q_den, k_den = (torch.rand(2, 315, 2, 4, dtype=torch.float64) for _ in range(4))
-    v = torch.randn(2, 315, 2, 3, dtype=torch.float64)
-    den = {"q_den": q_den, "k_den": k_den} if normalize else {}
-    m = mixing(counts).double().detach()
-    expected = mhla(q, k, v, m, blocks=blocks, normalize=normalize, **den)
-    spans = list(itertools.pairwise(cuts))
-
-    def run(add_up):
-        return [
-            sharded_mhla(
-                *(x[:, a:b] for x in (q, k, v)), m, blocks=blocks, start=a, add_up=add_up, normalize=normalize,
-                **{name: x[:, a:b] for name, x in den.items()},
-            )
-            for a, b in spans
-        ]  # fmt: skip
-
-    summaries = []
-    run(lambda x: summaries.append(x) or x)
-    got = torch.cat(run(lambda x: sum(summaries)), 1)
-    assert (got - expected).norm() <= 1e-12 * expected.norm()
-
-
-def test_uneven_shards_begin_where_diffusers_cuts():
-    assert [len(part) for part in torch.arange(61).tensor_split(2)] == [31, 30]
-    assert "tensor_split" in PartitionAnythingSharder.shard_anything.__func__.__code__.co_names
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"start": 300}, "start is 300 for 16 tokens"), ({"normalize": "official"}, "normalize is 'official'")],
-)
-def test_bad_shards_are_one_sentence(change, words):
-    x = torch.rand(1, 16, 1, 2)
-    options = {"blocks": Blocks.grid((5, 7, 9), (3, 5, 4)), "start": 0, "add_up": lambda x: x, **change}
-    with pytest.raises(ValueError) as error:
-        sharded_mhla(x, x, x, torch.ones(60, 60), **options)
-    assert words in str(error.value) and str(error.value).count(". ") == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_towers import images, small_classifier
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.models.vision_layers import MHLAVisionMixer, grid_rotation, turn_pairs
@@ -34,13 +34,6 @@ def test_parameter_counts_of_table_2(name):
     assert model.num_parameters() / 1e6 == pytest.approx(PAPER_MILLIONS[name], rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("vlt-t", 14.9), ("vlt-s", 25.6)])
-def test_parameter_counts_of_the_published_stages(name, millions):
-    with torch.device("meta"):
-        model = MHLAForImageClassification(MHLAVisionConfig.preset(name, feature_size=1024))
-    assert round(model.num_parameters() / 1e6, 1) == millions  # RAVLT's 15 M and 26 M
-
-
 @pytest.mark.parametrize(("size", "tokens"), [(224, 256), (256, 256), (384, 576), (512, 1024)])
 def test_padding_of_the_paper(size, tokens):
     with torch.device("meta"):
@@ -57,57 +50,10 @@ def test_any_grid_equals_the_reference(name, height, width):
     assert close(model(pixels).logits, with_reference(model)(pixels).logits) < 1e-5
 
 
-def test_three_resolutions_in_one_run_leave_no_trace():
-    model = small_classifier(image_size=(26, 34), pad_to_blocks=False)
-    sizes = [(26, 34), (12, 40), (2, 64), (26, 34)]
-    outputs = [model(images(1, *size, 1)).logits for size in sizes]
-    assert torch.equal(outputs[0], outputs[-1])
-    for size, output in zip(sizes, outputs, strict=True):
-        assert close(output, with_reference(model)(images(1, *size, 1)).logits) < 1e-5
-
-
 def test_padding_is_zeros_around_the_image():
     model = small_classifier()
     padded = F.pad(images(1, 27, 32, 1), (0, 0, 2, 3))
     assert torch.equal(model(images(1, 27, 32, 1)).logits, model(padded).logits)
-
-
-def test_linear_is_uniform_frozen_mixing():
-    linear = small_classifier(attention="linear")
-    uniform = small_classifier(mhla={"mixing_start": "uniform", "learn_mixing": False})
-    state = {name: value for name, value in linear.state_dict().items() if "mixing" not in name}
-    assert {name for name in uniform.state_dict() if name not in state} == {
-        f"model.stages.0.blocks.{i}.attn.mhla.mixing.weight" for i in range(2)
-    }
-    uniform.load_state_dict(state, strict=False)
-    for block in uniform.model.stages[0].blocks:
-        block.attn.mhla.mixing.weight.data.zero_()
-    assert close(linear(images(channels=1)).logits, uniform(images(channels=1)).logits) < 1e-5
-    assert not any(p.requires_grad for name, p in linear.named_parameters() if "mixing" in name)
-
-
-def test_softmax_is_softmax_with_the_same_surroundings():
-    model = small_classifier(attention="softmax", mhla={"gate": True, "output_norm": True})
-    attention = model.model.stages[0].blocks[0].attn
-    names = {name for name, _ in attention.softmax.named_parameters()}
-    assert names == {"norm.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias"}
-    x = torch.randn(2, 6, 24)
-    q, k = attention.q_norm(attention.q_proj(x)), attention.k_norm(attention.k_proj(x))
-    q, k, v = (y.view(2, 6, 3, 8) for y in (q, k, attention.v_proj(x)))
-    o = torch.einsum("bhts,bshd->bthd", (torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5).softmax(-1), v)
-    o = attention.softmax.norm(o) * F.silu(attention.softmax.gate(x)).view(o.shape)
-    o = o + attention.softmax.cpe(v, (2, 3))
-    assert close(attention(x, (2, 3)), attention.o_proj(o.flatten(2))) < 1e-5
-
-
-def test_layers_that_are_not_listed_stay_softmax():
-    kinds = [block.attn.kind for block in small_classifier(mhla={"layers": [1]}).model.stages[0].blocks]
-    assert kinds == ["softmax", "mhla"]
-    stages = MHLAForImageClassification(MHLAVisionConfig.preset("vlt-t")).model.stages
-    assert [[block.attn.kind for block in stage.blocks] for stage in stages] == [
-        ["mhla"] * 2, ["mhla"] * 2, ["softmax"] * 6, ["softmax"] * 2,
-    ]  # fmt: skip
-    assert [stage.blocks[0].attn.mhla.mixing.weight.shape[0] for stage in stages[:2]] == [49, 16]
 
 
 def test_linear_stage_is_the_published_formula():
@@ -130,18 +76,6 @@ def test_linear_stage_is_the_published_formula():
     assert close(layer(x, (5, 6), rotation), expected) < 1e-5
 
 
-def test_rope_depends_on_differences_of_places_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 16)
-    cos, sin = grid_rotation((6, 6), 16, q.device)
-    turned = [(turn_pairs(q, cos[t], sin[t]), turn_pairs(k, cos[t], sin[t])) for t in range(36)]
-
-    def score(a, b):
-        return float((turned[a][0] * turned[b][1]).sum())
-
-    assert score(0, 8) == pytest.approx(score(7, 15), rel=1e-4) and abs(score(0, 8) - score(8, 0)) > 1e-3
-
-
 @pytest.mark.parametrize("name", ["digits", "stages"])
 def test_standard_outputs_and_gradients(name):
     model = small_classifier(name).train()
@@ -162,21 +96,13 @@ def test_standard_outputs_and_gradients(name):
         torch.testing.assert_close(p.grad, kept[n], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["digits", "stages"])
-def test_compiles_as_one_graph(name):
-    model = small_classifier(name)
+def test_compiles_as_one_graph():
+    model = small_classifier()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         for pixels in (images(2, 32, 32, model.config.num_channels), images(2, 40, 24, model.config.num_channels)):
             assert torch.equal(compiled(pixels).logits, model(pixels).logits)
     torch._dynamo.reset()
-
-
-def test_dropped_branches():
-    model = small_classifier(drop_path_rate=0.9).train()
-    rates = [block.drop.rate for block in model.model.stages[0].blocks]
-    assert rates == [0.0, 0.9] and not torch.equal(*(model(images(8, channels=1)).logits for _ in range(2)))
-    assert torch.equal(*(model.eval()(images(8, channels=1)).logits for _ in range(2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,17 +122,3 @@ def test_auto_classes_and_image_processor(tmp_path, dtype):
     (tmp_path / "preprocessor_config.json").write_text("{}")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "preprocessor_config.json").read_text() == "{}"
-
-
-def test_pipeline_of_transformers(tmp_path):
-    from PIL import Image
-
-    small_classifier(num_channels=3, image_mean=None, image_std=None).save_pretrained(tmp_path)
-    answers = pipeline("image-classification", str(tmp_path))(Image.new("RGB", (50, 30), "red"), top_k=5)
-    assert len(answers) == 5 and sum(answer["score"] for answer in answers) == pytest.approx(1, abs=1e-4)
-
-
-def test_config_round_trip(tmp_path):
-    for config in (MHLAVisionConfig.preset("vlt-s"), MHLAVisionConfig.preset("deit-s", image_size=[224, 320])):
-        config.save_pretrained(tmp_path)
-        assert MHLAVisionConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()

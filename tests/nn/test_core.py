@@ -184,3 +184,18 @@ def test_tail_of_a_matrix_with_an_empty_oldest_block():
     assert longer.isfinite().all() and (longer[6, :4] < 1e-30).all()
     longer.sum().backward()
     assert core.grad.isfinite().all()
+
+
+def test_mixing_beyond_its_rows():
+    mixing = Mixing(6)
+    core, longer = mixing(6), mixing(20)
+    assert torch.equal(longer[:6, :6], core) and torch.equal(mixing(11), mixing(20)[:11, :11])
+    assert torch.equal(longer, longer.tril()) and (longer.diagonal() > 0).all()
+    # Row 6 repeats the last learned row by distance; further blocks decay.
+    torch.testing.assert_close(longer[6, 1:7], core[5])
+    assert (longer[19, :14].diff() >= 0).all()
+    uniform = Mixing(4, start="uniform")(9)
+    assert torch.equal(uniform[8], uniform[8, :1].expand(9))
+    per_head = Mixing(4, 3)
+    assert per_head(9).shape == (3, 9, 9)
+    assert extend_causal(torch.ones(1, 1), 5).sum() == 15

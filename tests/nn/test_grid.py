@@ -1,11 +1,15 @@
 """The grid core against the formula of the paper, written out token by token and independently of `ops`."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
+from mhla_hf.ops.api import mhla
+from mhla_hf.ops.shards import sharded_mhla
 
 
 def array_split(length, count):
@@ -173,4 +177,46 @@ def test_output_norm_rounds_once(normalize, shard):
 def test_bad_input_is_one_sentence(make, words):
     with pytest.raises(ValueError) as error:
         make()
+    assert words in str(error.value) and str(error.value).count(". ") == 0
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_any_contiguous_shards_add_up(normalize, per_head):
+    grid, counts, cuts = (5, 7, 9), (3, 5, 4), (0, 11, 12, 200, 315)
+    blocks = Blocks.grid(grid, counts)
+    mixing = GridMixing(counts, 2 if per_head else None)
+    with torch.no_grad():
+        mixing.weight += torch.randn_like(mixing.weight)
+    q, k, q_den, k_den = (torch.rand(2, 315, 2, 4, dtype=torch.float64) for _ in range(4))
+    v = torch.randn(2, 315, 2, 3, dtype=torch.float64)
+    den = {"q_den": q_den, "k_den": k_den} if normalize else {}
+    m = mixing(counts).double().detach()
+    expected = mhla(q, k, v, m, blocks=blocks, normalize=normalize, **den)
+    spans = list(itertools.pairwise(cuts))
+
+    def run(add_up):
+        return [
+            sharded_mhla(
+                *(x[:, a:b] for x in (q, k, v)), m, blocks=blocks, start=a, add_up=add_up, normalize=normalize,
+                **{name: x[:, a:b] for name, x in den.items()},
+            )
+            for a, b in spans
+        ]  # fmt: skip
+
+    summaries = []
+    run(lambda x: summaries.append(x) or x)
+    got = torch.cat(run(lambda x: sum(summaries)), 1)
+    assert (got - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"start": 300}, "start is 300 for 16 tokens"), ({"normalize": "official"}, "normalize is 'official'")],
+)
+def test_bad_shards_are_one_sentence(change, words):
+    x = torch.rand(1, 16, 1, 2)
+    options = {"blocks": Blocks.grid((5, 7, 9), (3, 5, 4)), "start": 0, "add_up": lambda x: x, **change}
+    with pytest.raises(ValueError) as error:
+        sharded_mhla(x, x, x, torch.ones(60, 60), **options)
     assert words in str(error.value) and str(error.value).count(". ") == 0

@@ -5,9 +5,7 @@ import copy
 import pytest
 import torch
 from small_models import MODELS, converted_model, scratch_model, softmax_model, tokens
-from transformers import DynamicCache, StaticCache
-
-import mhla_hf
+from transformers import DynamicCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -32,29 +30,6 @@ def test_every_split_equals_the_full_pass(model):
         second = model(ids[:, split:], past_key_values=cache, use_cache=True).logits
         assert cache.get_seq_length() == 36
         torch.testing.assert_close(torch.cat([first, second], 1), expected, **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("edge", [63, 64, 65, 127, 128, 129])
-def test_block_of_64_token_by_token(edge):
-    model = converted_model(layers="2/3", block_size=64, num_blocks=2)
-    ids = tokens(1, edge + 3)
-    expected = full_logits(model, ids)
-    cache = DynamicCache(config=model.config)
-    got = [model(ids[:, :edge], past_key_values=cache).logits]
-    got += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(edge, edge + 3)]
-    torch.testing.assert_close(torch.cat(got, 1), expected, **CLOSE)
-
-
-@torch.no_grad()
-def test_greedy_scores_equal_the_full_pass(model):
-    ids = tokens(2, 13)
-    mask = torch.ones_like(ids)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    expected = full_logits(model, out.sequences)[:, 12:-1]
-    torch.testing.assert_close(torch.stack(out.logits, 1), expected, **CLOSE)
 
 
 @torch.no_grad()
@@ -93,27 +68,6 @@ def test_a_padded_row_equals_the_row_alone(model, side):
 
 
 @torch.no_grad()
-def test_left_padded_generation_equals_single(model):
-    rows = [tokens(1, n, seed=n)[0] for n in (4, 19, 9)]
-    ids, mask = padded(rows, "left")
-    together = model.generate(
-        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    for i, row in enumerate(rows):
-        alone = model.generate(
-            row[None],
-            attention_mask=torch.ones(1, len(row), dtype=torch.long),
-            max_new_tokens=20,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        torch.testing.assert_close(
-            torch.stack(together.logits, 1)[i], torch.stack(alone.logits, 1)[0], rtol=1e-4, atol=1e-4
-        )
-
-
-@torch.no_grad()
 def test_static_cache_and_left_padding(model):
     rows = [tokens(1, n, seed=n)[0] for n in (4, 19)]
     ids, mask = padded(rows, "left")
@@ -121,19 +75,6 @@ def test_static_cache_and_left_padding(model):
     dynamic = model.generate(ids, **options)
     static = model.generate(ids, cache_implementation="static", **options)
     assert torch.equal(dynamic, static)
-
-
-@torch.no_grad()
-def test_static_cache_by_hand():
-    model = converted_model(layers=[0, 1])
-    ids = tokens(2, 20)
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    got = [model(ids[:, :9], past_key_values=cache).logits]
-    got += [
-        model(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t], [t]])).logits
-        for t in range(9, 20)
-    ]
-    torch.testing.assert_close(torch.cat(got, 1), full_logits(model, ids), **CLOSE)
 
 
 @torch.no_grad()
@@ -164,24 +105,6 @@ def test_assisted_decoding_rolls_back_exactly(make):
 
 
 @torch.no_grad()
-def test_packed_rows_equal_separate_rows(model):
-    rows = [tokens(1, n, seed=n) for n in (5, 20, 9)]
-    packed = torch.cat(rows, 1)
-    positions = torch.cat([torch.arange(r.shape[1]) for r in rows])[None]
-    got = model(packed, position_ids=positions, use_cache=False).logits
-    expected = torch.cat([full_logits(model, r) for r in rows], 1)
-    torch.testing.assert_close(got, expected, **CLOSE)
-
-
-@torch.no_grad()
-def test_chunked_prefill(model):
-    ids, mask = padded([tokens(1, 6)[0], tokens(1, 33)[0]], "left")
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    got = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, prefill_chunk_size=10)
-    assert torch.equal(got, expected)
-
-
-@torch.no_grad()
 def test_cache_of_another_model_is_refused():
     base, model = softmax_model(), converted_model()
     cache = DynamicCache(config=base.config)
@@ -192,16 +115,6 @@ def test_cache_of_another_model_is_refused():
     model(tokens(1, 5), past_key_values=ours)
     with pytest.raises(ValueError, match="past_key_values: a softmax layer wrote"):
         base(tokens(1, 1), past_key_values=ours)
-
-
-@torch.no_grad()
-def test_a_causal_model_does_not_look_ahead(model):
-    ids = tokens(1, 30)
-    changed = ids.clone()
-    changed[:, 20:] = tokens(1, 10, seed=9)
-    a, b = full_logits(model, ids), full_logits(model, changed)
-    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
-    assert (a[:, 20:] - b[:, 20:]).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -236,15 +149,6 @@ def test_a_cache_in_training_is_refused(model, caplog):
     with pytest.raises(ValueError, match="no gradient flows through an MHLA cache"):
         model(ids[:, 10:], past_key_values=cache)
     model.eval()
-
-
-@torch.no_grad()
-def test_sliding_layers_with_a_static_cache():
-    base = softmax_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=2)
-    model = mhla_hf.convert(base, layers=[1], block_size=8, num_blocks=4)
-    ids, mask = padded([tokens(1, 13)[0], tokens(1, 20)[0]], "left")
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, cache_implementation="static", **options))
 
 
 @torch.no_grad()

@@ -81,30 +81,6 @@ def test_class_token_attends_as_the_definition_says():
     assert close(attention(x, mhla_grid=(5, 7))[0], expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
-def test_uniform_mixing_is_plain_linear_attention(name):
-    model = mhla_hf.convert(softmax_tower(name), mixing_start="uniform")
-    for attention in grid_attentions(model).values():
-        torch.testing.assert_close(
-            attention.mhla.mixing((4, 4)), torch.full_like(attention.mhla.mixing.weight, 1.0).softmax(-1)
-        )
-    one = mhla_hf.convert(softmax_tower(name), layout=[1, 1], mixing_start="uniform")
-    assert close(output_of(model, images()), output_of(one, images())) < 1e-5
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_hybrid_keeps_the_other_layers(name):
-    model, soft = converted_tower(name, layers=[1]), softmax_tower(name)
-    kinds = [hasattr(attention, "mhla") for attention in grid_attentions(model).values()]
-    assert kinds == [False, True]
-    first = grid_attentions(model)[0], grid_attentions(soft)[0]
-    seen = []
-    for attention in first:
-        attention.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    output_of(model, images()), output_of(soft, images())
-    assert torch.equal(*seen)
-
-
 @pytest.mark.parametrize("name", TOWERS)
 def test_saved_loaded_copied_pickled(name, tmp_path):
     model = converted_tower(name, per_head=True)
@@ -141,20 +117,7 @@ def test_training_and_gradient_checkpointing(name):
     other.backward()
 
 
-def test_bf16_keeps_its_dtype_and_the_mixing_fp32():
-    model = mhla_hf.convert(softmax_tower("ViTForImageClassification").bfloat16(), gate=True)
-    attention = grid_attentions(model)[0]
-    assert attention.mhla.gate.weight.dtype == torch.bfloat16 and attention.mhla.mixing.weight.dtype == torch.float32
-    assert model(images().bfloat16()).logits.dtype == torch.bfloat16
-
-
-def test_hidden_states_are_recorded():
-    found = converted_tower("ViTForImageClassification")(images(), output_hidden_states=True)
-    assert len(found.hidden_states) == 3
-
-
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "DINOv3ViTModel", "SiglipVisionModel"])
-def test_compiles_as_one_graph(name):
+def test_compiles_as_one_graph(name="DINOv3ViTModel"):
     model = converted_tower(name, layers=[0])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():

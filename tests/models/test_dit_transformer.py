@@ -1,6 +1,7 @@
-"""DiG-S/2 with its gated linear attention replaced (table 3): sizes, the block's formula, starting, saving."""
+"""DiT and DiG from scratch (tables 1 and 3): sizes, the block's formula, starting, saving."""
 
 import copy
+import inspect
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoModel, DiTTransformer2DModel
 
-import mhla_hf
 from mhla_hf import MHLADiTTransformer2DModel
 
 INPUTS = {"timestep": torch.tensor([3, 700]), "class_labels": torch.tensor([1, 2])}
@@ -68,15 +68,6 @@ def test_block_is_the_formula():
     assert ((found - expected).norm() / expected.norm()).item() < 1e-5
 
 
-def test_starts_as_the_identity_with_output_zero():
-    model = MHLADiTTransformer2DModel.from_preset("DiG-S/8", num_classes=5, num_layers=2).eval()
-    seen = []
-    for block in model.transformer_blocks:
-        block.register_forward_hook(lambda module, args, output: seen.append(torch.equal(args[0], output)))
-    output = model(torch.randn(2, 4, 32, 32), **INPUTS).sample
-    assert output.abs().max() == 0 and seen == [True, True]
-
-
 def test_saved_loaded_copied_fused_checkpointed(tmp_path):
     model = small()
     expected = model(latents(), **INPUTS).sample
@@ -100,11 +91,50 @@ def test_saved_loaded_copied_fused_checkpointed(tmp_path):
         torch.testing.assert_close(p.grad, kept[name], rtol=1e-4, atol=1e-6)
 
 
-def test_dit_is_unchanged_and_names_are_checked():
-    plain = mhla_hf.convert(
-        DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8, sample_size=8)
-    )
-    assert type(plain.transformer_blocks[0]).__name__ == "BasicTransformerBlock" and not plain.config.get("dig_block")
-    for name in ("DiG-M/2", "DiG-S", "DiX-S/2", 3):
-        with pytest.raises(ValueError, match="preset: got"):
-            MHLADiTTransformer2DModel.from_preset(name)
+@pytest.mark.parametrize("preset", ["DiT-S/8", "DiG-S/8"])
+def test_starts_as_the_identity_with_output_zero(preset):
+    model = MHLADiTTransformer2DModel.from_preset(preset, num_classes=5, num_layers=2, mhla={"cpe": 3}).eval()
+    seen = []
+    for block in model.transformer_blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append(torch.equal(args[0], output)))
+    output = model(torch.randn(2, 4, 32, 32), **INPUTS).sample
+    assert output.abs().max() == 0 and seen == [True, True]
+
+
+@pytest.mark.parametrize("preset", ["DiT-S/2", "DiT-B/4", "DiT-L/8", "DiT-XL/2"])
+def test_dit_presets_from_scratch(preset):
+    paper = {"DiT-S/2": 33, "DiT-B/4": 131, "DiT-L/8": 459, "DiT-XL/2": 675}
+    with torch.device("meta"):
+        model = MHLADiTTransformer2DModel.from_preset(preset, mhla={"cpe": 3})
+    added = sum(p.numel() for name, p in model.named_parameters() if ".mhla." in name)
+    assert (model.num_parameters() - added) / 1e6 == pytest.approx(paper[preset], rel=0.02)  # table 1 of the DiT paper
+    assert added < 0.01 * model.num_parameters()
+    assert model.config.mhla["cpe"] == 3
+
+
+def test_embeddings_of_time_and_class_are_shared_from_scratch(tmp_path):
+    """One for all blocks, in training, in a copy and after loading; the file is one that diffusers' own class could read."""
+    sizes = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 8, "num_classes": 5, "input_size": 8}
+    model = MHLADiTTransformer2DModel.from_preset("DiT-S/2", **sizes)
+    torch.nn.init.normal_(model.proj_out_2.weight)
+    inputs = {"timestep": torch.tensor([3, 70]), "class_labels": torch.tensor([1, 2])}
+    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    before = model.eval()(x, **inputs).sample
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before.square().sum().backward()
+    optimizer.step()
+    after = model(x, **inputs).sample
+    model.save_pretrained(tmp_path)
+    loaded = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    strict = MHLADiTTransformer2DModel.from_config(model.config)
+    strict.load_state_dict(model.state_dict())
+    known = set(inspect.signature(DiTTransformer2DModel).parameters)
+    stock = DiTTransformer2DModel(**{key: value for key, value in model.config.items() if key in known})
+    names = {name for name in model.state_dict() if ".mhla." not in name}
+    assert names == set(stock.state_dict()) and not torch.equal(before, after)
+    for again in (loaded, strict, copy.deepcopy(model)):
+        first, *others = [block.norm1.emb for block in again.transformer_blocks]
+        assert all(other is first for other in others) and again.num_parameters() == model.num_parameters()
+        assert torch.equal(again.eval()(x, **inputs).sample, after)
+    pointers = [value.data_ptr() for value in model.state_dict().values()]
+    assert len(set(pointers)) == len(pointers), "files may not share memory"

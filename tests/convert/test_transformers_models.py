@@ -1,0 +1,74 @@
+"""convert() keeps what it does not replace, and refuses what it cannot do before it touches anything."""
+
+import pytest
+import torch
+from small_models import FAMILIES, converted_model, one_sentence, scratch_model, softmax_model, tokens
+from transformers import LlamaModel
+
+import mhla_hf
+
+CONVERT = [
+    (lambda: "llama", {}, "model: got str"),
+    (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
+    (lambda: LlamaModel(softmax_model().config), {}, "model: got LlamaModel, expected LlamaForCausalLM"),
+    (converted_model, {}, "MHLA model already"),
+    (scratch_model, {}, "MHLA model already"),
+    (softmax_model, {"layers": [3]}, "layers: got index 3"),
+    (softmax_model, {"blocksize": 3}, "'blocksize'"),
+    (softmax_model, {"rope": "after"}, "rope"),
+    (softmax_model, {"normalize": "official"}, "normalize"),
+    (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
+    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "sliding_window: layer 1 sees the last 16"),
+    (
+        lambda: softmax_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2),
+        {"layers": [0, 2]},
+        "sliding_window: layer 2 sees",
+    ),
+    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
+def test_convert(make, arguments, word):
+    model = make()
+    before = None if isinstance(model, str) else (type(model), set(model.state_dict()))
+    with pytest.raises((TypeError, ValueError)) as error:
+        mhla_hf.convert(model, **arguments)
+    one_sentence(error, word)
+    assert before is None or before == (type(model), set(model.state_dict()))
+
+
+def test_offloaded_layers_are_refused_and_hooked_ones_work():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model, plain = softmax_model(), converted_model(gate=True)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, AlignDevicesHook(execution_device="cpu"))
+    mhla_hf.convert(model, layers="all", block_size=8, num_blocks=4, gate=True)
+    model.load_state_dict(plain.state_dict())
+    ids = tokens(1, 12)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    away = softmax_model()
+    add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
+    away.model.layers[1].self_attn.to("meta")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(away, layers="all")
+    one_sentence(error, "layer 1 is offloaded")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_conversion_keeps_every_base_weight_and_the_other_model(family):
+    base = softmax_model(family)
+    other = type(base)(base.config).eval()  # shares the configuration object
+    other.load_state_dict(base.state_dict())
+    before = {k: v.clone() for k, v in base.state_dict().items()}
+    ids = tokens(1, 20)
+    expected = other(ids).logits
+    model = mhla_hf.convert(base, layers=[1])
+    assert model is base
+    after = model.state_dict()
+    assert set(after) - set(before) == {k for k in after if ".layers.1.self_attn.mhla." in k}
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    assert torch.equal(other(ids).logits, expected)
+    assert not torch.equal(model(ids).logits, expected)

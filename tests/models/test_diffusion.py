@@ -1,0 +1,208 @@
+"""Diffusers pipelines with MHLA: conversion, the formula of a converted block, grids of any size, saving and loading."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoModel, DiffusionPipeline, WanPipeline
+from elsewhere import run_elsewhere
+from safetensors.torch import load_file
+from small_models import shaken
+from tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
+
+import mhla_hf
+
+VISITOR = """
+import pickle
+source, target, tests = %r, %r, %r
+sys.path.append(tests)
+import torch
+torch.set_num_threads(1)
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from tiny_pipelines import at_fresh_addresses, generate
+pictures, classes = {}, {}
+for family in sorted(os.listdir(source)):
+    pipe = DiffusionPipeline.from_pretrained(f"{source}/{family}", trust_remote_code=True)
+    classes[family] = sys.modules[type(pipe.transformer).__module__].__name__
+    pictures[family] = generate(at_fresh_addresses(pipe)).contiguous()
+    assert type(pickle.loads(pickle.dumps(pipe.transformer))) is type(pipe.transformer)
+    pipe.save_pretrained(f"{target}/{family}")
+save_file(pictures, f"{target}.safetensors")
+print(json.dumps([classes, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
+"""
+
+
+def converted(family, **settings):
+    return shaken(mhla_hf.convert(tiny_transformer(family), **settings))
+
+
+def close(a, b, bound):
+    assert (a - b).norm() <= bound * b.norm(), float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("sana", layout) for layout in ([1, 1], [4, 4], [2, 8])]
+    + [("sana-video", layout) for layout in ([1, 1, 1], [3, 2, 2], [3, 4, 4])],
+)
+def test_uniform_mixing_is_sana_as_it_was(family, layout):
+    pipe = PIPELINES[family]()
+    stock = generate(pipe)
+    assert mhla_hf.convert(pipe, layout=layout) is pipe
+    assert (generate(pipe) - stock).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
+    model = tiny_transformer(family)
+    stock = {name: value.clone() for name, value in model.state_dict().items()}
+    result = mhla_hf.convert(model, gate=True, cpe=3)
+    assert result is model and type(model).__name__ == f"MHLA{TRANSFORMERS[family][0].__name__}"
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in stock.items())
+    added = set(state) - set(stock)
+    assert added and all(".attn1.processor.mhla." in name for name in added)
+    wan = family.startswith(("wan", "skyreels"))
+    assert model.config.mhla["layers"] == ([1, 2] if wan else [0, 1])
+    assert {name.split(".mhla.")[1] for name in added} == {
+        "mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias", *(["norm.weight"] if wan else [])
+    }  # fmt: skip
+    with torch.no_grad():
+        output = model(**inputs(family)).sample
+    assert torch.isfinite(output).all() and model.mhla_state.grid is None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_resolutions_in_one_training_step(checkpointing):
+    """As many tokens in both: a grid left behind would not raise, it would only be wrong."""
+    sizes = [(1, 8, 16), (1, 16, 8), (3, 8, 10)]
+    alone = []
+    for size in sizes:
+        model = converted("wan", layout=[1, 4, 2])
+        model(**inputs("wan", size)).sample.square().mean().backward()
+        alone.append({name: value.grad for name, value in model.named_parameters()})
+    model = converted("wan", layout=[1, 4, 2]).train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    losses = [model(**inputs("wan", size)).sample.square().mean() for size in sizes]
+    assert model.mhla_state.grid is None
+    sum(losses).backward()
+    assert model.mhla_state.grid is None
+    for name, value in model.named_parameters():
+        expected = [one[name] for one in alone]
+        if expected[0] is not None:
+            torch.testing.assert_close(value.grad, sum(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_grid_is_restored_when_a_block_fails():
+    model = converted("sana")
+    handle = model.transformer_blocks[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**inputs("sana"))
+    assert model.mhla_state.grid is None
+    handle.remove()
+    other = copy.deepcopy(model)
+    assert other.mhla_state is not model.mhla_state
+    assert other.mhla_state is other.transformer_blocks[0].attn1.processor.state
+    with torch.no_grad():
+        assert torch.equal(other(**inputs("sana")).sample, model(**inputs("sana")).sample)
+
+
+def save_all(folder):
+    """Every family's converted pipeline, saved; what each generates in memory."""
+    pictures = {}
+    for family in PIPELINES:
+        pipe = mhla_hf.convert(PIPELINES[family](), gate=True)
+        shaken(pipe.transformer)
+        pictures[family] = generate(pipe)
+        pipe.save_pretrained(folder / family)
+    return pictures
+
+
+def visit_pipelines(folder, source, target):
+    """Load, run and re-save all pipelines of `source` in a clean offline process; (pictures, module names, forbidden)."""
+    done = run_elsewhere(VISITOR % (source, target, str(Path(__file__).parent.parent)), folder, ("mhla_hf", "triton"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "not expected" not in done.stderr
+    classes, forbidden = json.loads(done.stdout.splitlines()[-1])
+    return load_file(folder / f"{target}.safetensors"), classes, forbidden
+
+
+def test_saved_pipelines_are_the_same_elsewhere_and_after_saving_there(tmp_path):
+    in_memory = save_all(tmp_path / "saved")
+    first = visit_pipelines(tmp_path, "saved", "again")
+    second = visit_pipelines(tmp_path, "again", "third")
+    for pictures, classes, forbidden in (first, second):
+        assert forbidden == [] and set(pictures) == set(PIPELINES)
+        for family, picture in pictures.items():
+            here = DiffusionPipeline.from_pretrained(tmp_path / "saved" / family, trust_remote_code=True)
+            assert torch.equal(generate(at_fresh_addresses(here)), picture), family
+            assert torch.equal(in_memory[family], picture), family
+            assert classes[family].startswith("diffusers_modules.local.modeling_mhla_")
+    for family in PIPELINES:
+        saved, again = (tmp_path / name / family for name in ("saved", "again"))
+        for file in [*(saved / "transformer").iterdir(), saved / "model_index.json"]:
+            before, after = file.read_bytes(), (again / file.relative_to(saved)).read_bytes()
+            if file.suffix == ".json":  # diffusers notes where a model came from
+                before, after = ({**json.loads(text), "_name_or_path": ""} for text in (before, after))
+            assert before == after, file
+        source = next((saved / "transformer").glob("*.py"))
+        assert json.loads((saved / "model_index.json").read_text())["transformer"][0] == source.stem
+
+
+def test_a_transformer_converted_alone_stays_mhla_in_every_pipeline_that_holds_it(tmp_path):
+    """The pipelines are not given to convert, and each notes the class of its transformers for model_index.json."""
+    pipe = PIPELINES["wan"]()
+    shared, last = WanPipeline(**pipe.components), tiny_transformer("wan", num_layers=2)
+    both = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": last, "boundary_ratio": 0.9})
+    for transformer in (pipe.transformer, both.transformer_2):
+        shaken(mhla_hf.convert(transformer, layers="all"))
+    for name, one in {"both": both, "pipe": pipe, "shared": shared}.items():
+        one.save_pretrained(tmp_path / name)
+        again = DiffusionPipeline.from_pretrained(tmp_path / name, trust_remote_code=True)
+        assert torch.equal(generate(at_fresh_addresses(again)), generate(one)), name
+    index = json.loads((tmp_path / "both" / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
+    assert index["transformer_2"][1] == "MHLAWanTransformer3DModel"
+
+
+def test_other_ways_to_load(tmp_path):
+    pipe = mhla_hf.convert(PIPELINES["wan"]())
+    pipe.save_pretrained(tmp_path / "mhla")
+    PIPELINES["wan"]().save_pretrained(tmp_path / "stock")
+    given = inputs("wan")
+    own = mhla_hf.MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla" / "transformer")
+    auto = AutoModel.from_pretrained(str(tmp_path / "mhla" / "transformer"), trust_remote_code=True)
+    into = WanPipeline.from_pretrained(tmp_path / "stock", transformer=own)
+    again = WanPipeline.from_pretrained(tmp_path / "mhla", transformer=own, trust_remote_code=True)
+    assert into.transformer is own and again.transformer is own
+    with torch.no_grad():
+        assert torch.equal(own(**given).sample, auto(**given).sample)
+    for load in (DiffusionPipeline.from_pretrained, WanPipeline.from_pretrained):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            load(tmp_path / "mhla")
+
+
+@pytest.mark.parametrize("family", ["wan", "pixart"])
+def test_a_second_load_leaves_the_first_as_it_was(family, tmp_path):
+    """diffusers runs the file of a checkpoint anew for each load, in the same module: every class is another one then."""
+    shaken(mhla_hf.convert(tiny_transformer(family))).save_pretrained(tmp_path / "saved")
+    first, second = (AutoModel.from_pretrained(str(tmp_path / "saved"), trust_remote_code=True) for _ in range(2))
+    assert type(first) is not type(second)
+    first.enable_gradient_checkpointing()
+    copied = copy.deepcopy(first)
+    for model in (first, copied):
+        model.fuse_qkv_projections()
+        model.unfuse_qkv_projections()
+    with torch.no_grad():
+        expected = second(**inputs(family)).sample
+        for model in (first, copied):
+            close(model(**inputs(family)).sample, expected, 1e-6)
+    copied(**inputs(family)).sample.sum().backward()
+    first.save_pretrained(tmp_path / "again")
+    state = first.state_dict()
+    again = type(second).from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in again.items())

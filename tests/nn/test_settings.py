@@ -1,0 +1,34 @@
+"""Settings that cannot be right are refused in one sentence, whether a person makes them or a file holds them."""
+
+import pytest
+from small_models import one_sentence
+
+from mhla_hf import MHLASettings
+
+SETTINGS = [
+    ({"block_size": 0}, "block_size"),
+    ({"feature_map": "softmax"}, "feature_map"),
+    ({"normalize": "yes"}, "normalize"),
+    ({"impl": "cuda"}, "impl"),
+    ({"learn_mixing": 1}, "learn_mixing"),
+    ({"layers": "1/3"}, "layers"),
+    ({"layers": []}, "layers"),
+    ({"layers": [1, 1]}, "layers"),
+]
+
+
+@pytest.mark.parametrize(("values", "name"), SETTINGS)
+def test_settings(values, name):
+    with pytest.raises(ValueError) as error:
+        MHLASettings(**values)
+    one_sentence(error, name, "got", "expected")
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [({"format_version": 2}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
+)
+def test_settings_from_a_file(values, word):
+    with pytest.raises(ValueError) as error:
+        MHLASettings.from_dict(values)
+    one_sentence(error, word)
