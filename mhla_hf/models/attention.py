@@ -11,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..nn.core import MHLA
+from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
@@ -24,8 +25,7 @@ SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what o
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
 
-    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalised
-    form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
+    `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
     """
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
@@ -39,6 +39,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
         key_mask=key_mask,
         cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,
         cache=cache,
+        scale=scaling,
     )
     return output, None
 
@@ -76,7 +77,7 @@ class MHLAMixer:
             **kwargs,
         )
         if cache is not None:
-            cache.seen_tokens += hidden_states.shape[1]
+            cache.count(hidden_states)
         return output
 
 
@@ -99,6 +100,11 @@ def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+def causal_core(settings: MHLASettings) -> type[nn.Module]:
+    """The causal core that these settings ask for."""
+    return DecayMHLA if settings.mixing_form == "decay" else MHLA
+
+
 def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a causal LM with a body."""
     config = model.config
@@ -106,7 +112,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     chosen = settings.resolve_layers(config.num_hidden_layers)
     for index in chosen:
         attention = attentions[index]
-        core = MHLA(
+        core = causal_core(settings)(
             settings,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -139,7 +145,7 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
         return (), kwargs
     batch, length = inputs.shape[:2]
     mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    seen = int(past.get_seq_length()) if past is not None else 0
+    seen = past.get_seq_length() if past is not None else 0  # a tensor in a static cache
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
@@ -149,10 +155,17 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
         kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None:
-        known = mask[:, : seen + length]
-        if torch.compiler.is_compiling() or not bool(known.all()):
-            kwargs["position_ids"] = (known.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+        if torch.compiler.is_compiling() or not bool(mask.all()):
+            kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
+
+
+def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
+    """What `[B, S]` says of the new tokens `[B, T]`: of columns `seen` and after, or the last ones of a shorter mask."""
+    if mask.shape[1] == length:
+        return mask
+    first = torch.clamp(torch.as_tensor(seen, device=mask.device), max=mask.shape[1] - length)
+    return mask[:, first + torch.arange(length, device=mask.device)]
 
 
 def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
@@ -162,7 +175,7 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
-        return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
+        return new_columns(mask, length, seen).bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         if length > 1:

@@ -54,6 +54,20 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
     return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
 
 
+def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
+    """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        sentence = (
+            "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
+            "or use_cache=False: no gradient flows through an MHLA cache."
+        )
+        if core.training:
+            raise ValueError(sentence)
+        if sentence not in WARNED:
+            WARNED.add(sentence)
+            CORE_LOG.warning(sentence)
+
+
 class OutputGate(nn.Linear):
     """W x + b for every output channel, of which silu is one at the start (section 4.1).
 
@@ -160,6 +174,7 @@ class MHLA(MHLACore):
         key_mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         cache=None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -171,6 +186,7 @@ class MHLA(MHLACore):
             key_mask: bool `[B, T]`, False where a token is padding.
             cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
             cache: a layer of an MHLA cache; read and written in place.
+            scale: of the base's softmax; not used, a constant cancels in the normalised form and is fixed in the other.
 
         Returns:
             `[B, T, H, V]` in v's dtype.
@@ -194,22 +210,9 @@ class MHLA(MHLACore):
             mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
-            self._check_step(cache, q, k, v)
+            refuse_gradients(self, q, k, v)
+            if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
+                cache.state, cache.mixing = cache.state.clone(), None
             mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)
-
-    def _check_step(self, cache, q, k, v) -> None:
-        """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            sentence = (
-                "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
-                "or use_cache=False: no gradient flows through an MHLA cache."
-            )
-            if self.training:
-                raise ValueError(sentence)
-            if sentence not in WARNED:
-                WARNED.add(sentence)
-                CORE_LOG.warning(sentence)
-        if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
-            cache.state, cache.mixing = cache.state.clone(), None

@@ -9,12 +9,12 @@ from math import prod
 
 from ..ops.checks import IMPLEMENTATIONS
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 FEATURE_MAPS = ("relu", "plain_relu", "elu", "hedgehog", "identity")
 MIXING_STARTS = ("locality", "uniform")
-MIXING_FORMS = ("softmax", "direct", "free")
+MIXING_FORMS = ("softmax", "direct", "free", "decay")
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
 
 
@@ -37,7 +37,13 @@ class MHLASettings:
         learn_mixing: False freezes the mixing at its start.
         mixing_form: "softmax" keeps a matrix of logits (rows sum to one, weights positive); "direct" keeps the weights
             themselves, as released checkpoints do (negative ones are refused when loaded); "free" too, of any sign (the
-            released video checkpoints).
+            released video checkpoints); "decay" is a sum of `num_decays` exponentials of the distance per head, which needs
+            no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
+        num_decays: R of the "decay" form, the first of them without decay.
+        local: None, or "softmax": exact softmax over the open block, the one before it and the first `sinks` tokens, and
+            MHLA by decays for all between, under one normaliser (language models only; needs "decay").
+        sinks: first tokens of a sequence that stay in the softmax of `local`.
+        window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
         gate: multiply the output by silu(W x + b), starting at one.
@@ -57,6 +63,10 @@ class MHLASettings:
     mixing_start: str = "locality"
     learn_mixing: bool = True
     mixing_form: str = "softmax"
+    num_decays: int = 2
+    local: str | None = None
+    sinks: int = 4
+    window_dropout: float = 0.0
     per_head: bool = False
     output_norm: bool = False
     gate: bool = False
@@ -66,10 +76,14 @@ class MHLASettings:
     impl: str = "auto"
 
     def __post_init__(self):
-        for name in ("block_size", "num_blocks"):
+        for name, least in (("block_size", 1), ("num_blocks", 1), ("num_decays", 1), ("sinks", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}.")
+        if self.local is not None and self.mixing_form != "decay":
+            raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
+        if not 0 <= self.window_dropout <= 1:
+            raise ValueError(f"window_dropout: got {self.window_dropout!r}, expected 0 to 1.")
         if self.layout is not None:
             self.layout = _checked_layout(self.layout)
         for name, count in (("num_blocks", self.num_blocks), ("layout", prod(self.layout or ()))):
@@ -87,6 +101,7 @@ class MHLASettings:
             "normalize": (True, False, "official"),
             "mixing_start": MIXING_STARTS,
             "mixing_form": MIXING_FORMS,
+            "local": (None, "softmax"),
             "rope": ("before", "after"),
             "impl": IMPLEMENTATIONS,
         }

@@ -1,0 +1,180 @@
+"""Causal attention of a near and a far part under one normaliser: softmax over a window, MHLA by decays before it.
+
+With block i = t // block_size, the near keys of token t are those of its own block and of the `lag - 1` blocks before, and
+the first `sinks` tokens of the sequence; every other token is far. The two parts speak the unit of the softmax:
+
+    o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
+
+with z_ts = scale * <q_t, k_s>. Without a balance the near part is linear too, m[i, i] <q_t, k_s> with features for q and k:
+MHLA by decays and nothing else. Everything is plain differentiable PyTorch, of static control flow: it compiles to one graph
+for all lengths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .decays import Decays, running_sums
+from .reference import divide_or_zero
+from .torch_layout import MoveTokens, shift_to_start
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """What stays the same for all calls of a layer.
+
+    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
+    back. sinks: first tokens that are always near (softmax only). scale: of q k^T. normalize: divide by the weights.
+    """
+
+    block_size: int
+    lag: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+
+
+def local_attention(
+    q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None, starts=None, cu_seqlens=None
+):
+    """o [B, T, H, V] in the dtype of the sums (at least fp32).
+
+    q [B, T, H, D], k [B, T, G, D]: rotated queries and keys of the near part (with balance None, features). v [B, T, G, V].
+    fq [B, T, H, K], fk [B, T, G, K]: features of the far part. balance: [H], see the top of this file, or None.
+    key_mask, starts, cu_seqlens: as in `mhla`.
+    """
+    tokens, size = q.shape[1], form.block_size
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+    back = place = sequence = None
+    if starts is not None:
+        source, back = shift_to_start(starts.to(q.device), tokens)
+    if cu_seqlens is not None:
+        source, back, place, sequence = blocks_of_sequences(cu_seqlens, tokens, size)
+    if back is not None:
+        q, k, v, fq, fk = (MoveTokens.apply(x, source, back) for x in (q, k, v, fq, fk))
+        rows = torch.arange(len(valid), device=q.device)[:, None]
+        valid = (source >= 0) & valid[rows, source.clamp(min=0)]
+    if place is None:
+        place = torch.arange(-(-q.shape[1] // size), device=q.device)[None]
+    o, _ = attend_blocks(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
+    return o[:, :tokens] if back is None else MoveTokens.apply(o[:, : q.shape[1]], back, source)
+
+
+def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
+    """source [1, M * C] and back [1, T] that bring each packed sequence to a block edge; and of each of those M blocks its
+    place in its sequence [1, M] and the sequence's number [M] (beyond the last: a number of its own)."""
+    edges = cu_seqlens.long()
+    last = ((edges.diff() + size - 1) // size).cumsum(0)
+    first = torch.nn.functional.pad(last, (1, 0))
+    token = torch.arange(tokens, device=edges.device)
+    sequence = torch.searchsorted(edges, token, right=True) - 1
+    back = first[sequence] * size + token - edges[sequence]
+    count = (tokens + (len(edges) - 1) * (size - 1)) // size
+    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
+    block = torch.arange(count, device=edges.device)
+    sequence = torch.searchsorted(last, block, right=True)
+    return source[None], back[None], (block - first[sequence])[None], sequence
+
+
+def attend_blocks(
+    q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None
+):
+    """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
+
+    valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
+    [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
+    they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
+    int [B]. Returns the outputs and the summaries [B, G, M, K, V + 1].
+    """
+    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
+    missing = place.shape[1] * size - q.shape[1]
+    if form.sinks and balance is not None and sink is None:
+        first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
+        sink = find_sinks(k, v, valid, form, first)
+    fk = torch.where((valid & ~sink_tokens(place, q.shape[1], form, balance))[..., None, None], fk, 0)
+    k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
+    q, k, fq, fk = (by_block(x, groups, size, missing, exact) for x in (q, k, fq, fk))
+    v = by_block(
+        torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, missing, exact
+    )  # weights are summed as values
+    valid = torch.nn.functional.pad(valid, (0, missing)).unflatten(1, (-1, size))
+    decays = decays.to(exact)
+
+    summaries = fk.mT @ v  # paper eq. 4
+    mixed = running_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
+    if carried is not None:
+        passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
+        decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
+        mixed = mixed + decay[..., None, None] * carried[:, :, None]
+    far = decays.spread(fq) @ mixed.flatten(3, 4)
+
+    near_k, near_v, seen = near_keys(k, v, valid, place, form)
+    if sink is not None:
+        near_k, near_v, seen = with_sinks(near_k, near_v, seen, sink, place, form, exact)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, heads // groups, -1, -1).flatten(3, 4)
+    score = (q @ near_k.mT) * form.scale
+    if balance is None:
+        own = decays.weight.sum(-1).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+        o = (torch.where(seen, score, 0) * own) @ near_v + form.scale * far
+    else:
+        b = balance.to(exact).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+        o = join(score, seen, near_v, far, b, (place >= lag)[:, None, :, None, None])
+    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
+    return o.unflatten(3, (heads // groups, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2), summaries
+
+
+def join(score, seen, near_v, far, balance, has_far):
+    """Softmax weights times values plus e^balance times the far part, both divided by the same e^c, which no gradient sees."""
+    score = score.masked_fill(~seen, float("-inf"))
+    largest = score.detach().amax(-1, keepdim=True)
+    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
+    shift = shift.masked_fill(shift == float("-inf"), 0)
+    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
+
+
+def by_block(x, groups, size, missing, exact):
+    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
+    x = torch.nn.functional.pad(x.to(exact), (0, 0, 0, 0, 0, missing))
+    x = x.unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+
+
+def sink_tokens(place, tokens, form, balance):
+    """Which tokens are sinks and so never far: bool [B or 1, T]."""
+    slot = torch.arange(form.block_size, device=place.device)
+    position = (place[:, :, None] * form.block_size + slot).flatten(1)[:, :tokens]
+    return (position < form.sinks) & (balance is not None)
+
+
+def find_sinks(k, v, valid, form, first):
+    """The first tokens of each sequence: k, v and valid, [B, S, G, ...], or [B, M, S, G, ...] for packed ones."""
+    if first is None:
+        return tuple(x[:, : form.sinks] for x in (k, v, valid))
+    token = (first[:, None] * form.block_size + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
+    return tuple(x[:, token] for x in (k, v, valid))
+
+
+def near_keys(k, v, valid, place, form):
+    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
+    keys, values, seen = [], [], []
+    size, lag, count = form.block_size, form.lag, place.shape[1]
+    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
+    for back in reversed(range(lag)):
+        kept = max(count - back, 0)
+        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
+        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
+    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+
+
+def with_sinks(near_k, near_v, seen, sink, place, form, exact):
+    """The window and, where a block's window does not reach them, the sinks."""
+    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, torch.nn.functional.pad(v, (0, 1), value=1.0)))
+    count = near_k.shape[2]
+    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
+    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
+    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
+    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
