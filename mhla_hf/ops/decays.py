@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-GROUP = 16  # blocks that one small matrix mixes; what lies before them arrives as one running summary
+GROUP = 8  # blocks that one small matrix mixes; what lies before them arrives as one running summary
 
 
 @dataclass
@@ -57,10 +57,10 @@ def running_sums(summaries, log_rate, lag: int = 1, sequence=None):
     """sum over j <= i - lag of lambda_r^(i - j) S_j, for every block i: `[B, G, M, X]` -> `[B, G, M, R, X]`.
 
     sequence: int `[M]`, which packed sequence a block belongs to; sums stay inside one. A scan of two levels: groups of
-    `GROUP` blocks each by a matrix, and the groups' own sums, a sixteenth as many, by another.
+    `GROUP` blocks each by a matrix, and the groups' own sums, an eighth as many, by another.
     """
     count, rates = summaries.shape[2], log_rate.shape[1]
-    groups = -(-count // GROUP)
+    groups = -(-count // GROUP) + 1  # never 1, for which torch.compile would make a graph of its own
     earlier, padding = lag - 1, groups * GROUP - count
     summaries = torch.nn.functional.pad(summaries[:, :, : count - earlier], (0, 0, min(earlier, count), padding))
     grouped = summaries.unflatten(2, (groups, GROUP))  # S_{i - lag + 1} stands at place i

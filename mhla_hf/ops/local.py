@@ -57,7 +57,8 @@ def local_attention(
     if place is None:
         place = torch.arange(-(-q.shape[1] // size), device=q.device)[None]
     o, _ = attend_blocks(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
-    return o[:, :tokens] if back is None else MoveTokens.apply(o[:, : q.shape[1]], back, source)
+    o = o[:, : q.shape[1]].clone(memory_format=torch.contiguous_format)  # a view's strides would be guarded
+    return o if back is None else MoveTokens.apply(o, back, source)
 
 
 def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
