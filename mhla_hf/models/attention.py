@@ -11,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..nn.core import MHLA
+from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
@@ -24,8 +25,8 @@ SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what o
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
 
-    `scaling` and `dropout` belong to softmax and have no meaning here (a constant scale of q k^T cancels in the normalized
-    form and is fixed in the other); `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
+    `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
+    T x T numbers.
     """
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
@@ -37,6 +38,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
         key_mask=key_mask,
         cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,
         cache=cache,
+        scale=scaling,
     )
     return output, None
 
@@ -69,7 +71,7 @@ class MHLAMixer:
             hidden_states, *args, past_key_values=None, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs
         )
         if cache is not None:
-            cache.seen_tokens += hidden_states.shape[1]
+            cache.count(hidden_states)
         return output
 
 
@@ -78,6 +80,11 @@ def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
     found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
     return {module.layer_idx: module for module in found}
+
+
+def causal_core(settings: MHLASettings) -> type[nn.Module]:
+    """The causal core that these settings ask for."""
+    return DecayMHLA if settings.mixing_form == "decay" else MHLA
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
@@ -89,7 +96,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     sizes |= {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = MHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
+        core = causal_core(settings)(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
@@ -115,7 +122,7 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
         return (), kwargs
     batch, length = inputs.shape[:2]
     mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-    seen = int(past.get_seq_length()) if past is not None else 0
+    seen = past.get_seq_length() if past is not None else 0  # a tensor in a static cache
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
@@ -124,11 +131,18 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
     real = real_tokens(mask, batch, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
         kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None:
-        known = mask[:, : seen + length]
-        if torch.compiler.is_compiling() or not bool(known.all()):
-            kwargs["position_ids"] = (known.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+        kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
+
+
+def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
+    """What `[B, S]` says of the new tokens `[B, T]`: of columns `seen` and after, or the last ones of a shorter mask."""
+    if mask.shape[1] == length:
+        return mask
+    first = torch.clamp(torch.as_tensor(seen, device=mask.device), max=mask.shape[1] - length)
+    return mask[:, first + torch.arange(length, device=mask.device)]
 
 
 def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
@@ -138,7 +152,7 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
-        return mask[:, seen : seen + length].bool() if mask.shape[1] >= seen + length else mask[:, -length:].bool()
+        return new_columns(mask, length, seen).bool()
     if mask.ndim == 4 and mask.shape[-1] >= seen + length:
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         if length > 1:

@@ -7,7 +7,7 @@ made of nothing else still knows its length.
 """
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -20,16 +20,22 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self):
+    def __init__(self, static: bool = False):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None
-        self.seen_tokens = 0
+        self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None
+
+    def count(self, hidden_states: torch.Tensor) -> None:
+        """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
+        if isinstance(self.seen_tokens, torch.Tensor) and self.seen_tokens.device != hidden_states.device:
+            self.seen_tokens = self.seen_tokens.to(hidden_states.device)
+        self.seen_tokens += hidden_states.shape[1]
 
     def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
         """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""
-        needed = -(-(self.seen_tokens + new_tokens) // block_size)
+        needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
             return mixing(needed)
         if self.mixing is None or self.mixing.shape[-1] < needed:
@@ -69,7 +75,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """See `offload`."""
 
     def reset(self) -> None:
-        self.state, self.seen_tokens, self.mixing = None, 0, None
+        self.state, self.mixing = None, None
+        self.seen_tokens *= 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.state is not None:
@@ -112,5 +119,5 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             f"past_key_values: layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values, "
             "expected an empty cache or one that this model filled."
         )
-    layers[layer_idx] = MHLACacheLayer()
+    layers[layer_idx] = MHLACacheLayer(static=isinstance(layer, StaticLayer))
     return layers[layer_idx]

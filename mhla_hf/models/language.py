@@ -75,7 +75,7 @@ class MHLALanguageMixer(nn.Module):
             cache=cache,
         )
         if cache is not None:
-            cache.seen_tokens += hidden_states.shape[1]
+            cache.count(hidden_states)
         return self.o_proj(output.flatten(2))
 
 

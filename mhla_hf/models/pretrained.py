@@ -45,7 +45,8 @@ class MHLAPreTrainedMixin:
         check_loaded_weights(model)
         for module in model.modules():
             if hasattr(module, "check_values"):  # a mixing
-                module.weight.requires_grad_(module.learn)
+                for parameter in module.learned():
+                    parameter.requires_grad_(module.learn)
         return loaded
 
     @classmethod

@@ -6,7 +6,6 @@ what sequences and grids share, `MHLA` the causal core of language models, `Grid
 Every parameter sits in a module that is called, never read from outside: offloading moves weights when modules are called.
 """
 
-import logging
 import warnings
 
 import torch
@@ -20,7 +19,6 @@ from .mixing import Mixing
 from .settings import MHLASettings
 
 GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
-CORE_LOG = logging.getLogger("mhla_hf")
 
 
 class OutputNorm(nn.Module):
@@ -47,6 +45,18 @@ class OutputNorm(nn.Module):
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
     """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
     return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+
+
+def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
+    """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        sentence = (
+            "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
+            "or use_cache=False: no gradient flows through an MHLA cache."
+        )
+        if core.training:
+            raise ValueError(sentence)
+        warnings.warn(sentence, stacklevel=3)
 
 
 class OutputGate(nn.Linear):
@@ -166,6 +176,7 @@ class MHLA(MHLACore):
         key_mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         cache=None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -177,6 +188,7 @@ class MHLA(MHLACore):
             key_mask: bool `[B, T]`, False where a token is padding.
             cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
             cache: a layer of an MHLA cache; read and written in place.
+            scale: of the base's softmax; not used, a constant cancels in the normalized form and is fixed in the other.
 
         Returns:
             `[B, T, H, V]` in v's dtype.
@@ -192,20 +204,9 @@ class MHLA(MHLACore):
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
-            self._check_step(cache, q, k, v)
-            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
+            refuse_gradients(self, q, k, v)
+            if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
+                cache.state, cache.mixing = cache.state.clone(), None
+            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)
-
-    def _check_step(self, cache, q, k, v) -> None:
-        """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            sentence = (
-                "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
-                "or use_cache=False: no gradient flows through an MHLA cache."
-            )
-            if self.training:
-                raise ValueError(sentence)
-            warnings.warn(sentence, stacklevel=2)
-        if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
-            cache.state, cache.mixing = cache.state.clone(), None

@@ -82,6 +82,10 @@ class Mixing(nn.Module):
         start = start.tril()
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
+    def learned(self) -> list[nn.Parameter]:
+        """What `learn` is about."""
+        return [self.weight]
+
     def check_values(self, name: str) -> None:
         """One sentence if the loaded weights cannot be a mixing matrix; `name` is the module's."""
         if self.weight.is_meta:  # offloaded: its values are elsewhere

@@ -9,7 +9,7 @@ from math import prod
 
 from ..ops.checks import IMPLEMENTATIONS
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
@@ -46,7 +46,11 @@ RULES = {  # of each setting: whether a value is right, and what is
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
     "learn_mixing": one_of(True, False),
-    "mixing_form": one_of("softmax", "direct", "free"),
+    "mixing_form": one_of("softmax", "direct", "free", "decay"),
+    "num_decays": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "local": one_of(None, "softmax"),
+    "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
+    "window_dropout": (lambda value: isinstance(value, (int, float)) and 0 <= value <= 1, "a number from 0 to 1"),
     "per_head": one_of(True, False),
     "output_norm": one_of(True, False),
     "gate": one_of(True, False),
@@ -76,7 +80,13 @@ class MHLASettings:
         learn_mixing: False freezes the mixing at its start.
         mixing_form: "softmax" keeps a matrix of logits (rows sum to one, weights positive); "direct" keeps the weights
             themselves, as released checkpoints do (negative ones are refused when loaded); "free" too, of any sign (the
-            released video checkpoints).
+            released video checkpoints); "decay" is a sum of `num_decays` exponentials of the distance per head, which needs
+            no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
+        num_decays: R of the "decay" form, the first of them without decay.
+        local: None, or "softmax": exact softmax over the open block, the one before it and the first `sinks` tokens, and
+            MHLA by decays for all between, under one normalizer (language models only; needs "decay").
+        sinks: first tokens of a sequence that stay in the softmax of `local`.
+        window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
         gate: multiply the output by silu(W x + b), starting at one.
@@ -96,6 +106,10 @@ class MHLASettings:
     mixing_start: str = "locality"
     learn_mixing: bool = True
     mixing_form: str = "softmax"
+    num_decays: int = 2
+    local: str | None = None
+    sinks: int = 4
+    window_dropout: float = 0.0
     per_head: bool = False
     output_norm: bool = False
     gate: bool = False
@@ -113,6 +127,8 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
+        if self.local is not None and self.mixing_form != "decay":
+            raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""

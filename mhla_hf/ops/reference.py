@@ -7,6 +7,8 @@ blocks.
 
 import torch
 
+from .blocks import Blocks
+
 
 def mhla_reference(
     q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
@@ -100,3 +102,40 @@ def without_row_scale(grad, mixing, causal):
     row = mixing / torch.where(largest == 0, 1, largest)
     along = (grad * row).sum(-1, keepdim=True) / row.square().sum(-1, keepdim=True).clamp(min=1)
     return grad - along * row
+
+
+def local_reference(q, k, v, fq, fk, mixing, balance, form, *, key_mask=None, starts=None, cu_seqlens=None):
+    """The definition of `local_attention`, T x T: softmax over near tokens, MHLA by `mixing` `[H, M, M]` over far ones.
+
+    Arguments as there. Returns o `[B, T, H, V]` in fp32, fp64 if q is.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    tokens, heads = q.shape[1], q.shape[2]
+    blocks = Blocks.sequence(tokens, form.block_size)
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
+    first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
+    position = (torch.arange(tokens) - first[:, None]).clamp(min=0)
+    if cu_seqlens is not None:
+        position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
+    distance = query_block[:, :, None] - key_block[:, None, :]
+    near = distance < form.lag
+    if balance is not None:
+        near = near | (position < form.sinks)[:, None, :]
+    near, far = (visible & near)[:, None], (visible & ~near)[:, None]
+    q, k, fq, fk = (
+        torch.where(visible.any(axis)[..., None, None], x, 0) for x, axis in ((q, 2), (k, 1), (fq, 2), (fk, 1))
+    )
+    m = mixing.to(dtype).expand(heads, *mixing.shape[-2:])
+    m = m[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)
+    score = inner_products(q, k, dtype) * form.scale
+    features = m * inner_products(fq, fk, dtype)
+    if balance is None:
+        weight = torch.where(near, m * score, 0) + torch.where(far, features * form.scale, 0)
+    else:
+        largest = score.masked_fill(~near, float("-inf")).amax(-1, keepdim=True)
+        largest = largest.masked_fill(largest == float("-inf"), 0)
+        weight = torch.where(near, torch.exp(score - largest), 0)
+        weight = weight + torch.where(far, torch.exp(balance.to(dtype)[:, None, None] - largest) * features, 0)
+    value = torch.where(visible.any(1)[..., None, None], v, 0).to(dtype).repeat_interleave(heads // v.shape[2], 2)
+    o = torch.einsum("bhts,bshv->bthv", weight, value)
+    return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if form.normalize else o

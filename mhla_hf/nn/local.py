@@ -1,0 +1,108 @@
+"""The causal core of converted language models: mixing by decays, and a local softmax where asked for."""
+
+from dataclasses import replace
+from math import log
+
+import torch
+
+from ..ops.local import LocalForm, local_attention
+from ..ops.local_state import LocalState, TokenLayout, local_extend, local_step
+from .core import MHLACore, like_values, refuse_gradients, without_padding
+from .decay_mixing import DecayMixing
+from .settings import MHLASettings
+
+
+def start_balance(feature_map: str, key_dim: int) -> float:
+    """The balance at which far weights begin in the unit of the softmax.
+
+    <fq, fk> is about 2 / K for Hedgehog features, of the order of K for the others.
+    """
+    return log(key_dim / 2) if feature_map == "hedgehog" else -log(key_dim)
+
+
+class DecayMHLA(MHLACore):
+    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
+
+    Args: as `MHLACore`, which makes its own `DecayMixing` from `settings`.
+    """
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
+        local = settings.local is not None
+        if local and not settings.normalize:
+            raise ValueError('normalize: got false with local="softmax", expected true.')
+        if settings.rope == "after":
+            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
+        balance = start_balance(settings.feature_map, key_dim) if local else None
+        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
+        super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
+        self.form = LocalForm(
+            settings.block_size,
+            lag=2 if local else 1,
+            sinks=settings.sinks if local else 0,
+            scale=key_dim**-0.5,
+            normalize=settings.normalize,
+        )
+
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        *,
+        hidden_states=None,
+        rotate=None,
+        starts=None,
+        key_mask=None,
+        cu_seqlens=None,
+        cache=None,
+        scale=None,
+    ) -> torch.Tensor:
+        """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
+        form = self.form if scale is None else replace(self.form, scale=scale)
+        q, k, v = without_padding(key_mask, q, k, v)
+        decays, balance = self.mixing()
+        if cache is not None:
+            o = self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
+        else:
+            if self.training and form.lag > 1 and self.settings.window_dropout > float(torch.rand(())):
+                form = replace(form, lag=1)
+            fq, fk = like_values(v, self.q_map(q), self.k_map(k))
+            q, k = (fq, fk) if balance is None else like_values(v, q, k)
+            options = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+            with torch.autocast(q.device.type, enabled=False):
+                o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
+        return self.finish_output(o, hidden_states, v.dtype)
+
+    def continue_cache(self, q, k, v, decays, balance, form, starts, key_mask, cache):
+        """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
+        if cache.state is not None:
+            refuse_gradients(self, q, k, v)
+        (fq,) = like_values(v, self.q_map(q))
+        map_keys, fresh = self.k_map, cache.state is None
+        q, k = like_values(v, q, k)
+        if balance is None:  # the near part reads features, too
+            q, k, map_keys = fq, *like_values(v, self.k_map(k)), torch.nn.Identity()
+        if fresh:
+            features = self.k_map.num_features
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
+        elif (
+            not torch.compiler.is_compiling() and cache.state.running.is_inference() > torch.is_inference_mode_enabled()
+        ):
+            cache.state.clone()  # tensors of inference mode cannot be written outside of it
+        state = cache.state
+        if state.cropped:
+            state.rewind(decays, map_keys, form, balance is not None)
+        if q.shape[1] == 1 and not fresh:
+            leaving = map_keys(state.leaving(k, form))
+            real = None if key_mask is None else key_mask[:, 0]
+            with torch.autocast(q.device.type, enabled=False):
+                return local_step(q, k, v, fq, leaving, decays, balance, form, state, real)
+        count = None if starts is None else q.shape[1] - starts.to(q.device)
+        layout = TokenLayout(state, q.shape[1], form, count, fresh)
+        real = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
+        valid = layout.place_keys(state.valid, real)
+        laid_k, laid_v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
+        laid_q, laid_fq = layout.place_queries(q), layout.place_queries(fq)
+        fk = map_keys(laid_k)
+        with torch.autocast(q.device.type, enabled=False):
+            return local_extend(laid_q, laid_k, laid_v, laid_fq, fk, valid, decays, balance, form, state, layout)

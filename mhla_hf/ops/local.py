@@ -1,0 +1,246 @@
+"""Causal attention of a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
+
+With block i = t // block_size, the near keys of token t are those of its own block and of the `lag - 1` blocks before, and
+the first `sinks` tokens of the sequence; every other token is far. The two parts speak the unit of the softmax:
+
+    o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
+
+with z_ts = scale * <q_t, k_s>. Without a balance the near part is linear too, m[i, i] <q_t, k_s> with features for q and k:
+MHLA by decays and nothing else. Everything is plain differentiable PyTorch, of static control flow: it compiles to one graph
+for all lengths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .decays import Decays, decayed_sums
+from .reference import divide_or_zero
+from .torch_layout import MoveTokens, shift_to_start
+
+SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """What stays the same for all calls of a layer.
+
+    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
+    back. sinks: first tokens that are always near (softmax only). scale: of q k^T. normalize: divide by the weights.
+    """
+
+    block_size: int
+    lag: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+
+
+def local_attention(
+    q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None, starts=None, cu_seqlens=None
+):
+    """o [B, T, H, V] in the dtype of the sums (at least fp32).
+
+    q [B, T, H, D], k [B, T, G, D]: rotated queries and keys of the near part (with balance None, features). v [B, T, G, V].
+    fq [B, T, H, K], fk [B, T, G, K]: features of the far part. balance: [H], see the top of this file, or None.
+    key_mask, starts, cu_seqlens: as in `mhla`.
+    """
+    tokens, size = q.shape[1], form.block_size
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+    back = place = sequence = None
+    if starts is not None:
+        source, back = shift_to_start(starts.to(q.device), tokens)
+    if cu_seqlens is not None:
+        source, back, place, sequence = blocks_of_sequences(cu_seqlens, tokens, size)
+    if back is not None:
+        q, k, v, fq, fk = (MoveTokens.apply(x, source, back) for x in (q, k, v, fq, fk))
+        rows = torch.arange(len(valid), device=q.device)[:, None]
+        valid = (source >= 0) & valid[rows, source.clamp(min=0)]
+    if place is None:
+        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)[None]
+    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
+    o = resize_tokens(o, q.shape[1])
+    return o if back is None else MoveTokens.apply(o, back, source)
+
+
+def resize_tokens(x, count):
+    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
+    the last one again, for a graph in which padding by none is no case of its own."""
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
+
+
+def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
+    """source [1, M * C] and back [1, T] that bring each packed sequence to a block edge; and of each of those M blocks its
+    place in its sequence [1, M] and the sequence's number [M] (beyond the last: a number of its own)."""
+    edges = cu_seqlens.long()
+    last = ((edges.diff() + size - 1) // size).cumsum(0)
+    first = torch.nn.functional.pad(last, (1, 0))
+    token = torch.arange(tokens, device=edges.device)
+    sequence = torch.searchsorted(edges, token, right=True) - 1
+    back = first[sequence] * size + token - edges[sequence]
+    count = (tokens + (len(edges) - 1) * (size - 1)) // size
+    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
+    block = torch.arange(count, device=edges.device)
+    sequence = torch.searchsorted(last, block, right=True)
+    return source[None], back[None], (block - first[sequence])[None], sequence
+
+
+def attend_local(
+    q,
+    k,
+    v,
+    fq,
+    fk,
+    valid,
+    decays,
+    balance,
+    form,
+    place,
+    *,
+    sequence=None,
+    sink=None,
+    carried=None,
+    opened=None,
+    now=None,
+):
+    """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
+
+    valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
+    [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
+    they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
+    int [B]; now: int [B], the last block behind these tokens. Returns the outputs and the running sums there (None without
+    `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
+    """
+    if form.sinks and balance is not None and sink is None:
+        first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
+        sink = find_sinks(k, v, valid, form, first)
+    size, count = form.block_size, place.shape[1]
+    real = torch.arange(count * size, device=q.device) < q.shape[1]
+    tensors = [resize_tokens(x, count * size) for x in (q, k, v, fq, fk, valid)]
+    tensors[5] = tensors[5] & real
+    step = max(SEGMENT // size, form.lag)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
+    if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
+        options = {"sequence": sequence, "sink": sink, "carried": carried, "opened": opened}
+        o, summaries = attend_segment(*tensors, decays, balance, form, place, **options)
+        return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
+    outputs, first = [], 0
+    while first < count:
+        begin, end = max(first - form.lag, 0), min(first + step, count)
+        here = place[:, begin:end]
+        parts = (x[:, begin * size : end * size] for x in tensors)
+        o, summaries = attend_segment(
+            *parts, decays, balance, form, here, sequence=None, sink=sink, carried=carried, opened=opened
+        )
+        outputs.append(o[:, (first - begin) * size :])
+        last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
+        carried, opened, first = advance(carried, summaries, decays, form.lag, here, opened, last), last, end
+    return torch.cat(outputs, 1), carried
+
+
+def advance(carried, summaries, decays, lag, place, opened, now):
+    """Running sums [B, G, R, K, V + 1] as of block `now` [B], from those as of `opened` and the summaries of blocks `place`.
+
+    Of these, blocks up to `opened - lag` are in the old sums.
+    """
+    log_rate, distance = decays.log_rate.to(summaries.dtype), now[:, None] - place
+    weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
+    new = (distance >= lag) if opened is None else (distance >= lag) & (place > (opened - lag)[:, None])
+    weight = torch.where(new[:, None, None], weight, 0)  # [B, G, R, M]
+    running = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+    if carried is None:
+        return running
+    return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
+
+
+def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence, sink, carried, opened):
+    """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
+    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
+    fk = torch.where((valid & ~sink_tokens(place, form, balance))[..., None, None], fk, 0)
+    k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
+    q, k, fq, fk = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq, fk))
+    v = by_block_and_group(
+        torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, exact
+    )  # weights are summed as values
+    valid = valid.unflatten(1, (-1, size))
+    decays = decays.to(exact)
+
+    summaries = fk.mT @ v  # paper eq. 4
+    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
+    if carried is not None:
+        passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
+        decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
+        mixed = mixed + decay[..., None, None] * carried[:, :, None]
+    far = decays.spread(fq) @ mixed.flatten(3, 4)
+
+    near_k, near_v, seen = near_keys(k, v, valid, place, form)
+    if sink is not None:
+        near_k, near_v, seen = with_sinks(near_k, near_v, seen, sink, place, form, exact)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, heads // groups, -1, -1).flatten(3, 4)
+    score = (q @ near_k.mT) * form.scale
+    if balance is None:
+        own = decays.weight.sum(-1).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+        o = (torch.where(seen, score, 0) * own) @ near_v + form.scale * far
+    else:
+        b = balance.to(exact).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+        o = join(score, seen, near_v, far, b, (place >= lag)[:, None, :, None, None])
+    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
+    return o.unflatten(3, (heads // groups, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2), summaries
+
+
+def join(score, seen, near_v, far, balance, has_far):
+    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
+    score = score.masked_fill(~seen, float("-inf"))
+    largest = score.detach().amax(-1, keepdim=True)
+    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
+    shift = shift.masked_fill(shift == float("-inf"), 0)
+    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
+
+
+def by_block_and_group(x, groups, size, exact):
+    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
+    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+
+
+def sink_tokens(place, form, balance):
+    """Which tokens are sinks and so never far: bool [B or 1, M * C]."""
+    slot = torch.arange(form.block_size, device=place.device)
+    position = (place[:, :, None] * form.block_size + slot).flatten(1)
+    return (position < form.sinks) & (balance is not None)
+
+
+def find_sinks(k, v, valid, form, first):
+    """The first tokens of each sequence: k, v and valid, [B, S, G, ...], or [B, M, S, G, ...] for packed ones."""
+    if first is None:
+        return tuple(x[:, : form.sinks] for x in (k, v, valid))
+    token = (first[:, None] * form.block_size + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
+    return tuple(x[:, token] for x in (k, v, valid))
+
+
+def near_keys(k, v, valid, place, form):
+    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
+    keys, values, seen = [], [], []
+    size, lag, count = form.block_size, form.lag, place.shape[1]
+    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
+    for back in reversed(range(lag)):
+        kept = max(count - back, 0)
+        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
+        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
+    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+
+
+def with_sinks(near_k, near_v, seen, sink, place, form, exact):
+    """The window and, where a block's window does not reach them, the sinks."""
+    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, torch.nn.functional.pad(v, (0, 1), value=1.0)))
+    count = near_k.shape[2]
+    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
+    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
+    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
+    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)

@@ -1,0 +1,158 @@
+"""Near softmax and far MHLA by decays: the blocked form against its T x T definition, and decoding against both."""
+
+import pytest
+import torch
+
+from mhla_hf.ops.decays import Decays, decayed_sums
+from mhla_hf.ops.local import LocalForm, local_attention
+from mhla_hf.ops.local_state import LocalState, TokenLayout, local_extend, local_step
+from mhla_hf.ops.reference import local_reference
+
+FORMS = {
+    "window": LocalForm(block_size=5, lag=2, sinks=3, scale=0.5),
+    "long blocks": LocalForm(block_size=40, lag=2, sinks=4, scale=0.5),
+    "window without the block before": LocalForm(block_size=6, lag=1, sinks=2, scale=0.5),
+    "decays alone": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5),
+    "decays, not normalized": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5, normalize=False),
+}
+
+
+def problem(name, tokens=83, batch=2, heads=4, groups=2, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    form = FORMS[name]
+    q, k, v = (torch.randn(batch, tokens, n, w, dtype=dtype) for n, w in ((heads, 6), (groups, 6), (groups, 3)))
+    decays = Decays(
+        torch.rand(heads, 3, dtype=dtype), torch.tensor([[0.0, -0.1, -2.0], [0.0, -0.5, -0.01]], dtype=dtype)
+    )
+    balance = None if name.startswith("decays") else torch.randn(heads, dtype=dtype)
+    mapped = [torch.nn.functional.elu(x) + 1 for x in (q, k)]
+    tensors = [*mapped, v, *mapped] if balance is None else [q, k, v, *mapped]
+    return form, [x.detach().clone().requires_grad_() for x in tensors], decays, balance
+
+
+PADDINGS = {
+    "none": {},
+    "left": {"starts": torch.tensor([0, 29])},
+    "holes": {"key_mask": torch.arange(83).expand(2, 83) % 7 != 3},
+    "packed": {"cu_seqlens": torch.tensor([0, 3, 40, 41, 83])},
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", FORMS)
+def test_forward_and_gradients_equal_the_definition(name, padding):
+    form, tensors, decays, balance = problem(name, batch=1 if padding == "packed" else 2)
+    learned = [decays.weight, decays.log_rate, *([] if balance is None else [balance])]
+    for x in learned:
+        x.requires_grad_()
+    options = PADDINGS[padding]
+    blocks = -(-83 // form.block_size)
+    results = []
+    for blocked in (True, False):
+        if blocked:
+            o = local_attention(*tensors, decays, balance, form, **options)
+        else:
+            o = local_reference(*tensors, decays.matrix(blocks), balance, form, **options)
+        if "key_mask" in options:
+            o = o * options["key_mask"][..., None, None]
+        torch.manual_seed(1)
+        grads = torch.autograd.grad(
+            (o * torch.randn(o.shape, dtype=o.dtype)).sum(), [*tensors, *learned], allow_unused=True
+        )
+        results.append([o, *grads])
+    for ours, exact in zip(*results, strict=True):
+        if exact is None:
+            assert ours is None or ours.abs().max() == 0
+            continue
+        assert torch.linalg.norm(ours - exact) <= 1e-11 * torch.linalg.norm(exact) + 1e-12
+
+
+def test_the_scan_equals_the_matrix_at_many_lengths():
+    decays = Decays(torch.rand(2, 2, dtype=torch.float64), torch.tensor([[0.0, -0.3]], dtype=torch.float64))
+    for count in (1, 2, 15, 16, 17, 50, 600):
+        summaries = torch.randn(1, 1, count, 4, dtype=torch.float64)
+        for lag in (1, 2):
+            mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, lag))
+            exact = decays.matrix(count).tril(-lag) @ summaries
+            assert torch.allclose(mixed, exact, rtol=1e-11, atol=1e-12)
+
+
+def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
+    """Outputs of a sequence fed in pieces that end at `cuts`; a crop (at, back) takes tokens back and feeds them anew."""
+    q, k, v, fq, fk = (x.detach() for x in tensors)
+    map_keys = (lambda x: x) if balance is None else (lambda x: torch.nn.functional.elu(x) + 1)
+    state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
+    outputs, pieces, start = [], [], 0
+    for end in cuts:
+        pieces.append((start, end))
+        start = end
+    for at, back in crops:
+        index = [end for _, end in pieces].index(at) + 1
+        pieces.insert(index, (at - back, at))
+    fed = 0
+    for start, end in pieces:
+        if start < fed:
+            state.crop(fed - start)
+            state.rewind(decays, map_keys, form, balance is not None and form.sinks > 0)
+        piece = slice(start, end)
+        if end - start == 1 and count is None:
+            leaving = map_keys(state.leaving(k[:, piece], form))
+            o = local_step(q[:, piece], k[:, piece], v[:, piece], fq[:, piece], leaving, decays, balance, form, state)
+        else:
+            now = None if count is None else (count - (q.shape[1] - end)).clamp(0, end - start)
+            layout = TokenLayout(state, end - start, form, now, fresh=start == 0 and fed == 0)
+            laid_k, laid_v = layout.place_keys(state.k, k[:, piece]), layout.place_keys(state.v, v[:, piece])
+            valid = layout.place_keys(state.valid, torch.ones(len(k), end - start, dtype=torch.bool))
+            laid_q, laid_fq = layout.place_queries(q[:, piece]), layout.place_queries(fq[:, piece])
+            o = local_extend(
+                laid_q, laid_k, laid_v, laid_fq, map_keys(laid_k), valid, decays, balance, form, state, layout
+            )
+        outputs = (
+            [(s, e, x) for s, e, x in outputs if e <= start] + [(start, end, o)]
+            if start < fed
+            else [*outputs, (start, end, o)]
+        )
+        fed = end
+    return torch.cat([o for _, _, o in outputs], 1), state
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("cuts", [range(1, 84), [1, 2, 40, 41, 42, 83], [83], [17, *range(18, 60), 80, 83]], ids=str)
+def test_decoding_equals_the_whole(name, cuts):
+    form, tensors, decays, balance = problem(name)
+    o, _ = decode(form, tensors, decays, balance, cuts)
+    whole = local_attention(*tensors, decays, balance, form)
+    assert torch.linalg.norm(o - whole) <= 1e-11 * torch.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("cuts", [[1, 2, 30, 31, 56, 83], [83]], ids=str)
+def test_rows_of_different_lengths(name, cuts):
+    form, tensors, decays, balance = problem(name)
+    o, _ = decode(form, tensors, decays, balance, cuts, count=torch.tensor([83, 54]))
+    whole = local_attention(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
+    assert torch.linalg.norm(o - whole) <= 1e-11 * torch.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("name", ["window", "decays alone"])
+@pytest.mark.parametrize("back", [1, 3, 5])
+def test_tokens_taken_back_leave_no_trace(name, back):
+    form, tensors, decays, balance = problem(name)
+    for at in range(40, 56):
+        o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
+        whole = local_attention(*tensors, decays, balance, form)
+        assert torch.linalg.norm(o - whole) <= 1e-10 * torch.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
+    form, tensors, decays, balance = problem(name)
+    whole = local_attention(*tensors, decays, balance, form)
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 10)
+    with torch.no_grad():
+        parts = local_attention(*tensors, decays, balance, form)
+        packed = local_attention(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
+        o, _ = decode(form, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
+    assert torch.linalg.norm(parts - whole) <= 1e-11 * torch.linalg.norm(whole)
+    assert torch.linalg.norm(o - packed) <= 1e-11 * torch.linalg.norm(packed)
