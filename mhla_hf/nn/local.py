@@ -7,7 +7,7 @@ import torch
 
 from ..ops.local import LocalForm, local_attention
 from ..ops.local_state import LocalState, TokenLayout, local_extend, local_step
-from .core import MHLACore, like_values, refuse_gradients, without_padding
+from .core import MHLACore, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing
 from .settings import MHLASettings
 
@@ -59,15 +59,15 @@ class DecayMHLA(MHLACore):
     ) -> torch.Tensor:
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale is None else replace(self.form, scale=scale)
-        q, k, v = without_padding(key_mask, q, k, v)
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
         decays, balance = self.mixing()
         if cache is not None:
             o = self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
         else:
             if self.training and form.lag > 1 and self.settings.window_dropout > float(torch.rand(())):
                 form = replace(form, lag=1)
-            fq, fk = like_values(v, self.q_map(q), self.k_map(k))
-            q, k = (fq, fk) if balance is None else like_values(v, q, k)
+            fq, fk = self.q_map(q), self.k_map(k)
+            q, k = (fq, fk) if balance is None else (q, k)
             options = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
                 o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
@@ -77,11 +77,9 @@ class DecayMHLA(MHLACore):
         """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
         if cache.state is not None:
             refuse_gradients(self, q, k, v)
-        (fq,) = like_values(v, self.q_map(q))
-        map_keys, fresh = self.k_map, cache.state is None
-        q, k = like_values(v, q, k)
+        fq, map_keys, fresh = self.q_map(q), self.k_map, cache.state is None
         if balance is None:  # the near part reads features, too
-            q, k, map_keys = fq, *like_values(v, self.k_map(k)), torch.nn.Identity()
+            q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
         if fresh:
             features = self.k_map.num_features
             cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
