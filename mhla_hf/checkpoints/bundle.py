@@ -27,7 +27,7 @@ FORMAT = 1
 PLACEHOLDER = "package"
 ROOMS = ("ops", "nn", "models")  # what ships
 COMMON = ("torch", "numpy", "safetensors", "huggingface_hub")  # what every user of either library has
-ENTRIES = {"models.language": ("transformers",), "models.vision": ("transformers",)}
+ENTRIES = {f"models.{name}": ("transformers",) for name in ("language", "vision", "converted_local")}
 ENTRIES |= {family.entry: ("transformers",) for family in (*LANGUAGE, *VISION)}
 ENTRIES |= {family.entry: ("diffusers",) for family in DIFFUSION}
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
-from ..models.attention import install_mhla, softmax_attentions
+from ..models.attention import softmax_attentions
+from ..models.converted import install_by_form
 from ..models.families import LANGUAGE, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
 from ..nn.core import check_causal
@@ -43,7 +44,7 @@ class Kind:
     check: Callable
 
 
-LANGUAGE_MODELS = Kind(softmax_attentions, install_mhla, check_causal)
+LANGUAGE_MODELS = Kind(softmax_attentions, install_by_form, check_causal)
 VISION_TOWERS = Kind(grid_attentions, install_grid_mhla, check_tower)
 
 

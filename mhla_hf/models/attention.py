@@ -10,8 +10,6 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..nn.core import MHLA
-from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
@@ -82,13 +80,11 @@ def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     return {module.layer_idx: module for module in found}
 
 
-def causal_core(settings: MHLASettings) -> type[nn.Module]:
-    """The causal core that these settings ask for."""
-    return DecayMHLA if settings.mixing_form == "decay" else MHLA
+def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a causal LM with a body.
 
-
-def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a causal LM with a body."""
+    core_class: `MHLA` or `DecayMHLA`, made once for each of these modules.
+    """
     config = model.config
     attentions = softmax_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
@@ -96,7 +92,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings) -> None:
     sizes |= {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = causal_core(settings)(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
+        core = core_class(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:

@@ -1,14 +1,28 @@
 """Converted language models: `MHLALlamaForCausalLM`, `MHLAQwen3ForCausalLM`, ..., made on first use."""
 
+from torch import nn
+
+from ..nn.core import MHLA
+from ..nn.local import DecayMHLA
+from ..nn.settings import MHLASettings
 from .attention import MHLAMixer, install_mhla
 from .families import LANGUAGE
 from .overlay import MHLAHeadMixin, overlay_named
 
 
+def install_by_form(model: nn.Module, settings: MHLASettings) -> None:
+    """`install_mhla` with the core that these settings ask for."""
+    install_mhla(model, settings, DecayMHLA if settings.mixing_form == "decay" else MHLA)
+
+
 class MHLALanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
-    install = staticmethod(install_mhla)
+    install = staticmethod(install_by_form)
+
+    def entry_to_save(self) -> str:
+        """A checkpoint by decays carries nothing of the other form."""
+        return "models.converted_local" if self.config.mhla["mixing_form"] == "decay" else self.source_entry
 
 
 def __getattr__(name: str):

@@ -25,6 +25,10 @@ class MHLAPreTrainedMixin:
     # A decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
 
+    def entry_to_save(self) -> str:
+        """The module whose bundle goes into the checkpoint."""
+        return self.source_entry
+
     def initialize_weights(self):
         """As transformers, then the MHLA modules' own starts (parameters that were loaded are left alone)."""
         super().initialize_weights()
@@ -67,7 +71,7 @@ class MHLAPreTrainedMixin:
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""
         if kwargs.get("is_main_process", True):
-            write_source(self.source_entry, save_directory)
+            write_source(self.entry_to_save(), save_directory)
         module = SOURCE_FILE.removesuffix(".py")
         self.config.auto_map = {
             "AutoConfig": f"{module}.{type(self.config).__name__}",
