@@ -51,7 +51,11 @@ def softmax_model(family: str = "llama", **overrides):
 
 
 def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, **settings):
-    """A converted model whose new parameters are not at their start, so that each of them matters."""
+    """A converted model whose new parameters are not at their start, so that each of them matters.
+
+    With a dense mixing matrix, where the settings do not say otherwise.
+    """
+    settings = {"mixing_form": "softmax", "local": None, **settings}
     model = mhla_hf.convert(
         softmax_model(family), layers=layers, block_size=block_size, num_blocks=num_blocks, **settings
     )
@@ -111,7 +115,7 @@ MODELS = {
     "scratch-before": lambda: scratch_model(rope="before", per_head=True),
     "llama-all": converted_model,
     "llama-window": lambda: converted_model(mixing_form="decay", local="softmax"),
-    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3"),
+    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
     "llama-first": lambda: converted_model(layers=[0]),
     "llama-gate-norm": lambda: converted_model(gate=True, output_norm=True, normalize=False, per_head=True),

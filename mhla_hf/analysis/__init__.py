@@ -96,11 +96,12 @@ def _labels(models):
 
 def render_analysis(record):
     """The table for a terminal: one line per layer and model."""
-    rows = [["model", "layer", "kind", "rank", "of", "effective", "entropy", "of"]]
+    rows = [["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]]
     layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
     for label, layer in layers:
         numbers = [f"{layer['rank']:.1f}", f"{layer['bound']:,}", f"{layer['effective_rank']:.1f}"]
         numbers += [f"{layer[key]:.2f}" for key in ("entropy", "uniform_entropy")]
+        numbers.append(f"{layer['far_share']:.3f}" if "far_share" in layer else "")
         rows.append([label, layer["layer"], layer["kind"], *numbers])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
@@ -109,6 +110,8 @@ def render_analysis(record):
     ]
     tolerances = dict.fromkeys(f"{layer['tolerance']:.1e}" for _, layer in layers)
     lines += ["", f"rank at {', '.join(tolerances)} of the largest singular value; entropy in nats"]
+    if any("far_share" in layer for _, layer in layers):
+        lines.append("far: the share of all weights that lies outside the local softmax")
     if any(layer["part"] != "whole" for _, layer in layers):
         lines.append("causal layers: the rank is that of the second half of the text on the first")
     return "\n".join(lines)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..nn.core import without_padding
 from ..ops.blocks import Blocks
-from ..ops.reference import mhla_reference
+from ..ops.reference import local_reference, mhla_reference
 
 
 @dataclasses.dataclass
@@ -24,7 +25,8 @@ class Attention:
 
     layer: the module's name in the model. kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
     q: `[B, T, H, K]`, k: `[B, S, G, K]`, feature-mapped (and rotated) in MHLA layers. grid: its tokens, None for a sequence.
-    options: of `scaled_dot_product_attention`, or of `mhla`, its mixing `[H or 1, M, M]` and blocks among them.
+    options: of `scaled_dot_product_attention`, or of `mhla`, its mixing `[H or 1, M, M]` and blocks among them; with a local
+    softmax also "form", "balance" and what is not mapped, "near" (q, k): see `local_reference`.
     """
 
     layer: str
@@ -53,7 +55,20 @@ class Attention:
         mixing = options.pop("mixing").double()
         options |= {name: own(options[name]) for name in ("q_den", "k_den") if options.get(name) is not None}
         options |= {name: options[name][[sample]] for name in ("key_mask", "starts") if options.get(name) is not None}
+        if "form" in options:
+            (near_q, near_k), balance = map(own, options["near"]), options["balance"]
+            balance = None if balance is None else balance[[head]].double()
+            padding = {name: options[name] for name in ("key_mask", "starts")}
+            mixing = mixing[[head]]
+            return local_reference(near_q, near_k, units, q, k, mixing, balance, options["form"], **padding)[0, :, 0]
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
+
+    def far_share(self, sample: int = 0, head: int = 0) -> float:
+        """The share of all weights that tokens outside the window have, over the queries that have such tokens."""
+        form, blocks = self.options["form"], self.options["blocks"].index()
+        far = (blocks[:, None] - blocks[None, :] >= form.lag) & (torch.arange(len(blocks)) >= form.sinks)
+        weights = self.matrix(sample, head)[far.any(1)]
+        return (weights * far[far.any(1)]).sum(-1).mean().item() if len(weights) else 0.0
 
     @functools.cached_property
     def is_causal(self) -> bool:
@@ -90,7 +105,7 @@ def recorded_attention(model: nn.Module):
 
 def is_core(module: nn.Module) -> bool:
     """True for the core of an MHLA layer, whether from this package or from a checkpoint's own source."""
-    return all(hasattr(module, name) for name in ("map_features", "mixing", "settings", "q_map", "k_map"))
+    return all(hasattr(module, name) for name in ("mixing", "settings", "q_map", "k_map"))
 
 
 def layer_of(core: str) -> str:
@@ -125,7 +140,14 @@ def _keep_core(found, layer, core, args, kwargs):
     if given.get("cu_seqlens") is not None or given.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
     key_mask, grid = given.get("key_mask"), given.get("grid")
-    q, k, q_den, k_den = map(_kept, core.map_features(given["q"], given["k"], key_mask, given.get("rotate")))
+    if hasattr(core, "form"):
+        found.append(_local_attention(layer, core, given, key_mask))
+        return
+    rotate, normalize = given.get("rotate"), core.settings.normalize
+    q, k = without_padding(key_mask, given["q"], given["k"])
+    q, k = core.q_map(q), core.k_map(k)
+    q_den, k_den = (_kept(q), _kept(k)) if rotate is not None and normalize else (None, None)
+    q, k = map(_kept, (q, k) if rotate is None else rotate(q, k))
     if grid is None:
         blocks = Blocks.sequence(q.shape[1], core.settings.block_size)
         mixing = core.mixing(blocks.num_blocks)
@@ -133,10 +155,23 @@ def _keep_core(found, layer, core, args, kwargs):
         grid, blocks = tuple(grid), Blocks.grid(grid, core.settings.layout, prefix=core.prefix)
         mixing = core.mixing(blocks.counts)
     mixing = _kept(mixing).reshape(-1, *mixing.shape[-2:])
-    options = {"mixing": mixing, "blocks": blocks, "causal": grid is None, "normalize": core.settings.normalize}
+    options = {"mixing": mixing, "blocks": blocks, "causal": grid is None, "normalize": normalize}
     options |= {"q_den": q_den, "k_den": k_den, "key_mask": _kept(key_mask), "starts": _kept(given.get("starts"))}
     kind = "linear" if is_uniform(mixing, causal=grid is None) else "mhla"
     found.append(Attention(layer, kind, q, k, options, grid))
+
+
+def _local_attention(layer, core, given, key_mask):
+    """What a core by decays got."""
+    scale, blocks = given.get("scale"), Blocks.sequence(given["q"].shape[1], core.settings.block_size)
+    form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
+    near = without_padding(key_mask, given["q"], given["k"])
+    mapped = core.q_map(near[0]), core.k_map(near[1])
+    decays, balance = core.mixing()
+    options = {"mixing": _kept(decays.matrix(blocks.num_blocks)), "blocks": blocks, "causal": True, "form": form}
+    options |= {"near": tuple(map(_kept, mapped if balance is None else near)), "balance": _kept(balance)}
+    options |= {"key_mask": _kept(key_mask), "starts": _kept(given.get("starts"))}
+    return Attention(layer, "mhla", *map(_kept, mapped), options)
 
 
 def _kept(value):

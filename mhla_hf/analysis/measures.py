@@ -77,7 +77,7 @@ def measure_calls(layers, *, tolerance=None, progress=False) -> dict:
         "mhla"), "tokens", "heads", "key_width" (d), "part" ("whole", or of what on what), "rank" (mean over samples and
         heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy" (that of equal
         weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance". "mean": the means of
-        rank, effective rank and entropy over layers.
+        rank, effective rank and entropy over layers. With a local softmax also "far_share", the weight outside of it.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -106,6 +106,8 @@ def _measure_layer(name, calls, tolerance):
     measured |= {"part": "second half on first half" if causal else "whole", "tolerance": tolerance, "bound": bound}
     measured |= {"rank": statistics.fmean(ranks), "rank_min": min(ranks), "rank_max": max(ranks)}
     measured |= {"effective_rank": statistics.fmean(effective), "entropy": statistics.fmean(entropies)}
+    if "form" in first.options:
+        measured["far_share"] = statistics.fmean(call.far_share(*place) for call, *place in places)
     return measured | {"uniform_entropy": statistics.fmean(uniform)}
 
 
@@ -150,9 +152,10 @@ def describe_mixing(model) -> dict[str, dict]:
     for name, module in model.named_modules():
         if is_core(module):
             start = copy.deepcopy(module.mixing)
-            start.weight.copy_(start.initial_values()["weight"])
+            for parameter, value in start.initial_values().items():
+                start.get_parameter(parameter).copy_(value)
             layout = getattr(module.mixing, "layout", None)
-            both = [mixing(layout or mixing.weight.shape[-1]).float().cpu() for mixing in (start, module.mixing)]
+            both = [_weights(mixing, layout).float().cpu() for mixing in (start, module.mixing)]
             both = [m.reshape(-1, *m.shape[-2:]).mean(0) for m in both]
             shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in both]
             start, learned = ([[round(x, 6) for x in row] for row in m.tolist()] for m in both)
@@ -160,3 +163,10 @@ def describe_mixing(model) -> dict[str, dict]:
             layout = list(layout) if layout else None
             found[layer_of(name)] = {"start": start, "learned": learned, "layout": layout, "moved": moved}
     return found
+
+
+def _weights(mixing, layout):
+    """The matrix of a mixing module; that of decays for 32 blocks."""
+    if hasattr(mixing, "num_decays"):
+        return mixing()[0].matrix(32)
+    return mixing(layout or mixing.weight.shape[-1])

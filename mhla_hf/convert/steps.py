@@ -18,6 +18,8 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
         raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}
+    if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays
+        overrides = {"local": None, **overrides}
     return replace(settings, **overrides)
 
 

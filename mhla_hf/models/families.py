@@ -55,7 +55,8 @@ class DiffusionFamily(Family):
 
 def language_family(base: str, *classes: str) -> Family:
     """A family of causal language models of transformers."""
-    return Family(base, classes, "models.converted", "text-generation", {"layers": "2/3"})
+    defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax"}
+    return Family(base, classes, "models.converted", "text-generation", defaults)
 
 
 def vision_family(base: str, *classes: str, prefix: int = 1) -> VisionFamily:

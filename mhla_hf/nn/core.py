@@ -6,6 +6,7 @@ what sequences and grids share, `MHLA` the causal core of language models, `Grid
 Every parameter sits in a module that is called, never read from outside: offloading moves weights when modules are called.
 """
 
+import logging
 import warnings
 
 import torch
@@ -19,6 +20,7 @@ from .mixing import Mixing
 from .settings import MHLASettings
 
 GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
+CORE_LOG = logging.getLogger("mhla_hf")
 
 
 class OutputNorm(nn.Module):
