@@ -21,10 +21,11 @@ from ..ops.decays import running_sums
 from ..ops.local import by_block
 from .steps import match_device_and_dtype
 
-REACHES = 0.4 * 250 ** torch.linspace(0, 1, 24)  # blocks after which a decay has fallen to 1 / e, from 0.4 to 100
+REACHES = 0.4 * 250 ** torch.linspace(0, 1, 12)  # blocks after which a decay has fallen to 1 / e, from 0.4 to 100
 RATES = torch.cat([torch.ones(1), torch.exp(-1 / REACHES)])  # the lambdas that are tried, the first without decay
 SWEEPS = 300  # of coordinate descent
-ROUNDS = 3  # of least squares
+ROUNDS = 2  # of least squares, over at most so many batches:
+MOST_BATCHES = 4
 FLOOR = 1e-3  # of weights, relative: one of exactly zero could not learn
 
 
@@ -100,7 +101,8 @@ def calibrate(model, batches, *, steps: int = 0, lr: float = 1e-2) -> dict:
 
     Args:
         model: a converted language model, `mixing_form="decay", local="softmax"`.
-        batches: at least two tensors of token ids, int64 `[B, T]`, without padding; the last one is held out.
+        batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the
+            last one is held out.
         steps: steps of Adam, each on one batch and the same for all layers; 300 are plenty.
         lr: of those steps, falling to zero.
 
@@ -121,7 +123,7 @@ def calibrate(model, batches, *, steps: int = 0, lr: float = 1e-2) -> dict:
     errors = [output_errors(model, held_out)]
     fits = {core: FarFit(core) for core in cores.values()}
     for _ in range(ROUNDS):
-        for ids in fitted:
+        for ids in fitted[:MOST_BATCHES]:
             ask_teacher(model, ids, lambda core, *seen: fits[core].read(*seen))
         for fit in fits.values():
             fit.solve()
@@ -129,7 +131,7 @@ def calibrate(model, batches, *, steps: int = 0, lr: float = 1e-2) -> dict:
         learn_outputs(model, cores.values(), fitted, steps, lr)
     errors.append(output_errors(model, held_out))
     report["kl"] = kl_to_teacher(model, [held_out])
-    report["tokens"] = sum(ids.numel() for ids in fitted) * ROUNDS + steps * fitted[0].numel()
+    report["tokens"] = fitted[0].numel() * (min(len(fitted), MOST_BATCHES) * ROUNDS + steps)
     report["layers"] = {index: [error[core] for error in errors] for index, core in cores.items()}
     return report
 
