@@ -110,6 +110,8 @@ MODELS = {
     "scratch-normalised": lambda: scratch_model(normalize=True, output_norm=False, gate=False),
     "scratch-before": lambda: scratch_model(rope="before", per_head=True),
     "llama-all": converted_model,
+    "llama-window": lambda: converted_model(mixing_form="decay", local="softmax"),
+    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3"),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
     "llama-first": lambda: converted_model(layers=[0]),
     "llama-gate-norm": lambda: converted_model(gate=True, output_norm=True, normalize=False, per_head=True),

@@ -17,7 +17,7 @@ from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from ..nn.mixing import DecayMixing
 from ..nn.settings import MHLASettings
-from ..ops.decays import running_sums
+from ..ops.decays import decayed_sums
 from ..ops.local import by_block
 from .steps import match_device_and_dtype
 
@@ -219,7 +219,7 @@ class FarFit:
         )
         log_rates = RATES.log().to(q.device).expand(groups, -1)
         summaries = fk.mT @ values
-        mixed = running_sums(summaries.flatten(3), log_rates, form.lag).unflatten(4, summaries.shape[3:])
+        mixed = decayed_sums(summaries.flatten(3), log_rates, form.lag).unflatten(4, summaries.shape[3:])
         far = (fq[:, :, :, None] @ mixed)[0].unflatten(3, (heads // groups, -1))  # [G, M, L, H / G, C, V + 1]
         far = far.permute(0, 3, 2, 1, 4, 5).flatten(3, 4).flatten(0, 1)[:, :, :length]
         return far * torch.exp(-score.logsumexp(-1))[:, None, :, None], wanted

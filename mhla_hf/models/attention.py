@@ -25,7 +25,8 @@ SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what o
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     """The attention function of MHLA layers: q, k, v as transformers gives them, `[B, H, T, K]`; o is `[B, T, H, V]`.
 
-    `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without T x T numbers.
+    `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
+    T x T numbers.
     """
     refuse_softmax_only(kwargs)
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
@@ -154,9 +155,9 @@ def hand_on_padding(body: nn.Module, args: tuple, kwargs: dict):
     real = real_tokens(mask, batch, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
         kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and kwargs.get("position_ids") is None:
-        if torch.compiler.is_compiling() or not bool(mask.all()):
-            kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
+    two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+        kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 
 

@@ -8,13 +8,15 @@ import torch
 from ..ops.local import LocalForm, local_attention
 from ..ops.local_state import LocalState, TokenLayout, local_extend, local_step
 from .core import MHLACore, like_values, refuse_gradients, without_padding
-from .mixing import DecayMixing
+from .decay_mixing import DecayMixing
 from .settings import MHLASettings
 
 
 def start_balance(feature_map: str, key_dim: int) -> float:
-    """The balance at which far weights begin in the unit of the softmax: <fq, fk> is about 2 / K for Hedgehog features, of the
-    order of K for the others."""
+    """The balance at which far weights begin in the unit of the softmax.
+
+    <fq, fk> is about 2 / K for Hedgehog features, of the order of K for the others.
+    """
     return log(key_dim / 2) if feature_map == "hedgehog" else -log(key_dim)
 
 
@@ -67,7 +69,8 @@ class DecayMHLA(MHLACore):
             fq, fk = like_values(v, self.q_map(q), self.k_map(k))
             q, k = (fq, fk) if balance is None else like_values(v, q, k)
             options = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
-            o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
+            with torch.autocast(q.device.type, enabled=False):
+                o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
         return self.finish_output(o, hidden_states, v.dtype)
 
     def continue_cache(self, q, k, v, decays, balance, form, starts, key_mask, cache):
@@ -82,19 +85,24 @@ class DecayMHLA(MHLACore):
         if fresh:
             features = self.k_map.num_features
             cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
+        elif (
+            not torch.compiler.is_compiling() and cache.state.running.is_inference() > torch.is_inference_mode_enabled()
+        ):
+            cache.state.clone()  # tensors of inference mode cannot be written outside of it
         state = cache.state
         if state.cropped:
             state.rewind(decays, map_keys, form, balance is not None)
         if q.shape[1] == 1 and not fresh:
             leaving = map_keys(state.leaving(k, form))
             real = None if key_mask is None else key_mask[:, 0]
-            return local_step(q, k, v, fq, leaving, decays, balance, form, state, real)
+            with torch.autocast(q.device.type, enabled=False):
+                return local_step(q, k, v, fq, leaving, decays, balance, form, state, real)
         count = None if starts is None else q.shape[1] - starts.to(q.device)
         layout = TokenLayout(state, q.shape[1], form, count, fresh)
         real = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
         valid = layout.place_keys(state.valid, real)
         laid_k, laid_v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
         laid_q, laid_fq = layout.place_queries(q), layout.place_queries(fq)
-        return local_extend(
-            laid_q, laid_k, laid_v, laid_fq, map_keys(laid_k), valid, decays, balance, form, state, layout
-        )
+        fk = map_keys(laid_k)
+        with torch.autocast(q.device.type, enabled=False):
+            return local_extend(laid_q, laid_k, laid_v, laid_fq, fk, valid, decays, balance, form, state, layout)

@@ -53,7 +53,7 @@ def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
     return block[:, None] - block[None, :]
 
 
-def running_sums(summaries, log_rate, lag: int = 1, sequence=None):
+def decayed_sums(summaries, log_rate, lag: int = 1, sequence=None):
     """sum over j <= i - lag of lambda_r^(i - j) S_j, for every block i: `[B, G, M, X]` -> `[B, G, M, R, X]`.
 
     sequence: int `[M]`, which packed sequence a block belongs to; sums stay inside one. A scan of two levels: groups of

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .decays import Decays, running_sums
+from .decays import Decays, decayed_sums
 from .reference import divide_or_zero
 from .torch_layout import MoveTokens, shift_to_start
+
+SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def local_attention(
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if place is None:
         place = torch.arange(-(-q.shape[1] // size), device=q.device)[None]
-    o, _ = attend_blocks(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
+    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
     o = o[:, : q.shape[1]].clone(memory_format=torch.contiguous_format)  # a view's strides would be guarded
     return o if back is None else MoveTokens.apply(o, back, source)
 
@@ -77,33 +79,87 @@ def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
     return source[None], back[None], (block - first[sequence])[None], sequence
 
 
-def attend_blocks(
-    q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None
+def attend_local(
+    q,
+    k,
+    v,
+    fq,
+    fk,
+    valid,
+    decays,
+    balance,
+    form,
+    place,
+    *,
+    sequence=None,
+    sink=None,
+    carried=None,
+    opened=None,
+    now=None,
 ):
     """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
 
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
     [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
     they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
-    int [B]. Returns the outputs and the summaries [B, G, M, K, V + 1].
+    int [B]; now: int [B], the last block behind these tokens. Returns the outputs and the running sums there (None without
+    `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
     """
-    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
-    missing = place.shape[1] * size - q.shape[1]
     if form.sinks and balance is not None and sink is None:
         first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
         sink = find_sinks(k, v, valid, form, first)
+    tensors, size, count = (q, k, v, fq, fk, valid), form.block_size, place.shape[1]
+    step = max(SEGMENT // size, form.lag)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
+    if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
+        options = {"sequence": sequence, "sink": sink, "carried": carried, "opened": opened}
+        o, summaries = attend_segment(*tensors, decays, balance, form, place, **options)
+        return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
+    outputs, first = [], 0
+    while first < count:
+        begin, end = max(first - form.lag, 0), min(first + step, count)
+        here = place[:, begin:end]
+        parts = (x[:, begin * size : end * size] for x in tensors)
+        o, summaries = attend_segment(
+            *parts, decays, balance, form, here, sequence=None, sink=sink, carried=carried, opened=opened
+        )
+        outputs.append(o[:, (first - begin) * size :])
+        last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
+        carried, opened, first = advance(carried, summaries, decays, form.lag, here, opened, last), last, end
+    return torch.cat(outputs, 1), carried
+
+
+def advance(carried, summaries, decays, lag, place, opened, now):
+    """Running sums [B, G, R, K, V + 1] as of block `now` [B], from those as of `opened` and the summaries of blocks `place`.
+
+    Of these, blocks up to `opened - lag` are in the old sums.
+    """
+    log_rate, distance = decays.log_rate.to(summaries.dtype), now[:, None] - place
+    weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
+    new = (distance >= lag) if opened is None else (distance >= lag) & (place > (opened - lag)[:, None])
+    weight = torch.where(new[:, None, None], weight, 0)  # [B, G, R, M]
+    running = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+    if carried is None:
+        return running
+    return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
+
+
+def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence, sink, carried, opened):
+    """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
+    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
+    missing = place.shape[1] * size - q.shape[1]
     fk = torch.where((valid & ~sink_tokens(place, q.shape[1], form, balance))[..., None, None], fk, 0)
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
-    q, k, fq, fk = (by_block(x, groups, size, missing, exact) for x in (q, k, fq, fk))
-    v = by_block(
+    q, k, fq, fk = (by_block_and_group(x, groups, size, missing, exact) for x in (q, k, fq, fk))
+    v = by_block_and_group(
         torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, missing, exact
     )  # weights are summed as values
     valid = torch.nn.functional.pad(valid, (0, missing)).unflatten(1, (-1, size))
     decays = decays.to(exact)
 
     summaries = fk.mT @ v  # paper eq. 4
-    mixed = running_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
+    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
     if carried is not None:
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
@@ -126,7 +182,7 @@ def attend_blocks(
 
 
 def join(score, seen, near_v, far, balance, has_far):
-    """Softmax weights times values plus e^balance times the far part, both divided by the same e^c, which no gradient sees."""
+    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
     score = score.masked_fill(~seen, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
@@ -134,7 +190,7 @@ def join(score, seen, near_v, far, balance, has_far):
     return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
 
 
-def by_block(x, groups, size, missing, exact):
+def by_block_and_group(x, groups, size, missing, exact):
     """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
     x = torch.nn.functional.pad(x.to(exact), (0, 0, 0, 0, 0, missing))
     x = x.unflatten(2, (groups, -1)).unflatten(1, (-1, size))

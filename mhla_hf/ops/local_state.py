@@ -1,8 +1,8 @@
-"""What a decoder remembers of near and far attention (`local.py`): the same few tensors at token ten and at token ten million.
+"""What a decoder remembers of near and far attention (`local.py`): as much at token ten as at token ten million.
 
-Each row stands at a position of its own. A ring holds the keys and values of the window and of one block more, so that taking
-tokens back (`crop`, at most a block) is exact; the far part is R running summaries, and one of the block that enters them
-next, to which each new token adds one old one: every step does the same work, and none looks at a number on the host.
+Each row stands at a position of its own. A ring holds the keys and values of the window and of one block more, so that
+taking tokens back (`crop`, at most a block) is exact. The far part is R running summaries and one of the block that enters
+them next, to which each new token adds one old one: every step does the same work, and none reads a number on the host.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .decays import Decays
-from .local import LocalForm, attend_blocks, join
+from .local import LocalForm, attend_local, join
 from .reference import divide_or_zero
 
 
@@ -20,8 +20,9 @@ class LocalState:
 
     k [B, W, G, D], v [B, W, G, V], valid bool [B, W]: the ring of W = (lag + 1) * C tokens, position p in slot p % W.
     sink_k, sink_v [B, S, G, ..], sink_valid [B, S]: the first tokens.
-    running [B, G, R, K, V + 1]: sum over j <= i - lag of lambda_r^(i - j) times summary j (its last column sums the keys), for
-    the block i of the last token; pending [B, G, K, V + 1]: the part of summary i - lag + 1 that has been read. fp32 at least.
+    running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
+    summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
+    Both fp32 at least.
     position: tokens seen, int64 [B]. cropped: tokens taken back whose part of the sums `rewind` has yet to undo.
     """
 
@@ -58,6 +59,11 @@ class LocalState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def clone(self) -> None:
+        """Give every tensor a new address."""
+        for name, value in self.tensors().items():
+            setattr(self, name, value.clone())
 
     def nbytes(self) -> int:
         """Bytes held."""
@@ -134,7 +140,7 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     left as they are. The same graph for every position.
     """
     size, lag, ring = form.block_size, form.lag, state.k.shape[1]
-    heads, groups, exact = q.shape[2], k.shape[2], state.running.dtype
+    groups, exact = k.shape[2], state.running.dtype
     decays, p = decays.to(exact), state.position
     real = torch.ones_like(p, dtype=torch.bool) if real is None else real
     rows, slot = torch.arange(len(p), device=p.device), p % ring
@@ -241,8 +247,10 @@ def local_extend(
         held = {"carried": state.running, "opened": layout.open}
         if form.sinks and balance is not None:
             held["sink"] = state.sink_k, state.sink_v, state.sink_valid
-    o, summaries = attend_blocks(q, k, v, fq, fk, valid, decays, balance, form, layout.place, **held)
-    absorb_blocks(k, v, fk, valid, summaries, decays, balance, form, state, layout)
+    end = layout.before + layout.count
+    held["now"] = (end - 1).clamp(min=0) // form.block_size
+    o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.place, **held)
+    absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout)
     return layout.take_back(o)
 
 
@@ -262,18 +270,11 @@ def write(held, new, values):
 
 
 @torch.no_grad()
-def absorb_blocks(k, v, fk, valid, summaries, decays, balance, form, state, layout):
+def absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout):
     """The state behind the tokens of `layout`."""
     size, lag, exact = form.block_size, form.lag, state.running.dtype
-    end = layout.before + layout.count
+    state.running.copy_(running)
     now = (end - 1).clamp(min=0) // size
-    distance = now[:, None] - layout.place
-    weight = torch.exp(decays.log_rate.to(exact)[None, ..., None] * distance.clamp(min=0)[:, None, None])
-    weight = torch.where((distance >= lag)[:, None, None], weight, 0)  # [B, G, R, M]
-    kept = torch.exp(decays.log_rate.to(exact) * (now - layout.open)[:, None, None])
-    running = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
-    state.running.copy_(running + kept[..., None, None] * state.running)
-
     slot = torch.arange(size, device=end.device)
     position = (now - lag + 1)[:, None] * size + slot
     place = (position - layout.first[:, None] * size).clamp(0, k.shape[1] - 1)

@@ -33,13 +33,16 @@ def test_340m_is_340m():
 def test_autocast_gives_the_operator_one_dtype(model, monkeypatch):
     """Rotated queries and keys come in fp32 there, which the kernels would take for products of fp32."""
     given = []
-    operator = mhla_hf.nn.core.mhla
 
-    def noting(q, k, v, mixing, **options):
-        given.append({x.dtype for x in (q, k, v, options["q_den"], options["k_den"]) if x is not None})
-        return operator(q, k, v, mixing, **options)
+    def noting(operator):
+        def noted(q, k, v, *rest, **options):
+            given.append({x.dtype for x in (q, k, v, options.get("q_den"), options.get("k_den")) if x is not None})
+            return operator(q, k, v, *rest, **options)
 
-    monkeypatch.setattr(mhla_hf.nn.core, "mhla", noting)
+        return noted
+
+    for module, name in ((mhla_hf.nn.core, "mhla"), (mhla_hf.nn.local, "local_extend")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
     ids = tokens(2, 40)
     exact = model(ids, labels=ids).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_hf.ops.decays import Decays, running_sums
+from mhla_hf.ops.decays import Decays, decayed_sums
 from mhla_hf.ops.local import LocalForm, local_attention
 from mhla_hf.ops.local_state import LocalState, TokenLayout, local_extend, local_step
 from mhla_hf.ops.reference import local_reference
@@ -72,13 +72,13 @@ def test_the_scan_equals_the_matrix_at_many_lengths():
     for count in (1, 2, 15, 16, 17, 50, 600):
         summaries = torch.randn(1, 1, count, 4, dtype=torch.float64)
         for lag in (1, 2):
-            mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, running_sums(summaries, decays.log_rate, lag))
+            mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, lag))
             exact = decays.matrix(count).tril(-lag) @ summaries
             assert torch.allclose(mixed, exact, rtol=1e-11, atol=1e-12)
 
 
 def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
-    """Outputs of a sequence fed in the pieces that `cuts` gives; a crop (at, back) takes `back` tokens back at `at` and feeds them again."""
+    """Outputs of a sequence fed in pieces that end at `cuts`; a crop (at, back) takes tokens back and feeds them anew."""
     q, k, v, fq, fk = (x.detach() for x in tensors)
     map_keys = (lambda x: x) if balance is None else (lambda x: torch.nn.functional.elu(x) + 1)
     state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
@@ -142,3 +142,17 @@ def test_tokens_taken_back_leave_no_trace(name, back):
         o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
         whole = local_attention(*tensors, decays, balance, form)
         assert torch.linalg.norm(o - whole) <= 1e-10 * torch.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
+    form, tensors, decays, balance = problem(name)
+    whole = local_attention(*tensors, decays, balance, form)
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 10)
+    with torch.no_grad():
+        parts = local_attention(*tensors, decays, balance, form)
+        packed = local_attention(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
+        o, _ = decode(form, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
+    assert torch.linalg.norm(parts - whole) <= 1e-11 * torch.linalg.norm(whole)
+    assert torch.linalg.norm(o - packed) <= 1e-11 * torch.linalg.norm(packed)

@@ -1,0 +1,70 @@
+"""Learned mixing by decays (`ops/decays.py`): what takes the place of a mixing matrix where the state has to stay small."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..ops.decays import Decays
+
+START_WEIGHT = 0.01  # of each decay at the start, beside the one without decay
+START_RATES = (0.9, 0.7, 0.4)  # lambda of the decays at the start, then halved again and again
+
+
+class DecayMixing(nn.Module):
+    """Mixing by `Decays`, and the balance of the far part against a local softmax; used in fp32 whatever the model's dtype.
+
+    `weight` `[H, R]`: logits of w, which sum to one. `rate` `[G, R - 1]`: lambda is sigmoid(rate); it is 1 for the first.
+    `balance` `[H]`: see `ops/local.py`; only with a local softmax.
+
+    Args:
+        num_heads: query heads H.
+        num_kv_heads: key/value heads G.
+        num_decays: R.
+        balance: its start, or None without a local softmax.
+        learn: False freezes w and lambda at their start, plain linear attention.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True
+    ):
+        super().__init__()
+        self.num_decays, self.start, self.learn = num_decays, balance, learn
+        self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
+        if num_decays > 1:
+            self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - 1), requires_grad=learn)
+        if balance is not None:
+            self.balance = nn.Parameter(torch.empty(num_heads))
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).data.copy_(value)
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """The start of each own parameter, for models that are built empty and filled later."""
+        others = self.num_decays - 1
+        weight = torch.full((self.num_decays,), START_WEIGHT)
+        weight[0] = 1.0 - START_WEIGHT * others if self.learn else 1.0
+        weight[1:] = START_WEIGHT if self.learn else 1e-30
+        values = {"weight": weight.log().expand(self.weight.shape)}
+        if others:
+            rates = torch.tensor([*START_RATES, *(0.4 / 2**n for n in range(1, others))][:others])
+            values["rate"] = torch.logit(rates).expand(self.rate.shape)
+        if self.start is not None:
+            values["balance"] = torch.full(self.balance.shape, self.start)
+        return values
+
+    def check_values(self, name: str) -> None:
+        """One sentence if the loaded weights cannot be decays."""
+        for own, value in self.named_parameters():
+            if not value.is_meta and not torch.isfinite(value).all():
+                raise ValueError(
+                    f"{name}.{own}: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
+                )
+
+    def forward(self) -> tuple[Decays, torch.Tensor | None]:
+        """The decays and the balance, fp32."""
+        log_rate = self.weight.new_zeros(len(self.weight) if self.num_decays == 1 else len(self.rate), 1).float()
+        if self.num_decays > 1:
+            log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
+        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_decays} decays"
