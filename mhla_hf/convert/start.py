@@ -15,7 +15,7 @@ from torch import nn
 from ..models.attention import softmax_attentions
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
-from ..nn.mixing import DecayMixing
+from ..nn.decay_mixing import DecayMixing
 from ..nn.settings import MHLASettings
 from ..ops.decays import decayed_sums
 from ..ops.local import by_block
