@@ -57,10 +57,18 @@ def local_attention(
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if place is None:
-        place = torch.arange(-(-q.shape[1] // size), device=q.device)[None]
+        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)[None]
     o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
-    o = o[:, : q.shape[1]].clone(memory_format=torch.contiguous_format)  # a view's strides would be guarded
+    o = resize_tokens(o, q.shape[1])
     return o if back is None else MoveTokens.apply(o, back, source)
+
+
+def resize_tokens(x, count):
+    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
+    the last one again, for a graph in which padding by none is no case of its own."""
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
 def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
@@ -108,7 +116,10 @@ def attend_local(
     if form.sinks and balance is not None and sink is None:
         first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
         sink = find_sinks(k, v, valid, form, first)
-    tensors, size, count = (q, k, v, fq, fk, valid), form.block_size, place.shape[1]
+    size, count = form.block_size, place.shape[1]
+    real = torch.arange(count * size, device=q.device) < q.shape[1]
+    tensors = [resize_tokens(x, count * size) for x in (q, k, v, fq, fk, valid)]
+    tensors[5] = tensors[5] & real
     step = max(SEGMENT // size, form.lag)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
     if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
@@ -148,14 +159,13 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequ
     """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
-    missing = place.shape[1] * size - q.shape[1]
-    fk = torch.where((valid & ~sink_tokens(place, q.shape[1], form, balance))[..., None, None], fk, 0)
+    fk = torch.where((valid & ~sink_tokens(place, form, balance))[..., None, None], fk, 0)
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
-    q, k, fq, fk = (by_block_and_group(x, groups, size, missing, exact) for x in (q, k, fq, fk))
+    q, k, fq, fk = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq, fk))
     v = by_block_and_group(
-        torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, missing, exact
+        torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, exact
     )  # weights are summed as values
-    valid = torch.nn.functional.pad(valid, (0, missing)).unflatten(1, (-1, size))
+    valid = valid.unflatten(1, (-1, size))
     decays = decays.to(exact)
 
     summaries = fk.mT @ v  # paper eq. 4
@@ -190,17 +200,16 @@ def join(score, seen, near_v, far, balance, has_far):
     return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
 
 
-def by_block_and_group(x, groups, size, missing, exact):
+def by_block_and_group(x, groups, size, exact):
     """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
-    x = torch.nn.functional.pad(x.to(exact), (0, 0, 0, 0, 0, missing))
-    x = x.unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def sink_tokens(place, tokens, form, balance):
-    """Which tokens are sinks and so never far: bool [B or 1, T]."""
+def sink_tokens(place, form, balance):
+    """Which tokens are sinks and so never far: bool [B or 1, M * C]."""
     slot = torch.arange(form.block_size, device=place.device)
-    position = (place[:, :, None] * form.block_size + slot).flatten(1)[:, :tokens]
+    position = (place[:, :, None] * form.block_size + slot).flatten(1)
     return (position < form.sinks) & (balance is not None)
 
 

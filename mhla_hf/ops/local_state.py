@@ -203,7 +203,7 @@ class TokenLayout:
         self.count = torch.full_like(state.position, steps) if count is None else count
         self.open = (state.position - 1).clamp(min=0) // size
         self.first = torch.zeros_like(self.open) if fresh else (self.open - form.lag + 1).clamp(min=0)
-        blocks = -(-steps // size) + (0 if fresh else form.lag)
+        blocks = (steps + size - 1) // size + (0 if fresh else form.lag)
         self.place = self.first[:, None] + torch.arange(blocks, device=device)
         self.position = self.first[:, None] * size + torch.arange(blocks * size, device=device)
         self.ring, ring = not fresh, state.k.shape[1]

@@ -1,0 +1,67 @@
+"""Models by decays compile: one graph for every length and for every step of decoding, block edges included.
+
+An exported program takes more than two blocks: to torch, fewer are another program.
+"""
+
+import pytest
+import torch
+from small_models import converted_model, tokens
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, StaticCache
+
+LOCAL = {"mixing_form": "decay", "local": "softmax"}
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", ["all", "2/3"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_decoding_is_one_graph(layers, kind):
+    model, ids = converted_model(layers=layers, **LOCAL), tokens(2, 60)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(config=model.config, max_cache_len=64)
+    model(ids[:, :11], past_key_values=cache)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for t in range(11, 60):
+        logits = compiled(ids[:, t : t + 1], past_key_values=cache).logits
+        torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-5, atol=1e-5)
+        if t == 13:
+            warm = graphs()
+    assert graphs() == warm
+
+
+@torch.no_grad()
+def test_one_graph_for_all_lengths():
+    model, ids = converted_model(**LOCAL), tokens(2, 150)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    for length in (17, 40, 64, 150, 99):
+        ours = compiled(ids[:, :length].clone(), use_cache=False).logits
+        torch.testing.assert_close(ours, model(ids[:, :length]).logits, rtol=1e-5, atol=1e-5)
+    assert graphs() == 1
+
+
+@torch.no_grad()
+def test_exported_with_a_dynamic_length():
+    model, ids = converted_model(**LOCAL), tokens(2, 150)
+    length = torch.export.Dim("length", min=17, max=512)
+    program = torch.export.export(
+        model,
+        (ids[:, :40].clone(),),
+        {"use_cache": False},
+        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        prefer_deferred_runtime_asserts_over_guards=True,
+    ).module()
+    for tested in (17, 41, 64, 150):
+        here = ids[:, :tested].clone()
+        torch.testing.assert_close(program(here, use_cache=False).logits, model(here).logits, rtol=1e-5, atol=1e-5)
