@@ -14,18 +14,15 @@ from torch import nn
 
 from ..models.attention import softmax_attentions
 from ..nn.core import MHLA
-from ..nn.local import DecayMHLA
 from ..nn.decay_mixing import DecayMixing
+from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
-from ..ops.decays import decayed_sums
-from ..ops.local import by_block
 from .steps import match_device_and_dtype
 
-REACHES = 0.4 * 250 ** torch.linspace(0, 1, 12)  # blocks after which a decay has fallen to 1 / e, from 0.4 to 100
+REACHES = 0.4 * 250 ** torch.linspace(0, 1, 48)  # blocks after which a decay has fallen to 1 / e, from 0.4 to 100
 RATES = torch.cat([torch.ones(1), torch.exp(-1 / REACHES)])  # the lambdas that are tried, the first without decay
 SWEEPS = 300  # of coordinate descent
-ROUNDS = 2  # of least squares, over at most so many batches:
-MOST_BATCHES = 4
+MASS_BATCHES = 4  # at most, for the mass by distance
 FLOOR = 1e-3  # of weights, relative: one of exactly zero could not learn
 
 
@@ -92,18 +89,18 @@ def kl_to_teacher(model, batches) -> float:
     return total / len(batches)
 
 
-def calibrate(model, batches, *, steps: int = 0, lr: float = 1e-2) -> dict:
+def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
     """Start the MHLA layers of a model that was just converted, with a local softmax, from its teacher; in place.
 
-    For each head the far part of the attention's output, as the sum of w_r e^balance over its decays, is fitted to the
-    teacher's by least squares, in closed form (see `FarFit`): the window is exact already, so that this is all that can
-    differ. Then, if asked, every layer learns its teacher's output by itself, on the teacher's inputs.
+    For each head w and lambda follow from how the mass of the teacher's softmax falls with block distance, beside that of
+    the feature products, by least squares; the balance makes the far part's mass the teacher's. Then every layer learns its
+    teacher's output by itself, on the teacher's inputs: what the decays cannot mend is the feature maps.
 
     Args:
         model: a converted language model, `mixing_form="decay", local="softmax"`.
         batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the
             last one is held out.
-        steps: steps of Adam, each on one batch and the same for all layers; 300 are plenty.
+        steps: steps of Adam, each on one batch and the same for all layers; 0 leaves the feature maps as they are.
         lr: of those steps, falling to zero.
 
     Returns:
@@ -118,20 +115,22 @@ def calibrate(model, batches, *, steps: int = 0, lr: float = 1e-2) -> dict:
         raise ValueError('local: got None, expected "softmax" in the model that is calibrated.')
     if len(batches) < 2:
         raise ValueError(f"batches: got {len(batches)}, expected at least two: the last one is held out.")
+    window = max((core.form.lag + 1) * core.settings.block_size for core in cores.values())
+    if any(ids.shape != batches[0].shape or ids.shape[1] <= window for ids in batches):
+        raise ValueError(f"batches: got {[tuple(ids.shape) for ids in batches]}, expected one [B, T], T over {window}.")
     *fitted, held_out = batches
     report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
     errors = [output_errors(model, held_out)]
-    fits = {core: FarFit(core) for core in cores.values()}
-    for _ in range(ROUNDS):
-        for ids in fitted[:MOST_BATCHES]:
-            ask_teacher(model, ids, lambda core, *seen: fits[core].read(*seen))
-        for fit in fits.values():
-            fit.solve()
+    masses = {core: FarMass() for core in cores.values()}
+    for ids in fitted[:MASS_BATCHES]:
+        ask_teacher(model, ids, lambda core, *seen: masses[core].read(core, *seen))
+    for core, mass in masses.items():
+        mass.fit(core)
     if steps:
         learn_outputs(model, cores.values(), fitted, steps, lr)
     errors.append(output_errors(model, held_out))
     report["kl"] = kl_to_teacher(model, [held_out])
-    report["tokens"] = fitted[0].numel() * (min(len(fitted), MOST_BATCHES) * ROUNDS + steps)
+    report["tokens"] = fitted[0].numel() * (min(len(fitted), MASS_BATCHES) + steps)
     report["layers"] = {index: [error[core] for error in errors] for index, core in cores.items()}
     return report
 
@@ -171,68 +170,49 @@ def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
         ask_teacher(model, batches[step % len(batches)], learn)
 
 
-class FarFit:
-    """Least squares of one layer's far part against its teacher's.
+class FarMass:
+    """What the heads of one layer give to each block distance beyond the window, on average over tokens."""
 
-    With all weights of the softmax as the unit, A the far ones and F_l the far part of MHLA by each lambda of `RATES`, the
-    output with far weights x differs from the teacher's o by
+    def __init__(self):
+        self.teacher = self.features = 0.0
 
-        r(x) = (sum_l x_l (F_l v - o F_l) - (A v - o A)) / (1 - A + sum_l x_l F_l)
-
-    and its slope in x_l is (F_l v - (o + r) F_l) / the same: each `solve` is a step of Gauss and Newton from the x before.
-    """
-
-    def __init__(self, core: DecayMHLA):
-        self.core = core
-        self.weights = torch.zeros(core.num_heads, len(RATES))  # x
-        self.weights[:, 0] = core.mixing.balance.detach().exp().cpu()
-        self.gram = self.cross = 0.0
-
-    def read(self, q, k, v, o, scale) -> None:
-        """Add the rows of a batch; q, k, v as the core gets them, o as the teacher's attention gives it."""
-        for row in range(len(q)):
-            far, wanted = self.parts(*(x[row : row + 1].float() for x in (q, k, v)), scale)
-            o_row = o[row].transpose(0, 1)
-            present = (self.weights[..., None, None].to(q.device) * far).sum(1)
-            total = 1 - wanted[..., -1:] + present[..., -1:]
-            error = present - wanted
-            error = (error[..., :-1] - o_row * error[..., -1:]) / total
-            slope = (far[..., :-1] - (o_row + error)[:, None] * far[..., -1:]) / total[:, None]
-            goal = (slope * self.weights[..., None, None].to(q.device)).sum(1) - error
-            self.gram += (slope.flatten(2) @ slope.flatten(2).mT).double().cpu()
-            self.cross += (slope.flatten(2) @ goal.flatten(1)[..., None])[..., 0].double().cpu()
-
-    def parts(self, q, k, v, scale):
-        """Of one row: F_l v and F_l side by side, `[H, L, T, V + 1]`, and A v and A, `[H, T, V + 1]`."""
-        core, form, (length, heads), groups = self.core, self.core.form, q.shape[1:3], k.shape[2]
+    def read(self, core, q, k, v, o, scale) -> None:
+        """Add the rows of a batch: the mass of its softmax, and the feature products in the same unit; each `[H, M]`."""
+        form, (length, heads) = core.form, q.shape[1:3]
         token = torch.arange(length, device=q.device)
-        sink, block = token < form.sinks, token // form.block_size
-        values = F.pad(v, (0, 1), value=1.0)
-        by_head = [x[0].transpose(0, 1).repeat_interleave(heads // x.shape[2], 0) for x in (q, k, values)]
-        score = (by_head[0] @ by_head[1].mT * scale).masked_fill(token[:, None] < token, float("-inf"))
-        is_far = (block[:, None] - block >= form.lag) & ~sink
-        wanted = score.softmax(-1).masked_fill(~is_far, 0) @ by_head[2]
+        block = token // form.block_size
+        distance = block[:, None] - block
+        far = (distance >= form.lag) & (token >= form.sinks)
+        distance = distance.clamp_min(0).flatten()
 
-        fq, fk = core.q_map(q), core.k_map(k).masked_fill(sink[:, None, None], 0)
-        fq, fk, values = (
-            by_block(x, groups, form.block_size, -length % form.block_size, torch.float32) for x in (fq, fk, values)
+        def by_distance(weights):
+            sums = weights.new_zeros(heads, int(block[-1]) + 1)
+            return sums.index_add_(1, distance, weights.masked_fill(~far, 0).flatten(1)).double().cpu()
+
+        for q_row, k_row in zip(q[:, None].float(), k[:, None].float(), strict=True):
+            fq, fk = core.q_map(q_row), core.k_map(k_row)
+            q_row, k_row, fq, fk = (
+                x[0].transpose(0, 1).repeat_interleave(heads // x.shape[2], 0) for x in (q_row, k_row, fq, fk)
+            )
+            score = (q_row @ k_row.mT * scale).masked_fill(token[:, None] < token, float("-inf"))
+            total = score.logsumexp(-1, keepdim=True)
+            self.teacher = self.teacher + by_distance((score - total).exp())
+            self.features = self.features + by_distance(fq @ fk.mT * torch.exp(-total))
+
+    def fit(self, core: DecayMHLA) -> None:
+        """Give the core's mixing the decays that make its mass by distance, and then in all, the teacher's."""
+        mixing = core.mixing
+        distance = torch.arange(self.teacher.shape[1])
+        powers = RATES.double()[:, None] ** distance
+        basis = powers * self.features[:, None]  # [H, L, M]
+        cross = (basis @ self.teacher[..., None])[..., 0]
+        chosen, weight = best_decays(
+            basis @ basis.mT, cross, core.num_kv_heads, mixing.num_decays if mixing.learn else 1
         )
-        log_rates = RATES.log().to(q.device).expand(groups, -1)
-        summaries = fk.mT @ values
-        mixed = decayed_sums(summaries.flatten(3), log_rates, form.lag).unflatten(4, summaries.shape[3:])
-        far = (fq[:, :, :, None] @ mixed)[0].unflatten(3, (heads // groups, -1))  # [G, M, L, H / G, C, V + 1]
-        far = far.permute(0, 3, 2, 1, 4, 5).flatten(3, 4).flatten(0, 1)[:, :, :length]
-        return far * torch.exp(-score.logsumexp(-1))[:, None, :, None], wanted
-
-    def solve(self) -> None:
-        """Put the best decays and their balance into the mixing."""
-        mixing, groups = self.core.mixing, self.core.num_kv_heads
-        chosen, x = best_decays(self.gram, self.cross, groups, mixing.num_decays if mixing.learn else 1)
-        x[:, 0] += (FLOOR * self.weights.sum(-1) - x.sum(-1)).clamp_min(0)
-        self.weights = torch.zeros_like(self.weights).scatter(1, of_heads(chosen, len(x)), x.float())
-        self.gram = self.cross = 0.0
-        set_decays(mixing, x, RATES[chosen])
-        mixing.balance.data.copy_(x.sum(-1).log())
+        weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
+        set_decays(mixing, weight, RATES[chosen])
+        far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
+        mixing.balance.data.copy_((self.teacher.sum(-1) / (far * self.features).sum(-1)).log())
 
 
 def of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ WINDOW = {"block_size": 8, "mixing_form": "decay", "local": "softmax", "layers":
 
 
 def urns(count, seed, length=96, reach=40):
-    """Rows `[count, length]` in which most tokens are one of the `reach` before: the past counts, the distant past does not."""
+    """Rows `[count, length]` in which most tokens are one of the `reach` before: the past counts, the distant one does not."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCAB, (count, length), generator=draw)
     for place in range(1, length):
@@ -59,20 +59,23 @@ def test_the_teacher_is_in_the_model(family, batches):
 
 
 @pytest.mark.parametrize("decays", [1, 2, 4])
-def test_least_squares_brings_every_output_closer_to_the_teachers(teacher, batches, decays):
-    model = converted(teacher, num_decays=decays)
-    wild = {index: attention.mhla.mixing.balance for index, attention in mhla_layers(model).items()}
-    for balance in wild.values():
-        balance.data += 1.0  # e times what it should be: found again
-    report = calibrate(model, batches)
+def test_balance_is_found_again(teacher, batches, decays):
+    balances = []
+    for moved in (0.0, 2.0):
+        model = converted(teacher, num_decays=decays)
+        mixings = [attention.mhla.mixing for attention in mhla_layers(model).values()]
+        for mixing in mixings:
+            mixing.balance.data += moved
+        report = calibrate(model, batches, steps=0)
+        balances.append(torch.cat([mixing.balance for mixing in mixings]))
+    torch.testing.assert_close(*balances)
     assert report["kl"] < 0.5 * report["kl_start"]
-    assert all(behind < before for before, behind in report["layers"].values())
     assert report["kl"] == pytest.approx(kl_to_teacher(model, batches[-1:]))
 
 
 def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches):
     model = converted(teacher)
-    before = copy.deepcopy({name: x for name, x in model.named_parameters() if ".mhla." not in name})
+    before = {name: x.clone() for name, x in model.named_parameters() if ".mhla." not in name}
     report = calibrate(model, batches, steps=20, lr=2e-2)
     assert report["kl"] <= 0.5 * report["kl_start"]
     assert all(torch.equal(before[name], x) for name, x in model.named_parameters() if name in before)
@@ -82,7 +85,7 @@ def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches):
 def test_frozen_mixing_keeps_its_weights(teacher, batches):
     model = converted(teacher, learn_mixing=False)
     before = [attention.mhla.mixing.weight.clone() for attention in mhla_layers(model).values()]
-    calibrate(model, batches)
+    calibrate(model, batches, steps=0)
     mixings = [attention.mhla.mixing for attention in mhla_layers(model).values()]
     assert all(torch.equal(x, mixing.weight) for x, mixing in zip(before, mixings, strict=True))
 
@@ -93,7 +96,7 @@ def test_decays_that_were_a_matrix_are_found_again(batches):
     distance = (torch.arange(12)[:, None] - torch.arange(12)).clamp_min(0)
     for attention in mhla_layers(model).values():
         for head, weight in enumerate(attention.mhla.mixing.weight):
-            weight.copy_((0.1 * (1 + head) + 0.5 ** distance).log())
+            weight.copy_((0.1 * (1 + head) + 0.5**distance).log())
     report = fit_decays(model, 2, batches)
     assert min(report["r2"].values()) > 0.999 and report["kl"] < 1e-5
     assert model.config.mhla["mixing_form"] == "decay" and model.config.mhla["num_decays"] == 2
@@ -148,6 +151,7 @@ REFUSED = {
     "softmax": (lambda m, b: calibrate(softmax_model(), b), "MHLA"),
     "no window": (lambda m, b: calibrate(mhla_hf.convert(softmax_model()), b), "local"),
     "one batch": (lambda m, b: calibrate(m, b[:1]), "batches"),
+    "no far part": (lambda m, b: calibrate(m, [x[:, :24] for x in b]), "batches"),
     "decays": (lambda m, b: fit_decays(m, 2), "mixing_form"),
     "no normaliser": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), normalize=False), 2), "normalize"),
     "two budgets": (lambda m, b: choose_layers(m, b, keep=1, cache_bytes=1), "keep"),
