@@ -15,7 +15,7 @@ WINDOW = {"block_size": 8, "mixing_form": "decay", "local": "softmax", "layers":
 
 
 def urns(count, seed, length=96, reach=40):
-    """Rows `[count, length]` in which most tokens are one of the `reach` before: the past counts, the distant one does not."""
+    """Rows `[count, length]` of which most tokens are one of the `reach` before: the past counts, the distant one not."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCAB, (count, length), generator=draw)
     for place in range(1, length):
