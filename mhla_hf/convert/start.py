@@ -27,18 +27,19 @@ FLOOR = 1e-3  # of weights, relative: one of exactly zero could not learn
 
 
 class SoftmaxCore(nn.Module):
-    """Causal softmax in the place of the MHLA core that it holds. see(core, q, k, v, o, scale): told what comes and goes."""
+    """Causal softmax in the place of the MHLA core that it holds. see(core, q, k, v, o, options): is told all."""
 
     def __init__(self, core: nn.Module, see=None):
         super().__init__()
         self.core, self.see = core, see
 
-    def forward(self, q, k, v, *, scale=None, **unused):
+    def forward(self, q, k, v, *, scale=None, hidden_states=None, **unused):
         """As `MHLA.forward`, of rows without padding."""
         heads = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
         if self.see is not None:
-            self.see(self.core, q, k, v, o, q.shape[-1] ** -0.5 if scale is None else scale)
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            self.see(self.core, q, k, v, o, {"scale": scale, "hidden_states": hidden_states})
         return o
 
 
@@ -68,6 +69,8 @@ def softmax_instead(model, layers=None, see=None):
 @torch.no_grad()
 def log_probabilities(model, ids: torch.Tensor) -> torch.Tensor:
     """What the model says of the next token after each of ids `[B, T]`: `[B, T, vocabulary]`, fp32."""
+    if model.training:  # windows and more are dropped in training
+        raise ValueError("model: got one in training mode, expected model.eval().")
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float().log_softmax(-1)
 
 
@@ -98,8 +101,7 @@ def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
 
     Args:
         model: a converted language model, `mixing_form="decay", local="softmax"`.
-        batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the
-            last one is held out.
+        batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the last is held out.
         steps: steps of Adam, each on one batch and the same for all layers; 0 leaves the feature maps as they are.
         lr: of those steps, falling to zero.
 
@@ -137,14 +139,14 @@ def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
 
 @torch.no_grad()
 def ask_teacher(model, ids, see) -> None:
-    """Run ids `[B, T]` through the softmax original; see(core, q, k, v, o, scale) for each layer."""
+    """Run ids `[B, T]` through the softmax original; see(core, q, k, v, o, options) for each layer."""
     with softmax_instead(model, see=see):
         model.base_model(input_ids=ids.to(model.device), use_cache=False)
 
 
-def output_error(core, q, k, v, o, scale) -> torch.Tensor:
+def output_error(core, q, k, v, o, options) -> torch.Tensor:
     """|core's output - o|^2 / |o|^2."""
-    return (core(q, k, v, scale=scale).float() - o.float()).square().sum() / o.float().square().sum()
+    return (core(q, k, v, **options).float() - o.float()).square().sum() / o.float().square().sum()
 
 
 def output_errors(model, ids) -> dict[nn.Module, float]:
@@ -155,12 +157,20 @@ def output_errors(model, ids) -> dict[nn.Module, float]:
 
 
 def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
-    """Every core takes `steps` steps of Adam towards its teacher's output."""
-    optimizers = {core: torch.optim.Adam([x for x in core.parameters() if x.requires_grad], lr=lr) for core in cores}
+    """Feature maps and mixing of every core take `steps` steps of Adam towards its teacher's output, in fp32."""
+    learned = {core: [x for part in (core.q_map, core.k_map, core.mixing) for x in part.parameters()] for core in cores}
+    learned = {core: [x for x in parameters if x.requires_grad] for core, parameters in learned.items()}
+    dtypes = {x: x.dtype for parameters in learned.values() for x in parameters}
+    for x in dtypes:
+        x.data = x.data.float()
+    optimizers = {core: torch.optim.Adam(parameters, lr=lr) for core, parameters in learned.items()}
 
     def learn(core, *seen):
         with torch.enable_grad():
-            output_error(core, *seen).backward()
+            error = output_error(core, *seen)
+            gradients = torch.autograd.grad(error, learned[core])
+        for x, gradient in zip(learned[core], gradients, strict=True):
+            x.grad = gradient
         optimizers[core].step()
         optimizers[core].zero_grad()
 
@@ -168,6 +178,8 @@ def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         ask_teacher(model, batches[step % len(batches)], learn)
+    for x, dtype in dtypes.items():
+        x.data = x.data.to(dtype)
 
 
 class FarMass:
@@ -176,7 +188,7 @@ class FarMass:
     def __init__(self):
         self.teacher = self.features = 0.0
 
-    def read(self, core, q, k, v, o, scale) -> None:
+    def read(self, core, q, k, v, o, options) -> None:
         """Add the rows of a batch: the mass of its softmax, and the feature products in the same unit; each `[H, M]`."""
         form, (length, heads) = core.form, q.shape[1:3]
         token = torch.arange(length, device=q.device)
@@ -194,7 +206,7 @@ class FarMass:
             q_row, k_row, fq, fk = (
                 x[0].transpose(0, 1).repeat_interleave(heads // x.shape[2], 0) for x in (q_row, k_row, fq, fk)
             )
-            score = (q_row @ k_row.mT * scale).masked_fill(token[:, None] < token, float("-inf"))
+            score = (q_row @ k_row.mT * options["scale"]).masked_fill(token[:, None] < token, float("-inf"))
             total = score.logsumexp(-1, keepdim=True)
             self.teacher = self.teacher + by_distance((score - total).exp())
             self.features = self.features + by_distance(fq @ fk.mT * torch.exp(-total))
@@ -334,5 +346,7 @@ def with_decays(core: MHLA, settings: MHLASettings, key_dim: int, config):
     error = seen - torch.einsum("hr,hrid->hid", x, basis[of_heads(chosen, len(x))])
     spread = (seen - (seen.sum((1, 2)) / there.sum())[:, None, None]) * there
     r2 = 1 - error.square().sum((1, 2)) / spread.square().sum((1, 2)).clamp_min(1e-9 * there.sum())
-    own.load_state_dict({name: x for name, x in core.state_dict().items() if "mixing" not in name}, strict=False)
+    for name, part in core.named_children():
+        if name != "mixing":
+            own.add_module(name, part)
     return own, float(r2.min())

@@ -1,15 +1,20 @@
 """A start from the teacher, decays from a dense matrix, layers kept by measurement: on a Llama that has learned a little."""
 
 import copy
+import json
 
 import pytest
 import torch
 from small_models import VOCAB, one_sentence, softmax_model, tokens
+from small_repos import save_model
+from small_scores import small_tokenizer
 
 import mhla_hf
 from mhla_hf import calibrate, choose_layers, fit_decays
+from mhla_hf.cli import main
 from mhla_hf.convert import keep_softmax, kl_to_teacher
 from mhla_hf.convert.start import mhla_layers, softmax_instead
+from mhla_hf.training.start import parse_budget
 
 WINDOW = {"block_size": 8, "mixing_form": "decay", "local": "softmax", "layers": "all"}
 
@@ -73,13 +78,17 @@ def test_balance_is_found_again(teacher, batches, decays):
     assert report["kl"] == pytest.approx(kl_to_teacher(model, batches[-1:]))
 
 
-def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches):
-    model = converted(teacher)
+@pytest.mark.parametrize(
+    "dtype, changes", [(torch.float32, {}), (torch.bfloat16, {"gate": True})], ids=["fp32", "bf16"]
+)
+def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches, dtype, changes):
+    model = mhla_hf.convert(copy.deepcopy(teacher).to(dtype), **WINDOW, **changes)
     before = {name: x.clone() for name, x in model.named_parameters() if ".mhla." not in name}
     report = calibrate(model, batches, steps=20, lr=2e-2)
     assert report["kl"] <= 0.5 * report["kl_start"]
     assert all(torch.equal(before[name], x) for name, x in model.named_parameters() if name in before)
     assert all(x.grad is None for x in model.parameters())
+    assert mhla_layers(model)[0].mhla.q_map.weight.dtype == dtype
 
 
 def test_frozen_mixing_keeps_its_weights(teacher, batches):
@@ -153,7 +162,9 @@ REFUSED = {
     "one batch": (lambda m, b: calibrate(m, b[:1]), "batches"),
     "no far part": (lambda m, b: calibrate(m, [x[:, :24] for x in b]), "batches"),
     "decays": (lambda m, b: fit_decays(m, 2), "mixing_form"),
+    "free": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), mixing_form="free"), 2), "mixing_form"),
     "no normaliser": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), normalize=False), 2), "normalize"),
+    "training": (lambda m, b: choose_layers(m.train(), b, keep=1), "training"),
     "two budgets": (lambda m, b: choose_layers(m, b, keep=1, cache_bytes=1), "keep"),
     "all kept": (lambda m, b: choose_layers(m, b, keep=3), "keep"),
     "dense bytes": (lambda m, b: choose_layers(mhla_hf.convert(softmax_model()), b, cache_bytes=1), "cache_bytes"),
@@ -167,3 +178,23 @@ def test_what_cannot_be_is_said_in_one_sentence(call, word):
     with pytest.raises((TypeError, ValueError)) as error:
         call(model, [tokens(1, 32)] * 2)
     one_sentence(error, word)
+
+
+def test_command_line_starts_from_the_teacher_and_keeps_what_it_measures(teacher, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = small_tokenizer()
+    model = softmax_model(vocab_size=len(tokenizer), max_position_embeddings=64)
+    save_model(tmp_path / "llama", model)
+    (tmp_path / "notes.txt").write_text("what is read here is what the layers are measured on. " * 40)
+    form = [f"--set={name}={value}" for name, value in WINDOW.items() if name != "layers"]
+    command, measured = ["convert", "llama", "out", *form, "--quiet"], ["--calibrate", "notes.txt", "--keep", "auto"]
+    assert main([*command, *measured, "--budget", "1"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    calibration, choice = config["mhla_measured"]["calibration"], config["mhla_measured"]["choice"]
+    assert len(config["mhla"]["layers"]) == 2 and sorted(config["mhla"]["layers"] + choice["kept"]) == [0, 1, 2]
+    assert calibration["kl"] < calibration["kl_start"]
+    for wrong, word in ((["--keep", "auto"], "keep"), ([*measured, "--budget", "half"], "budget")):
+        capsys.readouterr()
+        assert main([*command, "--overwrite", *wrong]) == 2
+        assert word in capsys.readouterr().err
+    assert parse_budget("64MiB") == {"cache_bytes": 64 * 2**20}
