@@ -111,6 +111,11 @@ def _convert_options(sub):
     sub.add_argument("out", metavar="OUT", help="folder to make")
     sub.add_argument("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of MHLASettings")
+    sub.add_argument(
+        "--calibrate", metavar="TEXT", help="text by which a language model's new layers start from the teacher"
+    )
+    sub.add_argument("--keep", choices=["auto"], help="measure on that text which layers (of --layers) keep softmax")
+    sub.add_argument("--budget", metavar="N", help="of --keep: a number of layers, or bytes of cache such as 64MiB")
     sub.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     sub.add_argument("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
     sub.add_argument("--revision", help="branch, tag or commit on the Hub")
@@ -208,16 +213,21 @@ def _bench_options(sub):
 def run_convert(given, command):
     """mhla-hf convert"""
     settings = parse_settings(given.set)
-    layers = parse_layers(given.layers)
+    layers = parse_layers("all" if given.keep and given.layers is None else given.layers)
+    if (given.keep and not given.budget) or (given.budget and not (given.keep and given.calibrate)):
+        raise ValueError("keep: expected all of --calibrate TEXT --keep auto --budget N, or the first alone")
 
     import torch
 
     from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
     from .convert import convert
+    from .training.start import start_from_text
 
     check_new_folder(given.out, given.overwrite)
     if is_pipeline(given.model, given.revision):
+        if given.calibrate:
+            raise ValueError(f"calibrate: came with {given.model!r}, a pipeline; expected a language model")
         pipe = load_pipeline(given.model, dtype=given.dtype, device="cpu", revision=given.revision)
         torch.manual_seed(given.seed)
         model = convert(pipe, layers=layers, **settings).transformer
@@ -233,6 +243,8 @@ def run_convert(given, command):
         further = f"mhla-hf distill {given.out} --teacher ..."
     torch.manual_seed(given.seed)
     convert(model, layers=layers, **settings)
+    if given.calibrate:
+        start_from_text(model, tools, given.calibrate, given.budget, given.seed)
     save_language_model(model, tools, given.out, given.overwrite)
     layers, total = model.config.mhla["layers"], model.config.num_hidden_layers
     print(f"{given.out}: layers {layers} of {total} are MHLA; now distill it: {further}")
