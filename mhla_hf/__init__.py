@@ -24,9 +24,12 @@ _PUBLIC = {
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
     "analyze": "analysis",
+    "calibrate": "convert.start",
+    "choose_layers": "convert.keep",
     "convert": "convert",
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
+    "fit_decays": "convert.start",
     "push": "share.push",
 }
 

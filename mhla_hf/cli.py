@@ -96,25 +96,33 @@ def convert_options(add):
     add("out", metavar="OUT", help="folder to make")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add("--calibrate", metavar="TEXT", help="text by which a language model's new layers start from the teacher")
+    add("--keep", choices=["auto"], help="measure on that text which layers (of --layers) keep softmax")
+    add("--budget", metavar="N", help="of --keep: a number of layers, or bytes of cache such as 64MiB")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     add("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
 
 
-def run_convert(model, out, layers, settings, dtype, seed, revision, overwrite, **_):
+def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
     """mhla-hf convert"""
-    settings, layers = parse_settings(settings), parse_layers(layers)
+    if (keep and not budget) or (budget and not (keep and calibrate)):
+        raise ValueError("keep: expected all of --calibrate TEXT --keep auto --budget N, or the first alone")
+    settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
 
     import torch
 
     from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
     from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
     from .convert import convert
+    from .training.start import start_from_text
 
     check_new_folder(out, overwrite)
     source = {"dtype": dtype, "device": "cpu", "revision": revision}
     if is_pipeline(model, revision):
+        if calibrate:
+            raise ValueError(f"calibrate: came with {model!r}, a pipeline; expected a language model")
         pipe = load_pipeline(model, **source)
         torch.manual_seed(seed)
         transformer = convert(pipe, layers=layers, **settings).transformer
@@ -126,6 +134,8 @@ def run_convert(model, out, layers, settings, dtype, seed, revision, overwrite, 
     converted, tools = (load_classifier if image else load_language_model)(model, **source)
     torch.manual_seed(seed)
     config = convert(converted, layers=layers, **settings).config
+    if calibrate:
+        start_from_text(converted, tools, calibrate, budget, seed)
     save_language_model(converted, tools, out, overwrite)
     further = "conversion/image_classifier.py" if image else f"mhla-hf distill {out} --teacher ..."
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now distill it: {further}")

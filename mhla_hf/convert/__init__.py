@@ -9,7 +9,11 @@ import importlib
 
 from ..nn.settings import MHLASettings
 from .families import is_of_diffusers
+from .keep import choose_layers, keep_softmax
+from .start import calibrate, fit_decays, kl_to_teacher
 from .transformers_models import convert_in_place
+
+__all__ = ["calibrate", "choose_layers", "convert", "fit_decays", "keep_softmax", "kl_to_teacher"]
 
 
 def convert(model, settings: MHLASettings | None = None, *, layers=None, **overrides):

@@ -28,7 +28,7 @@ class DecayMixing(nn.Module):
         self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True
     ):
         super().__init__()
-        self.num_decays, self.start, self.learn = num_decays, balance, learn
+        self.num_kv_heads, self.num_decays, self.start, self.learn = num_kv_heads, num_decays, balance, learn
         self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
         if num_decays > 1:
             self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - 1), requires_grad=learn)
@@ -65,7 +65,7 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
-        log_rate = self.weight.new_zeros(len(self.weight) if self.num_decays == 1 else len(self.rate), 1).float()
+        log_rate = self.weight.new_zeros(self.num_kv_heads, 1).float()
         if self.num_decays > 1:
             log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()

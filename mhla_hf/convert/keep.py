@@ -1,0 +1,121 @@
+"""Which layers keep softmax, by measurement: what it costs the model's next tokens, and its recall, to do without each."""
+
+import torch
+
+from ..nn.settings import MHLASettings
+from ..ops.local_state import LocalState
+from .start import log_probabilities, mean_kl, mhla_layers, softmax_instead
+
+
+def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int | None = None, context: int = 0) -> dict:
+    """Choose the layers that keep softmax, one after the other: each time the one whose softmax leaves the least damage.
+
+    Damage is against the softmax original, which is in the model (`kl_to_teacher`): the KL of the next tokens, and what the
+    probability of a text's second copy falls by (half of each row, repeated: a token is recalled from half a row back, so
+    rows of more than four blocks reach beyond a window). Both are in nats per token; greedy choice looks at their sum.
+    Nothing is changed: `keep_softmax(model, chosen["kept"])` does that.
+
+    Args:
+        model: a language model that was just converted, better calibrated too, in all the layers to choose from.
+        batches: tensors of token ids, int64 `[B, T]`, without padding.
+        keep: how many layers keep softmax, fewer than there are MHLA layers; or
+        cache_bytes: of one sequence's cache, all these layers together, at `context` tokens (`mixing_form="decay"` only).
+
+    Returns:
+        kept and layers: the indices that are softmax and those that stay MHLA; start: the damage as the model is; single:
+        of each layer the damage when only it is converted and when only it is kept; steps: the damage after each choice;
+        tokens: all that were read. A damage is {"kl", "recall"}. Plain values, for a configuration or a card.
+
+    Raises:
+        TypeError, ValueError: one sentence.
+    """
+    found = mhla_layers(model)
+    if (keep is None) == (cache_bytes is None):
+        raise ValueError("keep: got it with cache_bytes, or neither, expected one of the two.")
+    keep = layers_in_budget(model, cache_bytes, context) if keep is None else keep
+    if not 1 <= keep < len(found):
+        raise ValueError(f"keep: got {keep} layers, expected at least 1 of {len(found)}, and not all.")
+    everything = sorted(found)
+    alone = [[other for other in everything if other != index] for index in everything]
+    start, *converted = damages(model, batches, [[], *alone])
+    kept, steps, measured = [], [], len(everything) + 1
+    while len(kept) < keep:
+        candidates = [index for index in everything if index not in kept]
+        left = damages(model, batches, [[*kept, index] for index in candidates])
+        measured += len(left)
+        if not kept:
+            first = left
+        best = min(range(len(left)), key=lambda n: left[n]["kl"] + max(left[n]["recall"], 0.0))
+        kept.append(candidates[best])
+        steps.append({"layer": candidates[best], **left[best]})
+    rounds = measured + keep + 1  # the teacher answers once in every round
+    return {
+        "kept": sorted(kept),
+        "layers": [index for index in everything if index not in kept],
+        "start": start,
+        "single": [
+            {"layer": index, "converted": one, "kept": other}
+            for index, one, other in zip(everything, converted, first, strict=True)
+        ],
+        "steps": steps,
+        "tokens": 2 * rounds * sum(ids.numel() for ids in batches),
+    }
+
+
+def damages(model, batches, choices) -> list[dict]:
+    """For each list of layers in `choices`, the damage that is left with softmax in these: see `choose_layers`."""
+    sums = torch.zeros(len(choices), 2)
+    for ids in batches:
+        half = ids.shape[1] // 2
+        twice = ids[:, :half].repeat(1, 2).to(model.device)
+
+        def answers(kept, ids=ids, half=half, twice=twice):
+            with softmax_instead(model, kept):
+                again = log_probabilities(model, twice)[:, half:-1].gather(-1, twice[:, half + 1 :, None])
+                return log_probabilities(model, ids), float(again.mean())
+
+        wanted, remembered = answers(None)
+        for row, kept in zip(sums, choices, strict=True):
+            got, recalled = answers(kept)
+            row += torch.tensor([mean_kl(wanted, got), remembered - recalled])
+    return [{"kl": kl, "recall": recall} for kl, recall in (sums / len(batches)).tolist()]
+
+
+def layers_in_budget(model, cache_bytes: int, context: int) -> int:
+    """How many MHLA layers can keep softmax where the cache of all of them has so many bytes a row at `context` tokens."""
+    found = mhla_layers(model)
+    attention = next(iter(found.values()))
+    core = attention.mhla
+    if not hasattr(core, "form"):
+        raise ValueError('cache_bytes: came for a dense mixing, whose state grows, expected mixing_form="decay".')
+    if context < 1:
+        raise ValueError(f"context: got {context}, expected the tokens at which cache_bytes count.")
+    key = torch.empty(1, 1, core.num_kv_heads, attention.head_dim, dtype=model.dtype, device="meta")
+    value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
+    state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form).nbytes()
+    softmax = (key.nbytes + value.nbytes) * context
+    left = cache_bytes - len(found) * state
+    if softmax <= state or left < softmax - state:
+        raise ValueError(
+            f"cache_bytes: got {cache_bytes}, expected at least {(len(found) - 1) * state + softmax} for one softmax layer "
+            f"({softmax} bytes at {context} tokens) beside MHLA layers of {state} bytes."
+        )
+    return left // (softmax - state)
+
+
+def keep_softmax(model, layers) -> None:
+    """Give the MHLA layers of these indices their softmax back, in place: as if `convert` had never taken them."""
+    found = mhla_layers(model)
+    settings = MHLASettings.from_dict(model.config.mhla)
+    wrong = [index for index in layers if index not in found]
+    if wrong or len(set(layers)) >= len(found):
+        raise ValueError(f"layers: got {list(layers)}, expected some of the MHLA layers {sorted(found)}, and not all.")
+    if len(found) == model.config.num_hidden_layers:
+        model.config._attn_implementation_internal = "sdpa"  # what transformers takes by itself
+    for index in layers:
+        attention = found[index]
+        attention.__class__ = type(attention).__bases__[1]
+        attention.config = model.config
+        del attention.mhla
+    settings.layers = [index for index in settings.layers if index not in layers]
+    model.config.mhla = settings.to_dict()

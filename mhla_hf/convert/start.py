@@ -1,0 +1,352 @@
+"""A better start than the uniform one: the mixing, balance and feature maps of a conversion, fitted to its own teacher; and
+decays fitted to a dense mixing matrix.
+
+The teacher is in the model: its projections are the base's, so with softmax in the place of its MHLA cores a model that was
+just converted is its own original. No second model is held, and every layer is fitted on what it gets there.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..models.attention import softmax_attentions
+from ..nn.core import MHLA
+from ..nn.decay_mixing import DecayMixing
+from ..nn.local import DecayMHLA
+from ..nn.settings import MHLASettings
+from .steps import match_device_and_dtype
+
+REACHES = 0.4 * 250 ** torch.linspace(0, 1, 48)  # blocks after which a decay has fallen to 1 / e, from 0.4 to 100
+RATES = torch.cat([torch.ones(1), torch.exp(-1 / REACHES)])  # the lambdas that are tried, the first without decay
+SWEEPS = 300  # of coordinate descent
+MASS_BATCHES = 4  # at most, for the mass by distance
+FLOOR = 1e-3  # of weights, relative: one of exactly zero could not learn
+
+
+class SoftmaxCore(nn.Module):
+    """Causal softmax in the place of the MHLA core that it holds. see(core, q, k, v, o, options): is told all."""
+
+    def __init__(self, core: nn.Module, see=None):
+        super().__init__()
+        self.core, self.see = core, see
+
+    def forward(self, q, k, v, *, scale=None, hidden_states=None, **unused):
+        """As `MHLA.forward`, of rows without padding."""
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        if self.see is not None:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            self.see(self.core, q, k, v, o, {"scale": scale, "hidden_states": hidden_states})
+        return o
+
+
+def mhla_layers(model) -> dict[int, nn.Module]:
+    """The attention modules of a language model that are MHLA, by layer index. TypeError, one sentence, without any."""
+    found = softmax_attentions(model) if isinstance(model, nn.Module) else {}
+    found = {index: attention for index, attention in found.items() if hasattr(attention, "mhla")}
+    if not found:
+        raise TypeError(f"model: got {type(model).__name__}, expected a language model with MHLA layers.")
+    return found
+
+
+@contextmanager
+def softmax_instead(model, layers=None, see=None):
+    """The model with softmax in those of its MHLA layers that `layers` lists; None: in all, as its original."""
+    found = mhla_layers(model)
+    cores = {index: found[index].mhla for index in (found if layers is None else layers)}
+    for index, core in cores.items():
+        found[index].mhla = SoftmaxCore(core, see)
+    try:
+        yield
+    finally:
+        for index, core in cores.items():
+            found[index].mhla = core
+
+
+@torch.no_grad()
+def log_probabilities(model, ids: torch.Tensor) -> torch.Tensor:
+    """What the model says of the next token after each of ids `[B, T]`: `[B, T, vocabulary]`, fp32."""
+    if model.training:  # windows and more are dropped in training
+        raise ValueError("model: got one in training mode, expected model.eval().")
+    return model(input_ids=ids.to(model.device), use_cache=False).logits.float().log_softmax(-1)
+
+
+def mean_kl(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """KL(wanted, got) of two `log_probabilities`, nats per token."""
+    return float(F.kl_div(got, wanted, reduction="sum", log_target=True)) / wanted[..., 0].numel()
+
+
+def kl_to_teacher(model, batches) -> float:
+    """KL of the model's next tokens to those of its softmax original, nats per token over batches of ids `[B, T]`.
+
+    The original is this model with softmax in its MHLA layers: its own only as long as nothing but `mhla.*` was trained.
+    """
+    total = 0.0
+    for ids in batches:
+        with softmax_instead(model):
+            wanted = log_probabilities(model, ids)
+        total += mean_kl(wanted, log_probabilities(model, ids))
+    return total / len(batches)
+
+
+def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
+    """Start the MHLA layers of a model that was just converted, with a local softmax, from its teacher; in place.
+
+    For each head w and lambda follow from how the mass of the teacher's softmax falls with block distance, beside that of
+    the feature products, by least squares; the balance makes the far part's mass the teacher's. Then every layer learns its
+    teacher's output by itself, on the teacher's inputs: what the decays cannot mend is the feature maps.
+
+    Args:
+        model: a converted language model, `mixing_form="decay", local="softmax"`.
+        batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the last is held out.
+        steps: steps of Adam, each on one batch and the same for all layers; 0 leaves the feature maps as they are.
+        lr: of those steps, falling to zero.
+
+    Returns:
+        kl_start and kl, before and behind it (`kl_to_teacher` on the batch that was held out); steps; tokens, all that were
+        read; layers: for each the error of its output before and behind it, relative to the output's square.
+
+    Raises:
+        TypeError, ValueError: one sentence; the model is then unchanged.
+    """
+    cores = {index: attention.mhla for index, attention in mhla_layers(model).items()}
+    if any(getattr(core, "settings", None) is None or core.settings.local is None for core in cores.values()):
+        raise ValueError('local: got None, expected "softmax" in the model that is calibrated.')
+    if len(batches) < 2:
+        raise ValueError(f"batches: got {len(batches)}, expected at least two: the last one is held out.")
+    window = max((core.form.lag + 1) * core.settings.block_size for core in cores.values())
+    if any(ids.shape != batches[0].shape or ids.shape[1] <= window for ids in batches):
+        raise ValueError(f"batches: got {[tuple(ids.shape) for ids in batches]}, expected one [B, T], T over {window}.")
+    *fitted, held_out = batches
+    report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
+    errors = [output_errors(model, held_out)]
+    masses = {core: FarMass() for core in cores.values()}
+    for ids in fitted[:MASS_BATCHES]:
+        ask_teacher(model, ids, lambda core, *seen: masses[core].read(core, *seen))
+    for core, mass in masses.items():
+        mass.fit(core)
+    if steps:
+        learn_outputs(model, cores.values(), fitted, steps, lr)
+    errors.append(output_errors(model, held_out))
+    report["kl"] = kl_to_teacher(model, [held_out])
+    report["tokens"] = fitted[0].numel() * (min(len(fitted), MASS_BATCHES) + steps)
+    report["layers"] = {index: [error[core] for error in errors] for index, core in cores.items()}
+    return report
+
+
+@torch.no_grad()
+def ask_teacher(model, ids, see) -> None:
+    """Run ids `[B, T]` through the softmax original; see(core, q, k, v, o, options) for each layer."""
+    with softmax_instead(model, see=see):
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)
+
+
+def output_error(core, q, k, v, o, options) -> torch.Tensor:
+    """|core's output - o|^2 / |o|^2."""
+    return (core(q, k, v, **options).float() - o.float()).square().sum() / o.float().square().sum()
+
+
+def output_errors(model, ids) -> dict[nn.Module, float]:
+    """`output_error` of every core on the teacher's inputs."""
+    errors = {}
+    ask_teacher(model, ids, lambda core, *seen: errors.update({core: float(output_error(core, *seen))}))
+    return errors
+
+
+def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
+    """Feature maps and mixing of every core take `steps` steps of Adam towards its teacher's output, in fp32."""
+    learned = {core: [x for part in (core.q_map, core.k_map, core.mixing) for x in part.parameters()] for core in cores}
+    learned = {core: [x for x in parameters if x.requires_grad] for core, parameters in learned.items()}
+    dtypes = {x: x.dtype for parameters in learned.values() for x in parameters}
+    for x in dtypes:
+        x.data = x.data.float()
+    optimizers = {core: torch.optim.Adam(parameters, lr=lr) for core, parameters in learned.items()}
+
+    def learn(core, *seen):
+        with torch.enable_grad():
+            error = output_error(core, *seen)
+            gradients = torch.autograd.grad(error, learned[core])
+        for x, gradient in zip(learned[core], gradients, strict=True):
+            x.grad = gradient
+        optimizers[core].step()
+        optimizers[core].zero_grad()
+
+    for step in range(steps):
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        ask_teacher(model, batches[step % len(batches)], learn)
+    for x, dtype in dtypes.items():
+        x.data = x.data.to(dtype)
+
+
+class FarMass:
+    """What the heads of one layer give to each block distance beyond the window, on average over tokens."""
+
+    def __init__(self):
+        self.teacher = self.features = 0.0
+
+    def read(self, core, q, k, v, o, options) -> None:
+        """Add the rows of a batch: the mass of its softmax, and the feature products in the same unit; each `[H, M]`."""
+        form, (length, heads) = core.form, q.shape[1:3]
+        token = torch.arange(length, device=q.device)
+        block = token // form.block_size
+        distance = block[:, None] - block
+        far = (distance >= form.lag) & (token >= form.sinks)
+        distance = distance.clamp_min(0).flatten()
+
+        def by_distance(weights):
+            sums = weights.new_zeros(heads, int(block[-1]) + 1)
+            return sums.index_add_(1, distance, weights.masked_fill(~far, 0).flatten(1)).double().cpu()
+
+        for q_row, k_row in zip(q[:, None].float(), k[:, None].float(), strict=True):
+            fq, fk = core.q_map(q_row), core.k_map(k_row)
+            q_row, k_row, fq, fk = (
+                x[0].transpose(0, 1).repeat_interleave(heads // x.shape[2], 0) for x in (q_row, k_row, fq, fk)
+            )
+            score = (q_row @ k_row.mT * options["scale"]).masked_fill(token[:, None] < token, float("-inf"))
+            total = score.logsumexp(-1, keepdim=True)
+            self.teacher = self.teacher + by_distance((score - total).exp())
+            self.features = self.features + by_distance(fq @ fk.mT * torch.exp(-total))
+
+    def fit(self, core: DecayMHLA) -> None:
+        """Give the core's mixing the decays that make its mass by distance, and then in all, the teacher's."""
+        mixing = core.mixing
+        distance = torch.arange(self.teacher.shape[1])
+        powers = RATES.double()[:, None] ** distance
+        basis = powers * self.features[:, None]  # [H, L, M]
+        cross = (basis @ self.teacher[..., None])[..., 0]
+        chosen, weight = best_decays(
+            basis @ basis.mT, cross, core.num_kv_heads, mixing.num_decays if mixing.learn else 1
+        )
+        weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
+        set_decays(mixing, weight, RATES[chosen])
+        far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
+        mixing.balance.data.copy_((self.teacher.sum(-1) / (far * self.features).sum(-1)).log())
+
+
+def of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[G, ..]` -> `[H, ..]`."""
+    return x.repeat_interleave(heads // len(x), 0)
+
+
+def nonnegative_fit(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+    """x >= 0 `[.., R]` of the least x G x / 2 - c x, for G `[.., R, R]` and c `[.., R]`, by coordinate descent."""
+    x = torch.zeros_like(cross)
+    for _ in range(SWEEPS):
+        for r in range(cross.shape[-1]):
+            slope = cross[..., r] - (gram[..., r, :] * x).sum(-1)
+            x[..., r] = (x[..., r] + slope / gram[..., r, r].clamp_min(1e-30)).clamp_min(0)
+    return x
+
+
+def best_decays(gram: torch.Tensor, cross: torch.Tensor, groups: int, count: int):
+    """Of the L lambdas of gram `[H, L, L]` and cross `[H, L]`, the first and those that, added one by one, leave least.
+
+    Returns their places `[G, R]`, the same for all query heads of a key/value head, and their weights `[H, R]`.
+    """
+    heads, rates = cross.shape
+
+    def fit(chosen):
+        index = of_heads(chosen, heads)
+        head = torch.arange(heads).view(-1, 1, 1, 1)
+        part, right = gram[head, index[..., :, None], index[..., None, :]], cross[head[..., 0], index]
+        x = nonnegative_fit(part, right)
+        return x, (x * ((part @ x[..., None])[..., 0] / 2 - right)).sum(-1)
+
+    chosen = torch.zeros(groups, 1, dtype=torch.long)
+    while chosen.shape[1] < count:
+        others = torch.arange(rates).expand(groups, -1)[..., None]
+        left = fit(torch.cat([chosen[:, None].expand(-1, rates, -1), others], -1))[1].unflatten(0, (groups, -1)).sum(1)
+        chosen = torch.cat([chosen, left.scatter(1, chosen, float("inf")).argmin(-1, keepdim=True)], -1)
+    return chosen, fit(chosen[:, None])[0][:, 0]
+
+
+def set_decays(mixing: DecayMixing, weight: torch.Tensor, rates: torch.Tensor) -> None:
+    """Give a learned mixing the weights `[H, R]`, up to their sum, and the lambdas `[G, R]`, the first of which is one."""
+    if mixing.learn:
+        mixing.weight.data.copy_((weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR).log())
+        if mixing.num_decays > 1:
+            mixing.rate.data.copy_(torch.logit(rates[:, 1:]))
+
+
+@torch.no_grad()
+def fit_decays(model, num_decays: int, batches=()) -> dict:
+    """Turn the dense learned mixing of a converted language model into decays, in place: a constant decoding state.
+
+    The weights of a row are divided by their sum, so that what decays have to match is their shape by distance: of the
+    rows of the lower half of the matrix, by least squares with positive weights.
+
+    Args:
+        model: a converted language model with `mixing_form` "softmax" or "direct" and `normalize=True`.
+        num_decays: R, at least 1; one of them does not decay.
+        batches: tensors of token ids, int64 `[B, T]`, for the KL.
+
+    Returns:
+        r2: of every layer the share of the variance of those rows that the decays have, the least of its heads; kl: of the
+        logits, before to behind, nats per token, if there are batches.
+
+    Raises:
+        TypeError, ValueError: one sentence; the model is then unchanged.
+    """
+    layers = mhla_layers(model)
+    old = {index: attention.mhla for index, attention in layers.items()}
+    new, r2 = {}, {}
+    settings = MHLASettings.from_dict(model.config.mhla)
+    if settings.mixing_form not in ("softmax", "direct"):
+        raise ValueError(f'mixing_form: got {settings.mixing_form!r}, expected "softmax" or "direct".')
+    if settings.normalize is not True:
+        raise ValueError(
+            f"normalize: got {settings.normalize}, expected true: decays know their weights up to a factor."
+        )
+    settings = replace(settings, mixing_form="decay", num_decays=num_decays, local=None)
+    for index, core in old.items():
+        new[index], r2[index] = with_decays(core, settings, layers[index].head_dim, model.config)
+        match_device_and_dtype(new[index], layers[index].q_proj.weight.device, model.dtype)
+
+    def put(cores):
+        for index, core in cores.items():
+            layers[index].mhla = core
+
+    total = 0.0
+    for ids in batches:
+        wanted = log_probabilities(model, ids)
+        put(new)
+        total += mean_kl(wanted, log_probabilities(model, ids))
+        put(old)
+    put(new)
+    model.config.mhla = settings.to_dict()
+    return {"r2": r2, **({"kl": total / len(batches)} if batches else {})}
+
+
+def with_decays(core: MHLA, settings: MHLASettings, key_dim: int, config):
+    """The core with decays in the place of its matrix, and the R^2 of the worst of its heads."""
+    own = DecayMHLA(
+        settings,
+        num_heads=core.num_heads,
+        num_kv_heads=core.num_kv_heads,
+        key_dim=key_dim,
+        value_dim=core.value_dim,
+        hidden_size=config.hidden_size,
+    ).train(core.training)
+    matrix = core.mixing.core().double().cpu().expand(core.num_heads, -1, -1)
+    size = matrix.shape[-1]
+    rows = torch.arange(size // 2, size)
+    distance = torch.arange(size)
+    there = distance <= rows[:, None]
+    seen = matrix[:, rows[:, None], (rows[:, None] - distance).clamp_min(0)] * there  # [H, rows, distance]
+    seen = seen / seen[..., : size // 2 + 1].mean(-1, keepdim=True)
+    basis = RATES.double()[:, None, None] ** distance * there  # [L, rows, distance]
+    gram = (basis.flatten(1) @ basis.flatten(1).T).expand(core.num_heads, -1, -1)
+    cross = seen.flatten(1) @ basis.flatten(1).T
+    chosen, x = best_decays(gram, cross, core.num_kv_heads, settings.num_decays)
+    set_decays(own.mixing, x, RATES[chosen])
+    error = seen - torch.einsum("hr,hrid->hid", x, basis[of_heads(chosen, len(x))])
+    spread = (seen - (seen.sum((1, 2)) / there.sum())[:, None, None]) * there
+    r2 = 1 - error.square().sum((1, 2)) / spread.square().sum((1, 2)).clamp_min(1e-9 * there.sum())
+    for name, part in core.named_children():
+        if name != "mixing":
+            own.add_module(name, part)
+    return own, float(r2.min())

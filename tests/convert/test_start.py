@@ -1,0 +1,200 @@
+"""A start from the teacher, decays from a dense matrix, layers kept by measurement: on a Llama that has learned a little."""
+
+import copy
+import json
+
+import pytest
+import torch
+from small_models import VOCAB, one_sentence, softmax_model, tokens
+from small_repos import save_model
+from small_scores import small_tokenizer
+
+import mhla_hf
+from mhla_hf import calibrate, choose_layers, fit_decays
+from mhla_hf.cli import main
+from mhla_hf.convert import keep_softmax, kl_to_teacher
+from mhla_hf.convert.start import mhla_layers, softmax_instead
+from mhla_hf.training.start import parse_budget
+
+WINDOW = {"block_size": 8, "mixing_form": "decay", "local": "softmax", "layers": "all"}
+
+
+def urns(count, seed, length=96, reach=40):
+    """Rows `[count, length]` of which most tokens are one of the `reach` before: the past counts, the distant one not."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB, (count, length), generator=draw)
+    for place in range(1, length):
+        back = torch.randint(1, min(place, reach) + 1, (count,), generator=draw)
+        again = torch.rand(count, generator=draw) < 0.8
+        ids[:, place] = torch.where(again, ids[torch.arange(count), place - back], ids[:, place])
+    return ids
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    model, steps = softmax_model(initializer_range=0.05), 60
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        ids = urns(8, seed=step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [urns(4, seed=1000 + n) for n in range(3)]
+
+
+def converted(teacher, **settings):
+    return mhla_hf.convert(copy.deepcopy(teacher), **{**WINDOW, **settings})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_teacher_is_in_the_model(family, batches):
+    original = softmax_model(family)
+    model = mhla_hf.convert(copy.deepcopy(original), **WINDOW)
+    with softmax_instead(model):
+        torch.testing.assert_close(model(batches[0]).logits, original(batches[0]).logits, rtol=1e-6, atol=1e-6)
+    assert kl_to_teacher(model, batches) > 1e-3
+    assert not any(type(attention.mhla).__name__ == "SoftmaxCore" for attention in mhla_layers(model).values())
+
+
+@pytest.mark.parametrize("decays", [1, 2, 4])
+def test_balance_is_found_again(teacher, batches, decays):
+    balances = []
+    for moved in (0.0, 2.0):
+        model = converted(teacher, num_decays=decays)
+        mixings = [attention.mhla.mixing for attention in mhla_layers(model).values()]
+        for mixing in mixings:
+            mixing.balance.data += moved
+        report = calibrate(model, batches, steps=0)
+        balances.append(torch.cat([mixing.balance for mixing in mixings]))
+    torch.testing.assert_close(*balances)
+    assert report["kl"] < 0.5 * report["kl_start"]
+    assert report["kl"] == pytest.approx(kl_to_teacher(model, batches[-1:]))
+
+
+@pytest.mark.parametrize(
+    "dtype, changes", [(torch.float32, {}), (torch.bfloat16, {"gate": True})], ids=["fp32", "bf16"]
+)
+def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches, dtype, changes):
+    model = mhla_hf.convert(copy.deepcopy(teacher).to(dtype), **WINDOW, **changes)
+    before = {name: x.clone() for name, x in model.named_parameters() if ".mhla." not in name}
+    report = calibrate(model, batches, steps=20, lr=2e-2)
+    assert report["kl"] <= 0.5 * report["kl_start"]
+    assert all(torch.equal(before[name], x) for name, x in model.named_parameters() if name in before)
+    assert all(x.grad is None for x in model.parameters())
+    assert mhla_layers(model)[0].mhla.q_map.weight.dtype == dtype
+
+
+def test_frozen_mixing_keeps_its_weights(teacher, batches):
+    model = converted(teacher, learn_mixing=False)
+    before = [attention.mhla.mixing.weight.clone() for attention in mhla_layers(model).values()]
+    calibrate(model, batches, steps=0)
+    mixings = [attention.mhla.mixing for attention in mhla_layers(model).values()]
+    assert all(torch.equal(x, mixing.weight) for x, mixing in zip(before, mixings, strict=True))
+
+
+@torch.no_grad()
+def test_decays_that_were_a_matrix_are_found_again(batches):
+    model = mhla_hf.convert(softmax_model(), layers=[0, 2], block_size=8, num_blocks=12, per_head=True)
+    distance = (torch.arange(12)[:, None] - torch.arange(12)).clamp_min(0)
+    for attention in mhla_layers(model).values():
+        for head, weight in enumerate(attention.mhla.mixing.weight):
+            weight.copy_((0.1 * (1 + head) + 0.5**distance).log())
+    report = fit_decays(model, 2, batches)
+    assert min(report["r2"].values()) > 0.999 and report["kl"] < 1e-5
+    assert model.config.mhla["mixing_form"] == "decay" and model.config.mhla["num_decays"] == 2
+    model.generate(batches[0][:, :20], max_new_tokens=3)
+
+
+def test_more_decays_fit_the_ramp_of_locality_better(teacher, batches):
+    found = []
+    for count in (1, 2, 4):
+        model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, num_blocks=12)
+        found.append(fit_decays(model, count, batches))
+    assert found[0]["r2"][0] == pytest.approx(0, abs=1e-9) and found[1]["r2"][0] > 0.9
+    assert found[0]["kl"] > 2 * found[1]["kl"] >= 2 * found[2]["kl"] * 0.9
+    assert found[2]["r2"][0] >= found[1]["r2"][0]
+
+
+def test_kept_layers_are_chosen_by_the_damage_they_spare(teacher, batches, tmp_path):
+    model = converted(teacher)
+    report = choose_layers(model, batches, keep=2)
+    assert sorted(report["kept"] + report["layers"]) == [0, 1, 2] and len(report["kept"]) == 2
+    spared = {row["layer"]: row["kept"]["kl"] + max(row["kept"]["recall"], 0) for row in report["single"]}
+    assert report["steps"][0]["layer"] == min(spared, key=spared.get)
+    assert report["start"]["kl"] == pytest.approx(kl_to_teacher(model, batches))
+    alone = next(row["converted"] for row in report["single"] if row["layer"] == report["layers"][0])
+    assert report["steps"][1]["kl"] == pytest.approx(alone["kl"])  # two of three kept: one is converted
+    keep_softmax(model, report["kept"])
+    same = converted(teacher, layers=report["layers"])
+    assert torch.equal(model(batches[0]).logits, same(batches[0]).logits)
+    assert model.config.to_dict() == same.config.to_dict()
+    model.config.mhla_measured = report
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.mhla_measured["kept"] == report["kept"]
+    assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
+
+
+def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
+    model = converted(teacher)
+    model.generate(batches[0][:1], max_new_tokens=1)
+    cache = model(batches[0][:1], use_cache=True).past_key_values
+    state = cache.layers[0].state.nbytes()
+    softmax = 2 * 2 * 8 * 4 * 1000  # keys and values, 2 heads of 8, fp32, 1,000 tokens
+    for spare, kept in ((0, 2), (-1, 1)):
+        report = choose_layers(model, batches[:1], cache_bytes=2 * softmax + state + spare, context=1000)
+        assert len(report["kept"]) == kept
+    with pytest.raises(ValueError) as error:
+        choose_layers(model, batches, cache_bytes=softmax, context=1000)
+    one_sentence(error, "cache_bytes", str(softmax + 2 * state))
+
+
+REFUSED = {
+    "softmax": (lambda m, b: calibrate(softmax_model(), b), "MHLA"),
+    "no window": (lambda m, b: calibrate(mhla_hf.convert(softmax_model()), b), "local"),
+    "one batch": (lambda m, b: calibrate(m, b[:1]), "batches"),
+    "no far part": (lambda m, b: calibrate(m, [x[:, :24] for x in b]), "batches"),
+    "decays": (lambda m, b: fit_decays(m, 2), "mixing_form"),
+    "free": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), mixing_form="free"), 2), "mixing_form"),
+    "no normaliser": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), normalize=False), 2), "normalize"),
+    "training": (lambda m, b: choose_layers(m.train(), b, keep=1), "training"),
+    "two budgets": (lambda m, b: choose_layers(m, b, keep=1, cache_bytes=1), "keep"),
+    "all kept": (lambda m, b: choose_layers(m, b, keep=3), "keep"),
+    "dense bytes": (lambda m, b: choose_layers(mhla_hf.convert(softmax_model()), b, cache_bytes=1), "cache_bytes"),
+    "not MHLA": (lambda m, b: keep_softmax(m, [7]), "layers"),
+}
+
+
+@pytest.mark.parametrize("call, word", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_said_in_one_sentence(call, word):
+    model = mhla_hf.convert(softmax_model(), **WINDOW)
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(model, [tokens(1, 32)] * 2)
+    one_sentence(error, word)
+
+
+def test_command_line_starts_from_the_teacher_and_keeps_what_it_measures(teacher, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = small_tokenizer()
+    model = softmax_model(vocab_size=len(tokenizer), max_position_embeddings=64)
+    save_model(tmp_path / "llama", model)
+    (tmp_path / "notes.txt").write_text("what is read here is what the layers are measured on. " * 40)
+    form = [f"--set={name}={value}" for name, value in WINDOW.items() if name != "layers"]
+    command, measured = ["convert", "llama", "out", *form, "--quiet"], ["--calibrate", "notes.txt", "--keep", "auto"]
+    assert main([*command, *measured, "--budget", "1"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    calibration, choice = config["mhla_measured"]["calibration"], config["mhla_measured"]["choice"]
+    assert len(config["mhla"]["layers"]) == 2 and sorted(config["mhla"]["layers"] + choice["kept"]) == [0, 1, 2]
+    assert calibration["kl"] < calibration["kl_start"]
+    for wrong, word in ((["--keep", "auto"], "keep"), ([*measured, "--budget", "half"], "budget")):
+        capsys.readouterr()
+        assert main([*command, "--overwrite", *wrong]) == 2
+        assert word in capsys.readouterr().err
+    assert parse_budget("64MiB") == {"cache_bytes": 64 * 2**20}
