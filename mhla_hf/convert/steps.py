@@ -15,7 +15,7 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
     known = settings.to_dict()
     unknown = sorted(set(overrides) - set(known))
     if unknown:
-        raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
+        raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays

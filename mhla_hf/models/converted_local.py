@@ -16,11 +16,11 @@ def install_decays(model: nn.Module, settings: MHLASettings) -> None:
     install_mhla(model, settings, DecayMHLA)
 
 
-class MHLALanguageMixin(MHLAHeadMixin):
+class MHLALocalLanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
     install = staticmethod(install_decays)
 
 
 def __getattr__(name: str):
-    return overlay_named(name, LANGUAGE, lambda family, base: MHLALanguageMixin, MHLAMixer)
+    return overlay_named(name, LANGUAGE, lambda family, base: MHLALocalLanguageMixin, MHLAMixer)

@@ -101,7 +101,9 @@ def test_frozen_mixing_keeps_its_weights(teacher, batches):
 
 @torch.no_grad()
 def test_decays_that_were_a_matrix_are_found_again(batches):
-    model = mhla_hf.convert(softmax_model(), layers=[0, 2], block_size=8, num_blocks=12, per_head=True)
+    model = mhla_hf.convert(
+        softmax_model(), layers=[0, 2], block_size=8, num_blocks=12, per_head=True, mixing_form="softmax"
+    )
     distance = (torch.arange(12)[:, None] - torch.arange(12)).clamp_min(0)
     for attention in mhla_layers(model).values():
         for head, weight in enumerate(attention.mhla.mixing.weight):
@@ -115,7 +117,9 @@ def test_decays_that_were_a_matrix_are_found_again(batches):
 def test_more_decays_fit_the_ramp_of_locality_better(teacher, batches):
     found = []
     for count in (1, 2, 4):
-        model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, num_blocks=12)
+        model = mhla_hf.convert(
+            copy.deepcopy(teacher), layers="all", block_size=8, num_blocks=12, mixing_form="softmax"
+        )
         found.append(fit_decays(model, count, batches))
     assert found[0]["r2"][0] == pytest.approx(0, abs=1e-9) and found[1]["r2"][0] > 0.9
     assert found[0]["kl"] > 2 * found[1]["kl"] >= 2 * found[2]["kl"] * 0.9
@@ -158,16 +162,22 @@ def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
 
 REFUSED = {
     "softmax": (lambda m, b: calibrate(softmax_model(), b), "MHLA"),
-    "no window": (lambda m, b: calibrate(mhla_hf.convert(softmax_model()), b), "local"),
+    "no window": (lambda m, b: calibrate(mhla_hf.convert(softmax_model(), mixing_form="softmax"), b), "local"),
     "one batch": (lambda m, b: calibrate(m, b[:1]), "batches"),
     "no far part": (lambda m, b: calibrate(m, [x[:, :24] for x in b]), "batches"),
     "decays": (lambda m, b: fit_decays(m, 2), "mixing_form"),
     "free": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), mixing_form="free"), 2), "mixing_form"),
-    "no normaliser": (lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), normalize=False), 2), "normalize"),
+    "no normaliser": (
+        lambda m, b: fit_decays(mhla_hf.convert(softmax_model(), mixing_form="softmax", normalize=False), 2),
+        "normalize",
+    ),
     "training": (lambda m, b: choose_layers(m.train(), b, keep=1), "training"),
     "two budgets": (lambda m, b: choose_layers(m, b, keep=1, cache_bytes=1), "keep"),
     "all kept": (lambda m, b: choose_layers(m, b, keep=3), "keep"),
-    "dense bytes": (lambda m, b: choose_layers(mhla_hf.convert(softmax_model()), b, cache_bytes=1), "cache_bytes"),
+    "dense bytes": (
+        lambda m, b: choose_layers(mhla_hf.convert(softmax_model(), mixing_form="softmax"), b, cache_bytes=1),
+        "cache_bytes",
+    ),
     "not MHLA": (lambda m, b: keep_softmax(m, [7]), "layers"),
 }
 

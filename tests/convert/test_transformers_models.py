@@ -44,7 +44,7 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     model, plain = softmax_model(), converted_model(gate=True)
     for layer in model.model.layers:
         add_hook_to_module(layer.self_attn, AlignDevicesHook(execution_device="cpu"))
-    mhla_hf.convert(model, layers="all", block_size=8, num_blocks=4, gate=True)
+    mhla_hf.convert(model, layers="all", block_size=8, num_blocks=4, gate=True, mixing_form="softmax")
     model.load_state_dict(plain.state_dict())
     ids = tokens(1, 12)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
