@@ -24,7 +24,10 @@ from .studies.report import render_study
 from .studies.scaling import render_scaling
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("diffusion", "evidence", "images", "performance")))
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("diffusion", "evidence", "images", "language", "performance")),
+)
 TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
@@ -68,7 +71,7 @@ def render_cache(lengths):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with torch.no_grad():
             softmax, mhla = (cache_bytes(model(ids).past_key_values) for model in models)
-        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.1f} |")
+        lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.2f} |")
     return "\n".join(lines)
 
 
@@ -97,7 +100,7 @@ def render_gpu(record):
 KINDS = {
     "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
-    "cache": lambda record: render_cache((512, 1024, 4096)),
+    "cache": lambda record: render_cache((512, 2048, 8192)),
     "costs": lambda record: costs_table(record["rows"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),

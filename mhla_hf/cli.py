@@ -21,6 +21,11 @@ example:
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
 A converted model has to be distilled before it is good again: mhla-hf distill.
 """
+TEACH = """\
+example:
+  mhla-hf teach meta-llama/Llama-3.2-1B --text train.txt --out taught
+then a recipe whose stages have `loss: stored`, and `mhla-hf distill llama-mhla --recipe RECIPE --text taught --out OUT`
+"""
 DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --text notes.txt \\
@@ -139,6 +144,28 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     save_language_model(converted, tools, out, overwrite)
     further = "conversion/image_classifier.py" if image else f"mhla-hf distill {out} --teacher ..."
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now distill it: {further}")
+
+
+def teach_options(add):
+    add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
+    add("--text", required=True, help="file or folder of text")
+    add("--out", required=True, help="folder to make, the `--text` of a distillation with the loss stored")
+    add("--seq-len", type=int, default=512, help="tokens in a sequence (default: 512)")
+    add("--top-k", type=int, default=256, help="likeliest tokens kept of each distribution (default: 256)")
+    add("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
+    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+
+
+def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
+    """mhla-hf teach"""
+    from .checkpoints.load import choose_device, load_language_model
+    from .training.teach import teach
+
+    model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
+    sizes = {"seq_len": seq_len, "top_k": top_k, "batch_size": batch_size}
+    record = teach(model, text, tokenizer, out, progress=progress, **sizes)
+    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} likeliest tokens each")
 
 
 def distill_options(add):
@@ -308,6 +335,7 @@ def run_bench(**options):
 
 COMMANDS = {
     "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "teach": (run_teach, teach_options, "Write a teacher's likeliest next tokens, to distill without it.", TEACH),
     "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
     "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),
     "card": (run_card, card_options, "Write a model's card from its scores, or check one.", CARD),

@@ -1,8 +1,11 @@
 """The task of causal language models: text cut into full sequences, and the losses of `objectives.py`."""
 
+from pathlib import Path
+
 from .data import open_text
 from .objectives import NO_LABEL, DistillStep
 from .tasks import Task
+from .teach import RECORD, TaughtText
 
 
 class LanguageTask(Task):
@@ -39,7 +42,13 @@ class LanguageTask(Task):
         super().check(stages)
 
     def open(self, data, stages):
-        """Text, see `open_text`."""
+        """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
+        stored = [stage.loss == "stored" for stage in stages]
+        taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
+        if any(stored) and not (all(stored) and taught):
+            raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
+        if taught:
+            return TaughtText(data)
         vocab = self.student.get_input_embeddings().weight.shape[0]
         return open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
 
@@ -51,12 +60,13 @@ class LanguageTask(Task):
         self.reader(source, max(stages, key=lambda stage: stage.seq_len), 0, seed, None).close()
 
     def take(self, reader, stage, rows):
-        ids, labels = reader.take(stage.batch_size)
+        ids, labels, *likeliest = reader.take(stage.batch_size)
         predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
-        return (ids[rows], labels[rows]), (1 / max(1, predicted), 1 / stage.batch_size)
+        likeliest = likeliest if stage.loss == "stored" else ()
+        return tuple(x[rows] for x in (ids, labels, *likeliest)), (1 / max(1, predicted), 1 / stage.batch_size)
 
     def objective(self, stage):
-        """The losses "transfer", "logits" and "lm"."""
+        """The losses "transfer", "logits", "stored" and "lm"."""
         return DistillStep(self.student, self.teacher, stage)
 
     def count(self, stage):

@@ -9,19 +9,22 @@ from .tasks import Objective
 NO_LABEL = -100
 CHUNK = {"cpu": 1 << 18}
 GPU_CHUNK = 1 << 25
+TINY = 1e-8  # what is left to all other tokens at least
 
 
 class DistillStep(Objective):
-    """A causal language model with the loss "transfer", "logits" or "lm"."""
+    """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
 
-    def forward(self, ids, labels, token_share, row_share):
+    def forward(self, ids, labels, *rest):
         """One part of a batch.
 
         Args:
             ids, labels: int64 `[B, L]`; labels are not shifted, -100 marks tokens without a loss.
+            With "stored" then `[B, L, k]`: the teacher's likeliest tokens, and their log-probabilities.
             token_share: 1 / number of predicted tokens in the whole batch, times the number of processes.
             row_share: 1 / number of sequences in the whole batch, times the number of processes.
         """
+        *likeliest, token_share, row_share = rest
         if self.stage.loss == "transfer":
             loss = self._transfer(ids) * row_share
             return loss, {"loss": loss.detach()}
@@ -31,15 +34,20 @@ class DistillStep(Objective):
                 teacher_logits = self.teacher(input_ids=ids, use_cache=False).logits.flatten(0, 1)
         output = self.student(input_ids=ids, use_cache=False)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), NO_LABEL)], dim=1).flatten()
-        weights = (0.0, 1.0) if teacher_logits is None else (1.0, self.stage.ce_weight)
-        loss, kl, ce = NextToken.apply(
-            output.logits.flatten(0, 1), teacher_logits, targets, *weights, self.stage.temperature
-        )
+        logits = output.logits.flatten(0, 1)
+        if teacher_logits is not None and self.stage.top_k:
+            likeliest = likeliest_tokens(teacher_logits, self.stage.top_k)
+        if likeliest:
+            kl, ce = next_token_of_likeliest(logits, *(x.flatten(0, -2) for x in likeliest), targets)
+            loss, kl, ce = kl + self.stage.ce_weight * ce, kl.detach(), ce.detach()
+        else:
+            weights = (0.0, 1.0) if teacher_logits is None else (1.0, self.stage.ce_weight)
+            loss, kl, ce = NextToken.apply(logits, teacher_logits, targets, *weights, self.stage.temperature)
         loss = loss * token_share
         if getattr(output, "aux_loss", None) is not None:
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
         logs = {"loss": loss.detach(), "ce": ce * token_share}
-        if teacher_logits is not None:
+        if teacher_logits is not None or likeliest:
             logs["kl"] = kl * token_share
         return loss, logs
 
@@ -50,6 +58,26 @@ class DistillStep(Objective):
             lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
             torch.square,
         )
+
+
+def likeliest_tokens(logits, count):
+    """The `count` likeliest tokens `[.., k]` of logits `[.., vocabulary]`, and their log-probabilities, fp32."""
+    best = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return best.indices, best.values
+
+
+def next_token_of_likeliest(student, tokens, log_p, targets):
+    """Sums of KL and cross-entropy over tokens with a target; all tokens but the teacher's likeliest count as one.
+
+    student: logits `[N, vocabulary]`. tokens, log_p: `[N, k]`. targets: `[N]`.
+    """
+    live, place = (targets != NO_LABEL).float(), targets.clamp_min(0)
+    log_q = student.float().log_softmax(-1)
+    ce = -(log_q.gather(-1, place[:, None])[:, 0] * live).sum()
+    p, log_q = log_p.float().exp(), log_q.gather(-1, tokens.long())
+    rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(TINY) for x in (p, log_q.exp()))
+    kl = (p * (log_p.float() - log_q)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    return (kl * live).sum(), ce
 
 
 class NextToken(torch.autograd.Function):

@@ -104,16 +104,23 @@ class Stage(CommonStage):
     """A stage of a language model's run.
 
     loss: "transfer" (each MHLA layer's attention output against the softmax original's, on the teacher's inputs),
-        "logits" (KL to the teacher's next-token distribution, plus `ce_weight` of cross-entropy), "lm" (cross-entropy).
-    seq_len: tokens in a sequence. temperature: of the KL, scaled by its square. The rest: `CommonStage`.
+        "logits" (KL to the teacher's next-token distribution, plus `ce_weight` of cross-entropy), "stored" (the same with
+        the `top_k` logits that `teach` wrote, and no teacher), "lm" (cross-entropy).
+    seq_len: tokens in a sequence. temperature: of the KL, scaled by its square; 1 with `top_k`. top_k: the KL is over that
+        many of the teacher's likeliest tokens and all others as one; 0: over all. The rest: `CommonStage`.
     """
 
-    WITHOUT_TEACHER: ClassVar = ("lm",)
+    WITHOUT_TEACHER: ClassVar = ("lm", "stored")
 
-    loss: Literal["transfer", "logits", "lm"]
+    loss: Literal["transfer", "logits", "stored", "lm"]
     seq_len: int = at_least(2, 512)
     ce_weight: Number = not_negative(0.0)
     temperature: Number = positive(1.0)
+    top_k: int = at_least(0, 0)
+
+    def validate_top_k(self):
+        if (self.top_k or self.loss == "stored") and self.temperature != 1:
+            raise ValueError(f"temperature is {self.temperature} with a KL over the likeliest tokens; expected 1")
 
 
 @checked

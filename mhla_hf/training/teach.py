@@ -1,0 +1,124 @@
+"""A teacher's likeliest next tokens on a text, written once: `teach`, and what a stage with the loss "stored" reads.
+
+A folder holds ids.npy int32 `[N, L]`, tokens.npy int32 `[N, L, k]`, log_p.npy fp16 `[N, L, k]` and taught.json. A student
+then learns from the folder alone: no teacher in memory, no forward pass of one.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy
+import torch
+from tqdm import tqdm
+
+from ..checkpoints.files import write_json
+from .data import open_text
+from .objectives import likeliest_tokens
+from .tasks import Reader
+
+RECORD = "taught.json"
+ARRAYS = ("ids", "tokens", "log_p")
+
+
+@torch.no_grad()
+def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8, progress=True) -> dict:
+    """Write what `teacher` expects next at every token of a text; stopped, the same call goes on where it was.
+
+    Args:
+        teacher: a causal language model of transformers. text: as `data` of `distill`, a file, folder or tokens `[N]`.
+        out: folder to make. seq_len: tokens in a sequence; the text is cut into as many as it has, from its beginning.
+        top_k: likeliest tokens that are kept of each distribution; 6 bytes each.
+
+    Returns:
+        What taught.json holds.
+
+    Raises:
+        ValueError: the text is a stream, or too short, or `out` was begun with something else.
+    """
+    source = open_text(text, tokenizer, vocab_size=teacher.get_input_embeddings().weight.shape[0])
+    ids = getattr(source, "tokens", None)
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"text: {source.name!r} is a stream; expected a text file, a folder of them or tokens [N]")
+    rows = len(ids) // seq_len
+    if not rows:
+        raise ValueError(f"seq_len is {seq_len}, and the text has {len(ids)} tokens; expected at most as many")
+    out, top_k = Path(out), min(top_k, teacher.config.vocab_size)
+    record = {"rows": rows, "seq_len": seq_len, "top_k": top_k, "text": source.describe(), "done": 0}
+    record["teacher"] = getattr(teacher.config, "_name_or_path", "")
+    if (out / RECORD).exists():
+        begun = read_record(out)
+        if {**begun, "done": 0} != record:
+            raise ValueError(f"out: {out} was begun with another text, teacher or size; expected a new folder")
+        record = begun
+    out.mkdir(parents=True, exist_ok=True)
+    arrays = open_arrays(out, record)
+    arrays["ids"][:] = ids[: rows * seq_len].view(rows, seq_len).numpy()
+    teacher.eval()
+    with tqdm(total=rows, initial=record["done"], desc="teach", unit="rows", disable=not progress) as bar:
+        for first in range(record["done"], rows, batch_size):
+            part = slice(first, min(first + batch_size, rows))
+            given = torch.from_numpy(arrays["ids"][part].astype("int64")).to(teacher.device)
+            found = likeliest_tokens(teacher(input_ids=given, use_cache=False).logits, top_k)
+            arrays["tokens"][part], arrays["log_p"][part] = (x.cpu().numpy() for x in found)
+            for array in arrays.values():
+                array.flush()
+            record["done"] = part.stop
+            write_json(out / RECORD, record)
+            bar.update(part.stop - first)
+    return record
+
+
+def read_record(folder) -> dict:
+    """What taught.json of a folder holds."""
+    return json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+
+
+def open_arrays(folder, record, mode="r+"):
+    """The arrays of a folder by name, on disk; made where they are missing and may be written."""
+    shape, found = (record["rows"], record["seq_len"]), {}
+    for name in ARRAYS:
+        file, whole = Path(folder) / f"{name}.npy", shape if name == "ids" else (*shape, record["top_k"])
+        if file.exists():
+            found[name] = numpy.load(file, mmap_mode=mode)
+        else:
+            dtype = "float16" if name == "log_p" else "int32"
+            found[name] = numpy.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=whole)
+    return found
+
+
+class TaughtText:
+    """The folder that `teach` wrote, as the data of a run."""
+
+    def __init__(self, folder):
+        self.name, self.record = str(folder), read_record(folder)
+        if self.record["done"] < self.record["rows"]:
+            done = f"{self.record['done']} of {self.record['rows']} rows"
+            raise ValueError(f"data: {folder} holds {done}; expected all: the same `mhla-hf teach` goes on there")
+        self.arrays = open_arrays(folder, self.record, "r")
+
+    def describe(self):
+        digest = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()[:32]
+        return {"kind": "taught", "rows": self.record["rows"], "sha256": digest}
+
+    def reader(self, length, seed, stage, state=None):
+        """The sequences of one stage. ValueError where they have another length."""
+        if length != self.record["seq_len"]:
+            raise ValueError(f"seq_len: got {length}, expected that of {self.name}, {self.record['seq_len']}")
+        return TaughtReader(self.arrays, (seed, stage), state)
+
+
+class TaughtReader(Reader):
+    """Every epoch takes all sequences in a new order."""
+
+    def __init__(self, arrays, key, state):
+        super().__init__(key, state)
+        self.arrays = arrays
+
+    def take(self, count):
+        """The next `count`: ids and labels int64 `[count, L]`, tokens int64 and log_p fp16 `[count, L, k]`."""
+        samples = range(self.next, self.next + count)
+        rows = [self.shuffled(sample, len(self.arrays["ids"])) for sample in samples]
+        self.next += count
+        ids, tokens, log_p = (torch.from_numpy(self.arrays[name][rows]) for name in ARRAYS)
+        return ids.long(), ids.long(), tokens.long(), log_p

@@ -1,0 +1,79 @@
+"""Stored logits: the same loss as the teacher's own over its likeliest tokens, without the teacher."""
+
+import copy
+
+import pytest
+import torch
+
+from mhla_hf.training.loop import Stage, distill
+from mhla_hf.training.objectives import DistillStep
+from mhla_hf.training.teach import TaughtText, teach
+
+TOP = 8
+
+
+class Stopped(Exception):
+    pass
+
+
+def stages(loss, length, **values):
+    return [Stage(name="s", loss=loss, steps=6, lr=1e-3, batch_size=2, seq_len=length, **values)]
+
+
+def test_stored_and_online_losses_are_the_same_and_fall(lab, tmp_path):
+    teacher, student = lab.teacher(), lab.student(lab.teacher(seed=5))
+    teach(teacher, lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, top_k=TOP, progress=False)
+    text = TaughtText(tmp_path / "taught")
+    ids, labels, tokens, log_p = text.reader(lab.length, 0, 0).take(4)
+    online = DistillStep(student, teacher, *stages("logits", lab.length, top_k=TOP, ce_weight=0.5))
+    stored = DistillStep(student, None, *stages("stored", lab.length, ce_weight=0.5))
+    share = 1 / (4 * (lab.length - 1)), 1 / 4
+    (one, logs), (other, stored_logs) = online(ids, labels, *share), stored(ids, labels, tokens, log_p, *share)
+    assert abs(one - other) < 1e-5 and abs(logs["kl"] - stored_logs["kl"]) < 1e-5
+    whole, _ = DistillStep(student, teacher, *stages("logits", lab.length, ce_weight=0.5))(ids, labels, *share)
+    every = DistillStep(student, teacher, *stages("logits", lab.length, top_k=10**6, ce_weight=0.5))
+    assert one < whole and abs(every(ids, labels, *share)[0] - whole) < 1e-5  # merging tokens never adds to a KL
+    before = copy.deepcopy(student.state_dict())
+    distill(
+        student,
+        out=tmp_path / "out",
+        data=str(tmp_path / "taught"),
+        stages=stages("stored", lab.length),
+        progress=False,
+    )
+    assert any(not torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    with torch.no_grad():
+        assert stored(ids, labels, tokens, log_p, *share)[1]["kl"] < stored_logs["kl"]
+
+
+def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
+    teacher, sizes = lab.teacher(), {"seq_len": lab.length, "top_k": TOP, "batch_size": 4, "progress": False}
+    teach(teacher, lab.tokens(), None, tmp_path / "whole", **sizes)
+    calls, forward = [], teacher.forward
+
+    def stopping(**given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise Stopped
+        return forward(**given)
+
+    monkeypatch.setattr(teacher, "forward", stopping)
+    with pytest.raises(Stopped):
+        teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)
+    with pytest.raises(ValueError, match="holds 8 of 41 rows; expected all"):
+        TaughtText(tmp_path / "cut")
+    monkeypatch.setattr(teacher, "forward", forward)
+    teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)
+    for name in ("ids.npy", "tokens.npy", "log_p.npy", "taught.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    with pytest.raises(ValueError, match="begun with another"):
+        teach(teacher, lab.tokens(), None, tmp_path / "cut", **{**sizes, "top_k": 4})
+
+
+def test_what_does_not_fit_is_said_before_training(lab, tmp_path):
+    student = lab.student(mixing_form="softmax")
+    with pytest.raises(ValueError, match="expected a folder that `mhla-hf teach` wrote"):
+        distill(student, out=tmp_path / "out", data=lab.tokens(), stages=stages("stored", lab.length), progress=False)
+    with pytest.raises(ValueError, match="seq_len is 4000, and the text has 2000 tokens"):
+        teach(lab.teacher(), lab.tokens(), None, tmp_path / "taught", seq_len=4000, progress=False)
+    assert list(tmp_path.iterdir()) == []
