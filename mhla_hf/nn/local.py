@@ -64,7 +64,7 @@ class DecayMHLA(MHLACore):
         if cache is not None:
             o = self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
         else:
-            if self.training and form.lag > 1 and self.settings.window_dropout > float(torch.rand(())):
+            if self.drops_window():
                 form = replace(form, lag=1)
             fq, fk = self.q_map(q), self.k_map(k)
             q, k = (fq, fk) if balance is None else (q, k)
@@ -72,6 +72,11 @@ class DecayMHLA(MHLACore):
             with torch.autocast(q.device.type, enabled=False):
                 o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
         return self.finish_output(o, hidden_states, v.dtype)
+
+    def drops_window(self) -> bool:
+        """Whether this training step leaves the block before the open one to the far part."""
+        share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
+        return share > 0 and float(torch.rand(())) < share
 
     def continue_cache(self, q, k, v, decays, balance, form, starts, key_mask, cache):
         """The outputs of new tokens behind those of `cache.state`, which goes on by them."""

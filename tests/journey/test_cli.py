@@ -130,7 +130,7 @@ BAD = {
     "ten million layers": ("convert endless new", "asks for 10000000 layers; expected at most 1000"),
     "a billion blocks": (
         "convert llama new --set num_blocks=1000000000",
-        "num_blocks: got 1000000000, expected at most",
+        "num_blocks: got 1000000000, expected a whole number from 1 to 16384",
     ),
     "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
     "model a broken link": ("convert link new", "'link' is a link to nothing"),

@@ -26,7 +26,7 @@ def test_settings(values, name):
 
 @pytest.mark.parametrize(
     ("values", "word"),
-    [({"format_version": 2}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
+    [({"format_version": 3}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
 )
 def test_settings_from_a_file(values, word):
     with pytest.raises(ValueError) as error:

@@ -20,7 +20,12 @@ WHOLE = "the repository holds the old model or the new one, whole: push again"
 
 
 def converted(seed=0):
-    return mhla_hf.convert(small_llama(seed), layers="2/3", block_size=32, num_blocks=4)
+    settings = {
+        "mixing_form": "softmax",
+        "block_size": 32,
+        "num_blocks": 4,
+    }  # a source file of the size that is sent apart
+    return mhla_hf.convert(small_llama(seed), layers="2/3", **settings)
 
 
 @pytest.fixture(scope="module")

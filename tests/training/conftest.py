@@ -37,7 +37,13 @@ class Lab:
 
     def student(self, teacher=None, **settings):
         torch.manual_seed(1)
-        values = {"layers": "all", "block_size": 16, "num_blocks": 4} | settings
+        values = {
+            "layers": "all",
+            "block_size": 16,
+            "num_blocks": 4,
+            "mixing_form": "softmax",
+            "local": None,
+        } | settings
         return mhla_hf.convert(copy.deepcopy(teacher or self.teacher()), **values)
 
     def dropped(self):

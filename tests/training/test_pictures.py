@@ -172,14 +172,6 @@ def test_half_a_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="pets' has a folder 'test' and none to train on; expected train/CLASS"):
         open_pictures(data)
     assert open_pictures(data, split="test").names == ["a", "b"]
-    model, processor = always_the_first(["a", "b"]), PROCESSORS["both sides, no crop"]
-    with pytest.raises(ValueError, match="expected one per class, such as in photos/test"):
-        mhla_hf.evaluate(
-            {"a": model},
-            recipe="table_2_imagenet",
-            settings={"data": str(data), "processor": processor},
-            progress=False,
-        )
     other = photos(tmp_path / "others", {"a": 1, "b": 1}, "train")
     with pytest.raises(ValueError, match="others' has a folder 'train' and none to test on; expected test/CLASS"):
         open_pictures(other, split="test")

@@ -52,7 +52,7 @@ def test_yaml_numbers_without_a_point(tmp_path):
     ("change", "words"),
     [
         ({"name": ""}, "their names are ''; expected different ones"),
-        ({"loss": "mse"}, "loss is 'mse'; expected one of .'transfer', 'logits', 'lm'."),
+        ({"loss": "mse"}, "loss is 'mse'; expected one of .'transfer', 'logits', 'stored', 'lm'."),
         ({"steps": 0}, "steps is 0; expected a whole number of at least 1"),
         ({"steps": 2.5}, "steps is 2.5; expected int"),
         ({"steps": True}, "steps is True; expected int"),

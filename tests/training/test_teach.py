@@ -21,7 +21,7 @@ def stages(loss, length, **values):
 
 
 def test_stored_and_online_losses_are_the_same_and_fall(lab, tmp_path):
-    teacher, student = lab.teacher(), lab.student(lab.teacher(seed=5))
+    teacher, student = lab.teacher(), lab.student(lab.teacher(seed=5), mixing_form="decay", local="softmax")
     teach(teacher, lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, top_k=TOP, progress=False)
     text = TaughtText(tmp_path / "taught")
     ids, labels, tokens, log_p = text.reader(lab.length, 0, 0).take(4)
@@ -71,7 +71,7 @@ def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_said_before_training(lab, tmp_path):
-    student = lab.student(mixing_form="softmax")
+    student = lab.student()
     with pytest.raises(ValueError, match="expected a folder that `mhla-hf teach` wrote"):
         distill(student, out=tmp_path / "out", data=lab.tokens(), stages=stages("stored", lab.length), progress=False)
     with pytest.raises(ValueError, match="seq_len is 4000, and the text has 2000 tokens"):

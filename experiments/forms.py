@@ -1,0 +1,164 @@
+"""Which attention a converted language model should have: python -m experiments.forms --out docs/language/forms.json
+
+The demo's teacher, text and recipes, all layers converted (but for the hybrid), one row per form and seed: the KL to the
+teacher before any training and after it, bits per byte, and the bytes that decoding keeps. Rows that the file has are not
+made again.
+"""
+
+import argparse
+import copy
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.convert import convert
+from mhla_hf.speed import cache_bytes
+from mhla_hf.training.loop import distill
+from mhla_hf.training.recipe import read_recipe
+
+from .demo.text import hold_out, make_tokenizer, read_text
+
+RECIPES = Path(__file__).parent / "demo" / "recipes"
+DENSE = {"mixing_form": "softmax", "local": None}
+WINDOW = {"mixing_form": "decay", "local": "softmax"}
+FORMS = {
+    "plain linear": {**DENSE, "mixing_start": "uniform", "learn_mixing": False},
+    "MHLA, the paper's matrix": DENSE,
+    "MHLA by 2 decays": {"mixing_form": "decay", "local": None},
+    "window alone": WINDOW,
+    "window + plain linear": {**WINDOW, "num_decays": 1},
+    "window + MHLA by 2 decays": WINDOW,
+    "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
+}
+CONTROL = "teacher, trained on"
+
+
+def prepare(text, plan):
+    """Tokens to train on, held-out rows `[N, L]`, bytes of these rows, and the tokenizer."""
+    train, held_out = hold_out(read_text(text)[0])
+    length = plan.settings["max_position_embeddings"]
+    tokenizer = make_tokenizer(train, plan.settings["vocab_size"], length)
+    train, held_out = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in (train, held_out))
+    rows = held_out[: len(held_out) // length * length].view(-1, length)
+    return train, rows, len(tokenizer.decode(rows.flatten()).encode()), tokenizer
+
+
+def make_teacher(job):
+    """Train the softmax teacher of one seed into a folder."""
+    folder, seed, text = job
+    torch.set_num_threads(1)
+    plan = read_recipe(RECIPES / "demo_teacher.yaml")
+    train, _, _, tokenizer = prepare(text, plan)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**plan.settings, "vocab_size": len(tokenizer)}))
+    distill(model, out=folder, data=train, stages=plan.stages, seed=seed, progress=False, **plan.run)
+
+
+def make_row(job):
+    """Convert, measure, train, measure again."""
+    folder, seed, text, name = job
+    torch.set_num_threads(1)
+    teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
+    train, rows, size, _ = prepare(text, teacher_plan)
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    row = {"form": name, "seed": seed, "teacher": judge(teacher, teacher, rows, size)}
+    student, stages, asked = copy.deepcopy(teacher), plan.stages, teacher
+    if name == CONTROL:
+        last, steps = plan.stages[-1], sum(stage.steps for stage in plan.stages)
+        changes = {"name": "trained on", "steps": steps, "lr": last.lr, "warmup": last.warmup}
+        stages, asked = [type(last)(**{**vars(teacher_plan.stages[0]), **changes})], None
+    else:
+        convert(student, **{**plan.settings, **FORMS[name]})
+        if name == "window alone":
+            for module in student.modules():
+                if hasattr(module, "balance"):
+                    module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
+    row["before"] = judge(student.eval(), teacher, rows, size)
+    with tempfile.TemporaryDirectory() as place:
+        out = f"{place}/out"
+        distill(student, asked, out=out, data=train, stages=stages, seed=seed, progress=False, **plan.run)
+    row["after"] = judge(student.eval(), teacher, rows, size)
+    with torch.no_grad():
+        row["state_bytes"] = cache_bytes(student(rows[:1], use_cache=True).past_key_values)
+    return row
+
+
+@torch.no_grad()
+def judge(model, teacher, rows, size):
+    """{"kl": nats per token to the teacher, "bits": per byte} on held-out rows."""
+    kl = nll = 0.0
+    for row in rows.split(4):
+        log_p, log_q = (one(row, use_cache=False).logits.double().log_softmax(-1) for one in (teacher, model))
+        kl += (log_p.exp() * (log_p - log_q)).sum().item()
+        nll -= log_q[:, :-1].gather(-1, row[:, 1:, None]).sum().item()
+    return {"kl": kl / rows.numel(), "bits": nll / math.log(2) / size}
+
+
+def run(out, seeds, text=None, workers=2, command=None):
+    """Make every row that `out` lacks."""
+    out = Path(out)
+    record = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    done = {(row["form"], row["seed"]) for row in record["rows"]}
+    missing = [(name, seed) for seed in range(seeds) for name in (*FORMS, CONTROL) if (name, seed) not in done]
+    folders = {seed: f"{out.with_suffix('')}-teachers/{seed}" for _, seed in missing}
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for _ in pool.imap_unordered(make_teacher, [(folder, seed, text) for seed, folder in folders.items()]):
+            print("a teacher is trained", flush=True)
+        for row in pool.imap_unordered(make_row, [(folders[seed], seed, text, name) for name, seed in missing]):
+            record |= describe_run(command, "cpu")
+            record["rows"].append(row)
+            write_json(out, record)
+            kl = f"KL {row['before']['kl']:.4f}, then {row['after']['kl']:.4f}"
+            print(
+                f"{len(record['rows'])} of {len(missing) + len(done)}: seed {row['seed']}, {row['form']}: {kl}",
+                flush=True,
+            )
+    return record
+
+
+def render_forms(record):
+    """The table over seeds: mean and, of the last columns, the standard error."""
+    lines = [
+        "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % | state, KiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    control = {row["seed"]: row["after"]["bits"] for row in record["rows"] if row["form"] == CONTROL}
+    for form in (*FORMS, CONTROL):
+        rows = [row for row in record["rows"] if row["form"] == form]
+        cells = [number([row[when]["kl"] for row in rows], "{:.4f}") for when in ("before", "after")]
+        for bits in (lambda row: row["teacher"]["bits"], lambda row: control[row["seed"]]):
+            cells.append(number([100 * (row["after"]["bits"] / bits(row) - 1) for row in rows], "{:+.2f}"))
+        state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
+        lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
+    seeds = sorted({row["seed"] for row in record["rows"]})
+    return "\n".join([*lines, "", f"Mean ± standard error over seeds {seeds[0]} to {seeds[-1]}. {made(record)}"])
+
+
+def made(record):
+    """How it was measured."""
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+    return f"`{record['command']}`, {record['hardware']}, {versions}, fp32."
+
+
+def number(values, form):
+    """Mean ± standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{form.format(statistics.fmean(values))} ± {form.replace('+', '').format(error)}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m experiments.forms", description=__doc__)
+    parser.add_argument("--out", default="docs/language/forms.json", help="JSON file to make or to go on in")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
+    parser.add_argument("--text", help="file or folder (default: the Python language reference)")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
+    given = vars(parser.parse_args())
+    print(render_forms(run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")))
