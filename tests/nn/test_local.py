@@ -1,0 +1,34 @@
+"""The core by decays, over long texts and in half precision."""
+
+import pytest
+import torch
+
+from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.nn.local import DecayMHLA
+from mhla_hf.nn.settings import MHLASettings
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_state_in_bf16_does_not_drift(tokens):
+    """Fed in pieces and at last token by token, against one pass over everything."""
+    torch.manual_seed(0)
+    settings = MHLASettings(mixing_form="decay", local="softmax")
+    core = DecayMHLA(settings, num_heads=2, num_kv_heads=1, key_dim=32, value_dim=32, hidden_size=64).eval()
+    core = core.bfloat16()
+    q, k, v = (torch.randn(1, tokens, heads, 32).bfloat16() for heads in (2, 1, 1))
+    whole, cache, start = core(q, k, v), MHLACacheLayer(), 0
+    for end in (*range(1_000, tokens - 100, 1_000), *range(tokens - 100, tokens + 1)):
+        o = core(q[:, start:end], k[:, start:end], v[:, start:end], cache=cache)
+        expected = whole[:, start:end].float()
+        assert (o.float() - expected).norm() <= 1e-2 * expected.norm()
+        start = end
+
+
+def test_a_dropped_window_changes_training_alone():
+    settings = MHLASettings(mixing_form="decay", local="softmax", block_size=8, window_dropout=1.0)
+    core = DecayMHLA(settings, num_heads=2, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=16)
+    q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
+    evaluated, trained = core.eval()(q, k, v), core.train()(q, k, v)
+    torch.testing.assert_close(trained[:, :8], evaluated[:, :8])
+    assert not torch.allclose(trained[:, 8:], evaluated[:, 8:])
