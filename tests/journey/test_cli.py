@@ -84,8 +84,8 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
     printed = capsys.readouterr().err
     assert "'" + str(tmp_path / "tower") + "' is a SiglipVisionModel; expected" in printed and printed.count("\n") == 1
-    distil = ["distill", str(tmp_path / "vit"), "--recipe", str(ROOT / "conversion/recipes/language_cpu.yaml")]
-    assert main([*distil, "--text", "notes.txt", "--out", str(tmp_path / "new")]) == 2
+    distill = ["distill", str(tmp_path / "vit"), "--recipe", str(ROOT / "conversion/recipes/language_cpu.yaml")]
+    assert main([*distill, "--text", "notes.txt", "--out", str(tmp_path / "new")]) == 2
     assert "is an image classifier; expected a causal language model" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
