@@ -19,6 +19,7 @@ from mhla_hf.speed import cache_bytes
 from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.report import render_report
+from .forms import render_forms
 from .studies.rank import render_random_rank
 from .studies.report import render_study
 from .studies.scaling import render_scaling
@@ -101,6 +102,7 @@ KINDS = {
     "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "cache": lambda record: render_cache((512, 2048, 8192)),
+    "forms": render_forms,
     "costs": lambda record: costs_table(record["rows"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),

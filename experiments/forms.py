@@ -108,7 +108,7 @@ def run(out, seeds, text=None, workers=2, command=None):
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}
     done = {(row["form"], row["seed"]) for row in record["rows"]}
     missing = [(name, seed) for seed in range(seeds) for name in (*FORMS, CONTROL) if (name, seed) not in done]
-    folders = {seed: f"{out.with_suffix('')}-teachers/{seed}" for _, seed in missing}
+    folders = {seed: f"out/forms/teacher-{seed}" for _, seed in missing}
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for _ in pool.imap_unordered(make_teacher, [(folder, seed, text) for seed, folder in folders.items()]):
             print("a teacher is trained", flush=True)
@@ -125,7 +125,11 @@ def run(out, seeds, text=None, workers=2, command=None):
 
 
 def render_forms(record):
-    """The table over seeds: mean and, of the last columns, the standard error."""
+    """The table over the seeds that have all rows: mean and standard error."""
+    forms = {*FORMS, CONTROL}
+    seeds = sorted({row["seed"] for row in record["rows"]})
+    seeds = [seed for seed in seeds if {row["form"] for row in record["rows"] if row["seed"] == seed} == forms]
+    record = {**record, "rows": [row for row in record["rows"] if row["seed"] in seeds]}
     lines = [
         "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % | state, KiB |",
         "|---|---:|---:|---:|---:|---:|",
@@ -138,8 +142,8 @@ def render_forms(record):
             cells.append(number([100 * (row["after"]["bits"] / bits(row) - 1) for row in rows], "{:+.2f}"))
         state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
         lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
-    seeds = sorted({row["seed"] for row in record["rows"]})
-    return "\n".join([*lines, "", f"Mean ± standard error over seeds {seeds[0]} to {seeds[-1]}. {made(record)}"])
+    over = f"Mean ± standard error over seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"Seed {seeds[0]} alone"
+    return "\n".join([*lines, "", f"{over}. {made(record)}"])
 
 
 def made(record):
@@ -150,8 +154,10 @@ def made(record):
 
 def number(values, form):
     """Mean ± standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{form.format(statistics.fmean(values))} ± {form.replace('+', '').format(error)}"
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.replace('+', '').format(statistics.stdev(values) / len(values) ** 0.5)}"
 
 
 if __name__ == "__main__":
