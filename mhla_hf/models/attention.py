@@ -137,7 +137,8 @@ def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
     """What `[B, S]` says of the new tokens `[B, T]`: of columns `seen` and after, or the last ones of a shorter mask."""
     if mask.shape[1] == length:
         return mask
-    first = torch.clamp(torch.as_tensor(seen, device=mask.device), max=mask.shape[1] - length)
+    last = mask.shape[1] - length
+    first = seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
     return mask[:, first + torch.arange(length, device=mask.device)]
 
 

@@ -61,11 +61,14 @@ class DecayMHLA(MHLACore):
         form = self.form if scale is None else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
         decays, balance = self.mixing()
-        if cache is not None:
+        dropped = (cache is None or cache.state is None) and self.drops_window()
+        if cache is not None and dropped:
+            with torch.no_grad():
+                self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
+        if cache is not None and not dropped:
             o = self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
         else:
-            if self.drops_window():
-                form = replace(form, lag=1)
+            form = replace(form, lag=1) if dropped else form
             fq, fk = self.q_map(q), self.k_map(k)
             q, k = (fq, fk) if balance is None else (q, k)
             options = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
@@ -88,10 +91,8 @@ class DecayMHLA(MHLACore):
         if fresh:
             features = self.k_map.num_features
             cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
-        elif (
-            not torch.compiler.is_compiling() and cache.state.running.is_inference() > torch.is_inference_mode_enabled()
-        ):
-            cache.state.clone()  # tensors of inference mode cannot be written outside of it
+        else:
+            cache.state.leave_inference_mode()
         state = cache.state
         if state.cropped:
             state.rewind(decays, map_keys, form, balance is not None)

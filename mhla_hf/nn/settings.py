@@ -127,6 +127,8 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
+        if self.local is not None and self.sinks > self.block_size:
+            raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
         if self.local is not None and self.mixing_form != "decay":
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
 

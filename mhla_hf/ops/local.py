@@ -193,7 +193,7 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequ
 
 def join(score, seen, near_v, far, balance, has_far):
     """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
-    score = score.masked_fill(~seen, float("-inf"))
+    score, has_far = score.masked_fill(~seen, float("-inf")), has_far & (far[..., -1:] != 0)
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
     shift = shift.masked_fill(shift == float("-inf"), 0)

@@ -23,7 +23,8 @@ class LocalState:
     running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
     summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
     Both fp32 at least.
-    position: tokens seen, int64 [B]. cropped: tokens taken back whose part of the sums `rewind` has yet to undo.
+    position: tokens seen, int64 [B]; furthest: the most there ever were. cropped: tokens taken back whose part of the sums
+    `rewind` has yet to undo.
     """
 
     block_size: int
@@ -36,6 +37,7 @@ class LocalState:
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
+    furthest: torch.Tensor
     cropped: int = 0
 
     @staticmethod
@@ -54,16 +56,18 @@ class LocalState:
             running=k.new_zeros(batch, groups, rates, features, value_dim + 1, dtype=exact),
             pending=k.new_zeros(batch, groups, features, value_dim + 1, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
+            furthest=k.new_zeros(batch, dtype=torch.int64),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
-    def clone(self) -> None:
-        """Give every tensor a new address."""
-        for name, value in self.tensors().items():
-            setattr(self, name, value.clone())
+    def leave_inference_mode(self) -> None:
+        """Tensors of inference mode cannot be written outside of it: copies can."""
+        if not torch.compiler.is_compiling() and self.position.is_inference() > torch.is_inference_mode_enabled():
+            for name, value in self.tensors().items():
+                setattr(self, name, value.clone())
 
     def nbytes(self) -> int:
         """Bytes held."""
@@ -71,6 +75,7 @@ class LocalState:
 
     def select(self, index: torch.Tensor) -> None:
         """Keep the rows of `index` (int64 [B'], repeats allowed), in that order; in place where their number stays."""
+        self.leave_inference_mode()
         for name, value in self.tensors().items():
             chosen = value.index_select(0, index.to(value.device))
             if chosen.shape == value.shape:
@@ -87,10 +92,12 @@ class LocalState:
         self.select(torch.arange(len(self.position)).repeat_interleave(times))
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every row. ValueError beyond a block, or beyond what a row has."""
-        if self.cropped + count > self.block_size:
+        """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
+        self.leave_inference_mode()
+        back = int((self.furthest - self.position).max()) + count
+        if back > self.block_size:
             raise ValueError(
-                f"count: got {self.cropped + count}, expected at most a block of {self.block_size} tokens."
+                f"count: got {count}, expected a position at most a block of {self.block_size} tokens behind the furthest."
             )
         if count > int(self.position.min()):
             raise ValueError(f"count: got {count}, expected at most the {int(self.position.min())} tokens of a row.")
@@ -104,7 +111,7 @@ class LocalState:
         left = self.summary(
             was - form.lag, form.block_size, map_keys, form, sinks
         )  # what entered as block `was` opened
-        decay = torch.exp(decays.log_rate)[..., None, None]
+        decay = torch.exp(decays.log_rate)[..., None, None].clamp_min(torch.finfo(left.dtype).tiny)
         earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
         self.running.copy_(torch.where((now < was).view(-1, 1, 1, 1, 1), earlier, self.running))
         read = (self.position - 1) % form.block_size + 1
@@ -183,6 +190,7 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
         o = join(score, seen, near_v, far, balance.to(exact).view(groups, -1, 1), (block >= lag).view(-1, 1, 1, 1))
     o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
     state.position.add_(real)
+    torch.maximum(state.furthest, state.position, out=state.furthest)
     return torch.where(real[:, None, None], o.flatten(1, 2), 0)[:, None]
 
 
@@ -293,3 +301,4 @@ def absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout):
     for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
         write(held, new, laid[layout.rows, place.clamp(0, k.shape[1] - 1)])
     state.position.copy_(end)
+    torch.maximum(state.furthest, end, out=state.furthest)

@@ -47,9 +47,13 @@ class LanguageTask(Task):
         taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
         if any(stored) and not (all(stored) and taught):
             raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
-        if taught:
-            return TaughtText(data)
         vocab = self.student.get_input_embeddings().weight.shape[0]
+        if taught:
+            source = TaughtText(data)
+            if source.record["vocab_size"] > vocab:
+                its = source.record["vocab_size"]
+                raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
+            return source
         return open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
 
     def reader(self, source, stage, number, seed, state):

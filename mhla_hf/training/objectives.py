@@ -76,7 +76,7 @@ def next_token_of_likeliest(student, tokens, log_p, targets):
     ce = -(log_q.gather(-1, place[:, None])[:, 0] * live).sum()
     p, log_q = log_p.float().exp(), log_q.gather(-1, tokens.long())
     rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(TINY) for x in (p, log_q.exp()))
-    kl = (p * (log_p.float() - log_q)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    kl = torch.where(p > 0, p * (log_p.float() - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
     return (kl * live).sum(), ce
 
 

@@ -45,6 +45,7 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
         raise ValueError(f"seq_len is {seq_len}, and the text has {len(ids)} tokens; expected at most as many")
     out, top_k = Path(out), min(top_k, teacher.config.vocab_size)
     record = {"rows": rows, "seq_len": seq_len, "top_k": top_k, "text": source.describe(), "done": 0}
+    record["vocab_size"] = teacher.config.vocab_size
     record["teacher"] = getattr(teacher.config, "_name_or_path", "")
     if (out / RECORD).exists():
         begun = read_record(out)

@@ -24,19 +24,23 @@ def graphs():
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", ["all", "2/3"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "dynamic, padded"])
 def test_decoding_is_one_graph(layers, kind):
     model, ids = converted_model(layers=layers, **LOCAL), tokens(2, 60)
-    expected = model(ids).logits
+    mask = torch.ones_like(ids) if kind == "dynamic, padded" else None
+    if mask is not None:
+        mask[0, :5] = 0
+    expected = model(ids, attention_mask=mask).logits
     cache = DynamicCache(config=model.config)
     if kind == "static":
         cache = StaticCache(config=model.config, max_cache_len=64)
-    model(ids[:, :11], past_key_values=cache)
+    model(ids[:, :11], attention_mask=None if mask is None else mask[:, :11], past_key_values=cache)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for t in range(11, 60):
-        logits = compiled(ids[:, t : t + 1], past_key_values=cache).logits
+        now = None if mask is None else mask[:, : t + 1]
+        logits = compiled(ids[:, t : t + 1], attention_mask=now, past_key_values=cache).logits
         torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-5, atol=1e-5)
-        if t == 13:
+        if t == 16:
             warm = graphs()
     assert graphs() == warm
 

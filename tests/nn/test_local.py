@@ -32,3 +32,6 @@ def test_a_dropped_window_changes_training_alone():
     evaluated, trained = core.eval()(q, k, v), core.train()(q, k, v)
     torch.testing.assert_close(trained[:, :8], evaluated[:, :8])
     assert not torch.allclose(trained[:, 8:], evaluated[:, 8:])
+    cache = MHLACacheLayer()  # a model of transformers makes one in training, too
+    torch.testing.assert_close(core(q, k, v, cache=cache), trained)
+    assert cache.state.position.tolist() == [40]

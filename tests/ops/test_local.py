@@ -156,3 +156,27 @@ def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
         o, _ = decode(form, tensors, decays, balance, [*cuts[:-1], 83], count=torch.tensor([83, 54]))
     assert torch.linalg.norm(parts - whole) <= 1e-11 * torch.linalg.norm(whole)
     assert torch.linalg.norm(o - packed) <= 1e-11 * torch.linalg.norm(packed)
+
+
+def test_no_more_is_taken_back_than_the_ring_holds():
+    """However it is done: a few tokens between two crops do not bring back what they had overwritten."""
+    form, tensors, decays, balance = problem("window")
+    _, state = decode(form, tensors, decays, balance, [40])
+    state.crop(3)
+    with pytest.raises(ValueError, match="expected a position at most a block of 5 tokens behind the furthest"):
+        state.crop(3)
+    state.crop(2)
+    with torch.inference_mode():
+        _, state = decode(form, tensors, decays, balance, [40])
+    state.crop(1)
+    state.reorder(torch.tensor([1, 0]))
+    assert not state.position.is_inference() and state.position.tolist() == [39, 39]
+
+
+def test_near_tokens_count_where_nothing_is_far():
+    """Far features of zero leave softmax over the window, however low its scores."""
+    form, (q, k, v, fq, fk), decays, balance = problem("window")
+    with torch.no_grad():
+        args = q.abs() * 40, -k.abs() * 40, v, fq, torch.zeros_like(fk), decays
+        expected = local_reference(*args[:5], decays.matrix(17), torch.full_like(balance, -torch.inf), form)
+        torch.testing.assert_close(local_attention(*args, balance, form), expected)

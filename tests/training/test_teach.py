@@ -77,3 +77,7 @@ def test_what_does_not_fit_is_said_before_training(lab, tmp_path):
     with pytest.raises(ValueError, match="seq_len is 4000, and the text has 2000 tokens"):
         teach(lab.teacher(), lab.tokens(), None, tmp_path / "taught", seq_len=4000, progress=False)
     assert list(tmp_path.iterdir()) == []
+    teach(lab.teacher(vocab_size=80), lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, progress=False)
+    with pytest.raises(ValueError, match="is of 80 tokens; expected at most the student's 64"):
+        data = str(tmp_path / "taught")
+        distill(student, out=tmp_path / "out", data=data, stages=stages("stored", lab.length), progress=False)
