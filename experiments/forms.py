@@ -68,7 +68,7 @@ def make_row(job):
     torch.set_num_threads(1)
     teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
     train, rows, size, _ = prepare(text, teacher_plan)
-    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     row = {"form": name, "seed": seed, "teacher": judge(teacher, teacher, rows, size)}
     student, stages, asked = copy.deepcopy(teacher), plan.stages, teacher
     if name == CONTROL:

@@ -27,6 +27,12 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_accelerator_of_another_test():
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
 BLOCKED = ("mhla_hf", "triton", "diffusers")
 
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
@@ -17,11 +16,6 @@ from mhla_hf.training.loop import Stage, distill
 
 VOCAB, LENGTH = 64, 48
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_of_another_test():
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Lab:
