@@ -15,9 +15,9 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor
 
 from ..checkpoints.load import LOADING_ERRORS, first_line, load_classifier
+from ..checkpoints.values import read_settings
 from ..training.pictures import label_order, open_pictures
 from .image_scores import hash_files, share_error
-from .recipes import read_settings
 from .records import Results, hash_of
 from .subjects import VERSION, find_subjects
 

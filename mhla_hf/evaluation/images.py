@@ -23,6 +23,7 @@ from PIL import Image
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import write_text
 from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, without_questions
+from ..checkpoints.values import at_least, read_settings
 from .image_scores import (
     PICTURES,
     Moments,
@@ -35,7 +36,6 @@ from .image_scores import (
     precision_recall,
     share_error,
 )
-from .recipes import at_least, read_settings
 from .records import Results, hash_of
 from .sampling import (
     PipelineJudge,

@@ -31,8 +31,8 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
+from ..checkpoints.values import at_least, read_settings
 from .needles import LEAST, THINGS, make_needles
-from .recipes import at_least, read_settings
 from .records import Result, Results, finite
 from .subjects import find_subjects, paths_of
 

@@ -11,9 +11,7 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.files import read_yaml
-from ..checkpoints.values import at_least, read_settings
-
-__all__ = ["ScoreRecipe", "at_least", "read_score_recipe", "read_settings", "recipe_names", "with_settings"]
+from ..checkpoints.values import read_settings
 
 FOLDER = Path(__file__).parent / "recipes"
 COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}

@@ -14,7 +14,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import choose_device
-from .recipes import ScoreRecipe, at_least, read_score_recipe, read_settings, recipe_names, with_settings
+from ..checkpoints.values import at_least, read_settings
+from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
 from .records import paper_rows, render_rows, render_table
 from .subjects import paths_of, shown_path
 

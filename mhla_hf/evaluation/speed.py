@@ -10,8 +10,8 @@ import time
 from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.load import load_language_model
+from ..checkpoints.values import at_least, read_settings
 from ..speed import DECODE, measure_speed
-from .recipes import at_least, read_settings
 from .records import Results, hash_of
 from .subjects import find_subjects
 

@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import folder_aside, write_json
-from .recipes import at_least, read_settings
+from ..checkpoints.values import at_least, read_settings
 from .records import Results, finite, hash_of
 from .sampling import PipelineJudge, Sample, joined_processes, seed_of_sample
 from .subjects import find_subjects

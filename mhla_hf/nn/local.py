@@ -95,7 +95,7 @@ class DecayMHLA(MHLACore):
             cache.state.leave_inference_mode()
         state = cache.state
         if state.cropped:
-            state.rewind(decays, map_keys, form, balance is not None)
+            state.rewind(decays, map_keys, form)
         if q.shape[1] == 1 and not fresh:
             leaving = map_keys(state.leaving(k, form))
             real = None if key_mask is None else key_mask[:, 0]

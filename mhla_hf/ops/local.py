@@ -26,7 +26,7 @@ class LocalForm:
     """What stays the same for all calls of a layer.
 
     block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
-    back. sinks: first tokens that are always near (softmax only). scale: of q k^T. normalize: divide by the weights.
+    back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
     """
 
     block_size: int
@@ -113,7 +113,7 @@ def attend_local(
     int [B]; now: int [B], the last block behind these tokens. Returns the outputs and the running sums there (None without
     `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
     """
-    if form.sinks and balance is not None and sink is None:
+    if form.sinks and sink is None:
         first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
         sink = find_sinks(k, v, valid, form, first)
     size, count = form.block_size, place.shape[1]
@@ -159,12 +159,10 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequ
     """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
-    fk = torch.where((valid & ~sink_tokens(place, form, balance))[..., None, None], fk, 0)
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, fq, fk = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq, fk))
-    v = by_block_and_group(
-        torch.nn.functional.pad(v, (0, 1), value=1.0), groups, size, exact
-    )  # weights are summed as values
+    v = by_block_and_group(with_ones(v), groups, size, exact)
     valid = valid.unflatten(1, (-1, size))
     decays = decays.to(exact)
 
@@ -206,11 +204,16 @@ def by_block_and_group(x, groups, size, exact):
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def sink_tokens(place, form, balance):
+def with_ones(v):
+    """A column of ones behind the values [.., V]: weights are then summed as values are."""
+    return torch.nn.functional.pad(v, (0, 1), value=1.0)
+
+
+def sink_tokens(place, form):
     """Which tokens are sinks and so never far: bool [B or 1, M * C]."""
     slot = torch.arange(form.block_size, device=place.device)
     position = (place[:, :, None] * form.block_size + slot).flatten(1)
-    return (position < form.sinks) & (balance is not None)
+    return position < form.sinks
 
 
 def find_sinks(k, v, valid, form, first):
@@ -238,7 +241,7 @@ def near_keys(k, v, valid, place, form):
 def with_sinks(near_k, near_v, seen, sink, place, form, exact):
     """The window and, where a block's window does not reach them, the sinks."""
     k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, torch.nn.functional.pad(v, (0, 1), value=1.0)))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, with_ones(v)))
     count = near_k.shape[2]
     k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
     there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .decays import Decays
-from .local import LocalForm, attend_local, join
+from .local import LocalForm, attend_local, join, with_ones
 from .reference import divide_or_zero
 
 
@@ -104,31 +104,27 @@ class LocalState:
         self.cropped += count
         self.position.sub_(count)
 
-    def rewind(self, decays: Decays, map_keys, form: LocalForm, sinks: bool) -> None:
+    def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
         """Undo in the sums what `crop` took from the positions; map_keys: from the ring's keys to features."""
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
         was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
-        left = self.summary(
-            was - form.lag, form.block_size, map_keys, form, sinks
-        )  # what entered as block `was` opened
+        left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
         decay = torch.exp(decays.log_rate)[..., None, None].clamp_min(torch.finfo(left.dtype).tiny)
         earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
         self.running.copy_(torch.where((now < was).view(-1, 1, 1, 1, 1), earlier, self.running))
         read = (self.position - 1) % form.block_size + 1
-        self.pending.copy_(
-            self.summary(now - form.lag + 1, torch.where(self.position > 0, read, 0), map_keys, form, sinks)
-        )
+        count = torch.where(self.position > 0, read, 0)[:, None]
+        self.pending.copy_(self.summary(now - form.lag + 1, count, map_keys, form))
         self.cropped = 0
 
-    def summary(self, block, count, map_keys, form: LocalForm, sinks: bool) -> torch.Tensor:
-        """The summary [B, G, K, V + 1] of the first `count` tokens of each row's `block` [B], from the ring."""
+    def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
+        """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
         slot = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + slot
         rows, place = torch.arange(len(block), device=block.device)[:, None], position % self.k.shape[1]
-        far = self.valid[rows, place] & (position >= (form.sinks if sinks else 0))
-        far = far & (slot < (count[:, None] if isinstance(count, torch.Tensor) else count))
+        far = self.valid[rows, place] & (position >= form.sinks) & (slot < count)
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
-        v = torch.nn.functional.pad(self.v[rows, place], (0, 1), value=1.0).to(self.running.dtype)
+        v = with_ones(self.v[rows, place]).to(self.running.dtype)
         return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
 
     def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
@@ -154,7 +150,7 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
     state.valid[rows, slot] = real
-    if form.sinks and balance is not None:
+    if form.sinks:
         here = (torch.arange(form.sinks, device=p.device) == p[:, None]) & real[:, None]
         for held, new in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, here)):
             write(held, here, new)
@@ -164,21 +160,21 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     rolled = decay * state.running + decay**lag * state.pending[:, :, None]
     state.running.copy_(torch.where(opens[..., None], rolled, state.running))
     old = p - (lag - 1) * size
-    enters = real & (old >= (form.sinks if balance is not None else 0)) & state.valid[rows, old % ring]
-    left_v = torch.nn.functional.pad(state.v[rows, old % ring], (0, 1), value=1.0).to(exact)
+    enters = real & (old >= form.sinks) & state.valid[rows, old % ring]
+    left_v = with_ones(state.v[rows, old % ring]).to(exact)
     added = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)[..., None] * left_v[:, :, None]
     state.pending.copy_(torch.where(opens, 0, state.pending) + added)
 
     fq = by_group(fq, groups, exact)[:, :, None]  # [B, G, 1, N, K]
     far = (decays.spread(fq) @ state.running[:, :, None].flatten(3, 4))[:, :, 0]
-    near_k, near_v = state.k, torch.nn.functional.pad(state.v, (0, 1), value=1.0)
+    near_k, near_v = state.k, with_ones(state.v)
     position = p[:, None] - (p[:, None] - torch.arange(ring, device=p.device)) % ring  # the last one in each slot
     block = p // size
     seen = state.valid & (position >= ((block - lag + 1) * size).clamp(min=0)[:, None])
-    if form.sinks and balance is not None:
+    if form.sinks:
         near_k, near_v = (
             torch.cat([state.sink_k, near_k], 1),
-            torch.cat([torch.nn.functional.pad(state.sink_v, (0, 1), value=1.0), near_v], 1),
+            torch.cat([with_ones(state.sink_v), near_v], 1),
         )
         seen = torch.cat([state.sink_valid & (block >= lag)[:, None], seen], 1)
     near_k, near_v, seen = near_k.to(exact), near_v.to(exact).transpose(1, 2), seen[:, None, None]
@@ -248,17 +244,17 @@ def local_extend(
     Gradients flow among the new tokens, not through the state.
     """
     valid = valid & layout.filled
-    if form.sinks and balance is not None:
+    if form.sinks:
         keep_sinks(k, v, valid, form, state, layout)
     held = {}
     if layout.ring:
         held = {"carried": state.running, "opened": layout.open}
-        if form.sinks and balance is not None:
+        if form.sinks:
             held["sink"] = state.sink_k, state.sink_v, state.sink_valid
     end = layout.before + layout.count
     held["now"] = (end - 1).clamp(min=0) // form.block_size
     o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.place, **held)
-    absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout)
+    absorb_blocks(k, v, fk, valid, running, end, form, state, layout)
     return layout.take_back(o)
 
 
@@ -278,7 +274,7 @@ def write(held, new, values):
 
 
 @torch.no_grad()
-def absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout):
+def absorb_blocks(k, v, fk, valid, running, end, form, state, layout):
     """The state behind the tokens of `layout`."""
     size, lag, exact = form.block_size, form.lag, state.running.dtype
     state.running.copy_(running)
@@ -286,12 +282,10 @@ def absorb_blocks(k, v, fk, valid, running, end, balance, form, state, layout):
     slot = torch.arange(size, device=end.device)
     position = (now - lag + 1)[:, None] * size + slot
     place = (position - layout.first[:, None] * size).clamp(0, k.shape[1] - 1)
-    enters = (position >= (form.sinks if balance is not None else 0)) & (slot <= ((end - 1) % size)[:, None])
+    enters = (position >= form.sinks) & (slot <= ((end - 1) % size)[:, None])
     enters = enters & (end > 0)[:, None] & valid[layout.rows, place]
     left_k = torch.where(enters[..., None, None], fk[layout.rows, place], 0).to(exact)
-    left_v = torch.nn.functional.pad(
-        torch.where(enters[..., None, None], v[layout.rows, place], 0).to(exact), (0, 1), value=1.0
-    )
+    left_v = with_ones(torch.where(enters[..., None, None], v[layout.rows, place], 0).to(exact))
     state.pending.copy_(left_k.permute(0, 2, 3, 1) @ left_v.transpose(1, 2))
 
     ring = state.k.shape[1]

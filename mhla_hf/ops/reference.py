@@ -118,9 +118,7 @@ def local_reference(q, k, v, fq, fk, mixing, balance, form, *, key_mask=None, st
     if cu_seqlens is not None:
         position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
     distance = query_block[:, :, None] - key_block[:, None, :]
-    near = distance < form.lag
-    if balance is not None:
-        near = near | (position < form.sinks)[:, None, :]
+    near = (distance < form.lag) | (position < form.sinks)[:, None, :]
     near, far = (visible & near)[:, None], (visible & ~near)[:, None]
     q, k, fq, fk = (
         torch.where(visible.any(axis)[..., None, None], x, 0) for x, axis in ((q, 2), (k, 1), (fq, 2), (fk, 1))

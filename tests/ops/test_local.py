@@ -93,7 +93,7 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
     for start, end in pieces:
         if start < fed:
             state.crop(fed - start)
-            state.rewind(decays, map_keys, form, balance is not None and form.sinks > 0)
+            state.rewind(decays, map_keys, form)
         piece = slice(start, end)
         if end - start == 1 and count is None:
             leaving = map_keys(state.leaving(k[:, piece], form))
