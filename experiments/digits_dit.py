@@ -220,8 +220,8 @@ def keep(row, folder, judge, count, seed, started, command):
         "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
         "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
     }
-    how = {"output": None, "dtype": "auto", "revision": None, "trust_scores": False, "force": False}
-    (subject,) = find_subjects(place, types.SimpleNamespace(limit=None, seed=seed, command=command, **how))
+    how = dict.fromkeys(("output", "limit", "revision", "trust_remote_code", "trust_scores", "force"))
+    (subject,) = find_subjects(place, types.SimpleNamespace(dtype="auto", seed=seed, command=command, **how))
     task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
     subject.keep("digits", scores, task_hash, started, "cpu")
 

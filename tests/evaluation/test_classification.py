@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.evaluation import classification
+from mhla_hf.evaluation import images
 
 
 class Square:
@@ -62,8 +62,8 @@ def test_a_classifier_of_one_channel_sees_gray_pictures(tmp_path, channels):
 
 
 def test_top_1_is_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
-    runs, true = [], classification._count_right
-    monkeypatch.setattr(classification, "_count_right", lambda *given: runs.append(1) or true(*given))
+    runs, true = [], images._count_right
+    monkeypatch.setattr(images, "_count_right", lambda *given: runs.append(1) or true(*given))
     model, found = {"vit": small_vit()}, []
 
     def accuracy(processor=Square, data=tmp_path / "data"):
@@ -92,7 +92,7 @@ def test_top_1_is_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch
         labels = [names.index(file.parent.name) for file in files]
         return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: table())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, configuration, split: table())
     assert accuracy(data="some/data") == accuracy(data="some/data") == 4 and found[-1] == found[-3]
     save_pictures(tmp_path / "data", seed=3)
     assert accuracy(data="some/data") == 5

@@ -11,7 +11,7 @@ from small_scores import make_result
 
 from mhla_hf.evaluation import figures
 from mhla_hf.evaluation.figures import check_plot, plot_scores
-from mhla_hf.evaluation.recipes import read_score_recipe
+from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import Comparison
 

@@ -84,7 +84,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(world / "mhla").train()
     tokenizer = AutoTokenizer.from_pretrained(world / "mhla")
     options = {"include_path": world / "tasks", "progress": False, "limit": 4}
-    by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"].records
+    by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"]
     assert values(by_object) == by_folder and model.training
     assert by_object[0].fingerprint.startswith("tensors:") and by_object[0].model == "model"
     arguments = {"pretrained": str(world / "mhla")}
@@ -96,7 +96,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
 
 def test_a_record_says_all_that_is_needed(world, monkeypatch):
     monkeypatch.chdir(world)
-    record = judge(world, "mhla", ["here_cloze"], force=True, limit=0.5, seed=7)["mhla"].records[0]
+    record = judge(world, "mhla", ["here_cloze"], force=True, limit=0.5, seed=7)["mhla"][0]
     assert (record.task, record.metric, record.limit, record.seed) == ("here_cloze", "acc", 0.5, 7)
     assert (record.samples, record.shots, record.window, record.task_version) == (8, 0, WINDOW, "1.0")
     assert (record.model, record.revision, record.dtype) == ("mhla", None, "float32")
@@ -105,7 +105,7 @@ def test_a_record_says_all_that_is_needed(world, monkeypatch):
     assert record.command == words
     text = (world / "mhla" / "results.json").read_text()
     assert str(world) not in text
-    stated = judge(world, "mhla", ["here_cloze"], force=True, limit=1, command="make it")["mhla"].records[0]
+    stated = judge(world, "mhla", ["here_cloze"], force=True, limit=1, command="make it")["mhla"][0]
     assert stated.command == "make it" and stated.samples == 1 and stated.stderr is None
 
 
@@ -114,7 +114,7 @@ def test_only_what_is_missing_is_run(fresh, runs):
     first = judge(fresh, ["llama", "mhla"], two)
     assert runs == two * 2
     again = judge(fresh, ["llama", "mhla"], two)
-    assert runs == two * 2 and {k: v.records for k, v in again.items()} == {k: v.records for k, v in first.items()}
+    assert runs == two * 2 and {k: v for k, v in again.items()} == {k: v for k, v in first.items()}
     runs.clear()
     for changes in ({"limit": 4}, {"seed": 3}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "max_length": 100}):
         judge(fresh, "llama", NAMES[1:2], **changes)
@@ -132,7 +132,7 @@ def test_a_score_is_known_for_its_window(fresh, runs):
     task, loaded = NAMES[:1], {"llama": small_llama()}
     options = {"include_path": fresh / "tasks", "progress": False, "output": fresh / "llama.json"}
     found = [
-        mhla_hf.evaluate(loaded, task, tokenizer=small_tokenizer(), max_length=length, **options)["llama"].records[0]
+        mhla_hf.evaluate(loaded, task, tokenizer=small_tokenizer(), max_length=length, **options)["llama"][0]
         for length in (64, None, WINDOW, None)
     ]
     assert runs == task * 2 and [record.window for record in found] == [64, *[WINDOW] * 3]
@@ -205,8 +205,8 @@ def test_few_shot_examples_do_not_depend_on_what_ran_before(fresh):
     shots = {"num_fewshot": 2, "max_length": 512, "limit": 6}
     both = judge(fresh, ["llama", "mhla"], ["here_shots"], **shots)
     alone = judge(fresh, "mhla", ["here_shots"], force=True, **shots)
-    assert both["mhla"].records[0].value == alone["mhla"].records[0].value
-    assert both["mhla"].records[0].shots == 2 and both["mhla"].records[0].task_version == "2.0"
+    assert both["mhla"][0].value == alone["mhla"][0].value
+    assert both["mhla"][0].shots == 2 and both["mhla"][0].task_version == "2.0"
     fixed = judge(fresh, "mhla", ["here_cloze"], num_fewshot=2, limit=6)
     assert {record.shots for record in fixed["mhla"]} == {0}
     assert len(judge(fresh, "mhla", ["here_shots"], limit=6)["mhla"]) == 1

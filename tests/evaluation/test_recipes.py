@@ -19,7 +19,7 @@ import mhla_hf
 from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation.language import load_tasks
 from mhla_hf.evaluation.needles import NOISE
-from mhla_hf.evaluation.recipes import read_score_recipe, recipe_names
+from mhla_hf.evaluation.runner import read_score_recipe, recipe_names
 from mhla_hf.evaluation.records import Results, paper_rows
 from mhla_hf.evaluation.runner import Comparison
 
@@ -88,7 +88,7 @@ def test_a_mean_is_refused_while_a_part_is_missing_and_carries_its_error():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("nothing", "holds a str"),
+        ("nothing", "got 'nothing'; expected a mapping"),
         ("{", "is not YAML"),
         ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
         ({"kind": "language"}, "tasks is missing"),

@@ -22,12 +22,12 @@ def judge(world, models, **options):
 
 
 def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_path):
-    loaded = judge(world, [small_llama(seed) for seed in range(3)], tokenizer=small_tokenizer())
-    assert list(loaded) == ["LlamaForCausalLM", "LlamaForCausalLM-2", "LlamaForCausalLM-3"]
     folders = [shutil.copytree(world / "llama", tmp_path / place / "llama") for place in ("a", "b", "c/b")]
-    compared = judge(world, folders, output=tmp_path / "out")
-    assert list(compared) == ["llama", "b/llama", "b/llama-2"]
-    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert list(judge(world, folders[:2], output=tmp_path / "out")) == ["a/llama", "b/llama"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a--llama.json", "b--llama.json"}
+    for alike in (folders[1:], [small_llama(), small_llama()]):
+        with pytest.raises(ValueError, match="is given twice; expected each once, or a dict of names and models"):
+            judge(world, alike, tokenizer=small_tokenizer())
 
 
 def test_output_goes_where_it_is_told(fresh, tmp_path):
