@@ -31,7 +31,6 @@ def pyplot():
         import matplotlib
     except ImportError as error:
         raise ImportError("figures need matplotlib, which is missing: pip install 'mhla_hf[eval]'") from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     class Canvas:
@@ -42,7 +41,6 @@ def pyplot():
         @staticmethod
         def subplots(*shape, figsize, layout, **options):
             figure = Figure(figsize=figsize, layout=layout)
-            FigureCanvasAgg(figure)
             return figure, figure.subplots(*shape, **options)
 
     return Canvas

@@ -88,7 +88,7 @@ def test_live_models_keep_their_mode_and_every_tolerance_is_told():
 BAD = {
     "no such folder": ("{shelf}/none", "none"),
     "a file": ("{shelf}/file", "file"),
-    "the same twice": ("{shelf}/llama {shelf}/llama", "expected at least one, each with a name of its own"),
+    "the same twice": ("{shelf}/llama {shelf}/llama", "is given twice; expected each once"),
     "samples": ("{shelf}/mhla --samples 0", "samples: got 0"),
     "length beyond": ("{shelf}/llama --length 100000", "length: got 100000"),
     "tolerance": ("{shelf}/mhla --tolerance 2", "tolerance: got 2.0"),
@@ -111,7 +111,7 @@ def test_bad_input_is_one_sentence(shelf, capsys, name):
     ("models", "given", "said"),
     [
         (nn.Linear(2, 2), None, "inputs: got none for a Linear"),
-        ([], None, "models: got none"),
+        ([], None, "models is empty"),
         (nn.Linear(2, 2), {"input": torch.randn(1, 2)}, "no attention was seen in Linear"),
         (converted_model(), {"input_ids": tokens(1, 1), "use_cache": False}, r"saw \[1\] tokens"),
         (converted_model(), {"input_ids": tokens(1, 16), "use_cache": True}, "expected whole sequences"),

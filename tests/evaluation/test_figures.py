@@ -11,9 +11,8 @@ from small_scores import make_result
 
 from mhla_hf.evaluation import figures
 from mhla_hf.evaluation.figures import check_plot, plot_scores
-from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.evaluation.records import Results
-from mhla_hf.evaluation.runner import Comparison
+from mhla_hf.evaluation.runner import Comparison, read_score_recipe
 
 
 def test_scores_and_depths_are_drawn(tmp_path):

@@ -19,9 +19,8 @@ import mhla_hf
 from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation.language import load_tasks
 from mhla_hf.evaluation.needles import NOISE
-from mhla_hf.evaluation.runner import read_score_recipe, recipe_names
 from mhla_hf.evaluation.records import Results, paper_rows
-from mhla_hf.evaluation.runner import Comparison
+from mhla_hf.evaluation.runner import Comparison, read_score_recipe, recipe_names
 
 # two rows of each table of the paper, as printed
 TABLE_6 = {
