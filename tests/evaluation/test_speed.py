@@ -58,7 +58,11 @@ def test_a_cache_counts_each_storage_once():
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"lengths": []}, "lengths is []"), ({"lengths": ["long"]}, "lengths is ['long']"), ({"rounds": 0}, "rounds is 0")],
+    [
+        ({"lengths": []}, "lengths is []"),
+        ({"lengths": ["long"]}, "lengths is ['long']"),
+        ({"rounds": 0}, "rounds is 0"),
+    ],
 )
 def test_bad_settings_are_one_sentence(settings, says):
     with pytest.raises(ValueError, match=re.escape(says)):
