@@ -7,7 +7,6 @@ gray; folders of classes are matched to its labels by name, and only where no na
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -113,77 +112,27 @@ def judge_image_pipelines(models, asked):
         # what decides the scores besides model, number and seed, with hashes in place of files
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
         content |= {name: hash_place(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
-        features = None
+        extractor = None
         if wanted & set(NEEDS):
             extractor = find_extractor(
                 protocol.extractor, protocol.weights, choose_device(asked.device or state.device)
             )
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
-            features = Features(extractor, protocol, wanted, hash_of(content), asked, state)
-        return {subject.name: _Judge(subject, asked, protocol, state, features, content).run() for subject in subjects}
-
-
-class Features:
-    """What an extractor sees in images, for the scores `wanted`. content: a hash of what decides them."""
-
-    def __init__(self, extractor, protocol, wanted, content, asked, state):
-        self.extractor, self.protocol, self.wanted, self.content = extractor, protocol, wanted, content
-        progress = asked.progress and state.is_main_process
-        self.how = {"batch_size": asked.batch_size, "state": state, "progress": progress}
-
-    def of(self, images, cache, what):
-        """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
-        found = extract_features(images, self.extractor, cache, what=what, **self.how)
-        for name in () if found is None else sorted(self.wanted & set(NEEDS)):
-            if NEEDS[name] not in found:
-                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
-        return found
-
-    @functools.cached_property
-    def reference(self):
-        """(features `[R, D]`, part -> `Moments`) of the reference, as far as the scores need them.
-
-        The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
-        """
-        path, moments = Path(self.protocol.reference), {}
-        if path.is_dir():
-            images = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
-        else:
-            with one_sentence(f"reference: {str(path)!r} is no .npz file that can be read"):
-                images, moments = self._read_npz(path)
-        if images is not None and not len(images):
-            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
-        place = Path(self.protocol.samples) / f"reference-{self.content}"
-        found = (None if images is None else self.of(images, place, "reference")) or {}
-        moments |= {part: Moments.of(found[part]) for part in MOMENTS if part in found and part not in moments}
-        return found.get("features"), moments
-
-    def _read_npz(self, path):
-        """(its images, None where they are not needed, part -> `Moments`)."""
-        with numpy.load(path, allow_pickle=False) as file:
-            moments = {
-                part: Moments(*(torch.from_numpy(file[name]) for name in names))
-                for part, names in MOMENTS.items()
-                if self.extractor.genuine and set(names) <= set(file.files)
-            }
-            lacking = {name for name in self.wanted & {"FID", "sFID"} if NEEDS[name] not in moments}
-            if not lacking | (self.wanted & {"precision", "recall"}):
-                return None, moments
-            return file["arr_0"] if "arr_0" in file.files else (), moments
+        return {one.name: _Judge(one, asked, protocol, state, extractor, content).run() for one in subjects}
 
 
 class _Judge(PipelineJudge):
-    """One model, one protocol. features: None where no score needs them. content: what decides the scores."""
+    """One model, one protocol. extractor: None where no score needs features. content: what decides the scores."""
 
-    def __init__(self, subject, asked, protocol, state, features, content):
+    def __init__(self, subject, asked, protocol, state, extractor, content):
         super().__init__(subject, asked, protocol, state)
-        self.features = features
+        self.extractor, self.content = extractor, content
         self.count = min(protocol.images, asked.limit or protocol.images)
         self.hash = hash_of([VERSION, self.count, content])
 
     def run(self):
         """The scores asked for; what is known is not run again."""
-        wanted, task = list(self.asked.recipe.tasks), self.protocol.name
+        wanted, task = self.asked.recipe.tasks, self.protocol.name
         labels = {name: self.label(name) for name in wanted if name != "GenEval"}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
@@ -199,7 +148,40 @@ class _Judge(PipelineJudge):
 
     def label(self, name):
         """A score's name in tables, which says whose features it is of."""
-        return self.features.extractor.label(name) if name in NEEDS else name
+        return self.extractor.label(name) if name in NEEDS else name
+
+    def _features(self, images, cache, what):
+        """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
+        how = {"batch_size": self.asked.batch_size, "state": self.state, "progress": self.progress, "what": what}
+        found = extract_features(images, self.extractor, cache, **how)
+        for name in () if found is None else [name for name in NEEDS if name in self.asked.recipe.tasks]:
+            if NEEDS[name] not in found:
+                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
+        return found
+
+    def _reference(self, missing):
+        """(features `[R, D]`, part -> `Moments`) of the reference, as far as the scores `missing` need them.
+
+        The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
+        """
+        path, moments = Path(self.protocol.reference), {}
+        if path.is_dir():
+            images = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
+        else:
+            about = f"reference: {str(path)!r} is no .npz file that can be read"
+            with one_sentence(about), numpy.load(path, allow_pickle=False) as file:
+                stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
+                for part, names in stored.items() if self.extractor.genuine else ():
+                    moments[part] = Moments(*(torch.from_numpy(file[name]) for name in names))
+                distances = {NEEDS[name] for name in missing & {"FID", "sFID"}}
+                if distances <= set(moments) and not missing & {"precision", "recall"}:
+                    return None, moments
+                images = file["arr_0"] if "arr_0" in file.files else ()
+        if not len(images):
+            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
+        cache = Path(self.protocol.samples) / f"reference-{hash_of(self.content)}"
+        found = self._features(images, cache, "reference") or {}
+        return found.get("features"), {part: Moments.of(found[part]) for part in MOMENTS if part in found} | moments
 
     def _plan(self):
         """One `Sample` per image; labels are drawn independently and uniformly, as in ADM's and DiT's protocols."""
@@ -223,33 +205,32 @@ class _Judge(PipelineJudge):
     def _score(self, missing):
         started, plan, name = time.perf_counter(), self._plan(), self.subject.name
         folder = self.folder / f"{self.protocol.name}-{self.count}"
-        if missing & set(NEEDS) - {"IS"}:
-            _ = self.features.reference  # before the images, so that what is wrong with it is said early
+        reference = None
+        if missing & set(NEEDS) - {"IS"}:  # before the images, so that what is wrong with it is said early
+            reference = self._reference(missing)
         if self.state.is_main_process:
             logger.info("%s: %d images in %s", name, len(plan), folder)
         self._make(folder, plan, "images")
         paths, found = [folder / sample.name for sample in plan], None
         if missing & set(NEEDS):
-            found = self.features.of(paths, folder / f"features-{self.hash}", f"{name}: features")
+            found = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
         if self.state.is_main_process:
-            scores = self._feature_scores(missing, found)
+            scores = self._feature_scores(missing, found, reference)
             if "CLIP score" in missing:
                 scores["CLIP score"] = self._clip(plan, paths)
             self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
-    def _feature_scores(self, missing, found):
+    def _feature_scores(self, missing, found, reference):
         """name in tables -> (value, standard error, higher is better, samples). found: features of the images by name."""
         scores, count = {}, self.count
-        if missing & set(NEEDS) - {"IS"}:
-            reference, moments = self.features.reference
         for name in missing & {"FID", "sFID"}:
             part = NEEDS[name]
-            scores[name] = frechet_distance(Moments.of(found[part]), moments[part]), None, False, count
+            scores[name] = frechet_distance(Moments.of(found[part]), reference[1][part]), None, False, count
         if "IS" in missing:
             scores["IS"] = *inception_score(found["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
-            pair = precision_recall(found["features"], reference, self.protocol.neighbors)
-            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference)), strict=True):
+            pair = precision_recall(found["features"], reference[0], self.protocol.neighbors)
+            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference[0])), strict=True):
                 scores[name] = value, share_error(value, size), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
 

@@ -32,11 +32,6 @@ def joined_processes():
     state.wait_for_everyone()
 
 
-def share(items, state):
-    """Every n-th of `items`, so that the shares of all processes are all of them."""
-    return items[state.process_index :: state.num_processes]
-
-
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One file to make. name: of the file in the folder. condition: class label (int), prompt (str) or None. seed: int."""
@@ -51,7 +46,7 @@ class PipelineJudge:
 
     def __init__(self, subject, asked, protocol, state):
         self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
-        self.seed = asked.seed or 0
+        self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or asked.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
@@ -71,21 +66,22 @@ class PipelineJudge:
         the pipeline. save: (one of its images or frames, path) -> writes a file there. what: a word for the bar. ValueError:
         the folder holds samples of something else, or the pipeline does not take the plan's conditions.
         """
-        pipeline, state, main = self.pipeline, self.state, self.state.is_main_process
+        pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
             name = type(pipeline).__name__
             raise ValueError(f"model {name} takes no {argument}; expected a pipeline for this recipe")
-        if main:
+        if state.is_main_process:
             about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
             claim_folder(folder, {**about, **identity})
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        mine = [batch for batch in share(batches, state) if not all((folder / one.name).is_file() for one in batch)]
+        mine = batches[state.process_index :: state.num_processes]
+        mine = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
         bars = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            for batch in tqdm(mine, desc=what, unit="batch", disable=not (self.asked.progress and main)):
+            for batch in tqdm(mine, desc=what, unit="batch", disable=not self.progress):
                 torch.manual_seed(batch[0].seed)
                 given = {} if argument is None else {argument: [sample.condition for sample in batch]}
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
