@@ -6,7 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
-from ..plots import COLORS, STYLE, pyplot, save_figure
+from ..plots import COLORS, drawing, require_matplotlib
 from .records import ARROWS, paper_values
 from .speed import TASK as SPEED
 
@@ -24,14 +24,10 @@ def plot_scores(path, models, columns=None):
     if not points and not curves:
         raise ValueError("plot: no score is there to draw; expected at least one")
     colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        panels = [(_draw_points, *panel) for panel in points.items()] + [
-            (_draw_curves, *panel) for panel in curves.items()
-        ]
-        across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
-        figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    panels = [(_draw_points, *panel) for panel in points.items()] + [(_draw_curves, *panel) for panel in curves.items()]
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
+    with drawing(path, down, across, figsize=size) as (_, grid):
         for cell, panel in itertools.zip_longest(grid.flat, panels):
             if panel is None:
                 cell.set_visible(False)
@@ -39,13 +35,12 @@ def plot_scores(path, models, columns=None):
                 draw, title, values = panel
                 draw(cell, title, values, colors)
                 cell.set_title(title, fontsize=9.5)
-        save_figure(figure, path)
     return Path(path)
 
 
 def check_plot(path):
     """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
-    pyplot()
+    require_matplotlib()
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 

@@ -6,10 +6,10 @@ Run: pytest tests/evaluation/test_figures.py
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from small_scores import make_result
 
-from mhla_hf.evaluation import figures
 from mhla_hf.evaluation.figures import check_plot, plot_scores
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import Comparison, read_score_recipe
@@ -31,9 +31,11 @@ JUDGE = ["precision (judge)", "IS (judge)"], ["imagenet_256\nprecision (judge) â
 
 
 @pytest.mark.parametrize(("metrics", "titles"), [FID, JUDGE])
-def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed_by_length(monkeypatch, metrics, titles):
+def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed_by_length(
+    tmp_path, monkeypatch, metrics, titles
+):
     drawn = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.extend(figure.axes))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch() or drawn.extend(figure.axes))
     models = {}
     for name, rate in (("teacher", 2.0), ("mhla", 1.0)):
         speed = {"task": "speed", "higher_is_better": False}
@@ -41,7 +43,7 @@ def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed_by_leng
         for length in (1024, 256, 512):
             values = {"metric": f"forward_ms_{length}", "value": rate * length}
             models[name].append(make_result(**{**speed, **values}))
-    plot_scores("any.png", models, read_score_recipe("table_9_class_to_image").columns)
+    plot_scores(tmp_path / "any.png", models, read_score_recipe("table_9_class_to_image").columns)
     drawn = [axes for axes in drawn if axes.get_visible()]
     assert [axes.get_title("left") for axes in drawn] == [*titles, "speed\nforward_ms, by length â†“"]
     curves = {curve.get_label(): curve.lines[0].get_xydata().tolist() for curve in drawn[-1].containers}
