@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import math
-import subprocess
 import time
 from pathlib import Path
 
@@ -39,7 +38,15 @@ from .image_scores import (
     share_error,
 )
 from .records import Results, hash_of
-from .sampling import PipelineJudge, Sample, joined_processes, read_json_lines, read_prompts, seed_of_sample
+from .sampling import (
+    PipelineJudge,
+    Sample,
+    joined_processes,
+    read_json_lines,
+    read_prompts,
+    run_program,
+    seed_of_sample,
+)
 from .subjects import VERSION, find_subjects
 
 logger = logging.getLogger("mhla_hf")
@@ -292,11 +299,7 @@ def _run_geneval(protocol, folder):
     out = folder.with_name(f"{folder.name}-results.jsonl")
     command = [protocol.geneval_python, protocol.geneval_script, folder, "--outfile", out]
     command += ["--model-path", protocol.geneval_detector] if protocol.geneval_detector else []
-    command = list(map(str, command))
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not out.is_file():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"GenEval's script failed ({last}): {' '.join(command)}")
+    run_program(command, f"GenEval's script {str(protocol.geneval_script)!r} failed")
     return read_json_lines(out, "tag")
 
 

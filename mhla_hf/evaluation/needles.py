@@ -36,25 +36,12 @@ def score_answer(doc, results):
     return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 
 
-KINDS = {  # in the name of the task -> its metric, and its part of lm-eval's settings
-    "recall": (
-        "acc",
-        {
-            "output_type": "multiple_choice",
-            "doc_to_choice": "choices",
-            "doc_to_target": "answer",
-            "process_results": score_choice,
-        },
-    ),
-    "generation": (
-        "exact_match",
-        {
-            "output_type": "generate_until",
-            "doc_to_target": "target",
-            "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
-            "process_results": score_answer,
-        },
-    ),
+CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+ANSWER = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
+WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": ANSWER}
+KINDS = {  # in the name of the task -> its metric, how an answer is scored, and lm-eval's settings
+    "recall": ("acc", score_choice, CHOICE),
+    "generation": ("exact_match", score_answer, WRITING),
 }
 
 
@@ -75,7 +62,7 @@ def make_needles(patterns, tokenizer, *, lengths, depths=(0, 25, 50, 75, 100), i
 
 
 def _task(name, kind, rows):
-    metric, own = KINDS[kind]
+    metric, scored, own = KINDS[kind]
     metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
     return ConfigurableTask(
         config={
@@ -84,6 +71,7 @@ def _task(name, kind, rows):
             "test_split": "test",
             "num_fewshot": 0,
             "doc_to_text": "context",
+            "process_results": scored,
             "target_delimiter": "",
             "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
             "metadata": {"version": 1.0},

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import subprocess
 from pathlib import Path
 
 import torch
@@ -94,6 +95,14 @@ class PipelineJudge:
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bars})
         state.wait_for_everyone()
+
+
+def run_program(command, about, **options):
+    """stdout of another program; ValueError, which begins with `about`, with the last line of its complaint."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    if done.returncode:
+        raise ValueError(f"{about}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return done.stdout
 
 
 def claim_folder(folder, identity):

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..checkpoints.files import folder_aside, write_json
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results, finite, hash_of
-from .sampling import PipelineJudge, Sample, joined_processes, seed_of_sample
+from .sampling import PipelineJudge, Sample, joined_processes, run_program, seed_of_sample
 from .subjects import find_subjects
 
 logger = logging.getLogger("mhla_hf")
@@ -132,28 +131,17 @@ class Bench:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"python {self.python!r}: vbench failed: {last}")
-        return done.stdout
+            return run_program(command, f"python {self.python!r}: vbench failed", env=environment, cwd=place)
 
     def judge(self, dimension, entries, videos, out, device):
         """(average, values of the videos) of a dimension. videos: folder that holds those of `entries` and nothing else."""
         with folder_aside(Path(out).resolve() / dimension, replace=True) as aside:
             write_json(aside / "info.json", entries)
             self._run(JUDGE, videos, aside / "info.json", aside, dimension, device)
-        return read_vbench(Path(out) / dimension / f"{dimension}_eval_results.json", dimension)
-
-
-def read_vbench(path, dimension):
-    """(average, values of the videos) of a dimension from vbench's JSON; ValueError when it is not there."""
-    with one_sentence(f"{path} is not what vbench writes for {dimension}"):
-        average, videos = json.loads(Path(path).read_text(encoding="utf-8"))[dimension]
-        values = [video["video_results"] for video in videos]
-    if finite(average) is None:
-        raise ValueError(f"{path}: the average of {dimension} is {average!r}; expected a number")
-    return average, values
+        path = Path(out) / dimension / f"{dimension}_eval_results.json"
+        with one_sentence(f"{path} is not what vbench writes for {dimension}"):
+            average, found = json.loads(path.read_text(encoding="utf-8"))[dimension]
+            return float(average), [video["video_results"] for video in found]
 
 
 class _Judge(PipelineJudge):
@@ -216,7 +204,7 @@ class _Judge(PipelineJudge):
             average, values = self.bench.judge(dimension, entries, place, self.folder / "vbench-results", self.device)
         if len(values) < len(names):
             raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
-        scores = {dimension: (float(average), _spread(average, values), True, len(values))}
+        scores = {dimension: (average, _spread(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self):

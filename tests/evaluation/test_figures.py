@@ -1,7 +1,4 @@
-"""The picture of a comparison: a panel per score, curves by depth, nothing left out in silence.
-
-Run: pytest tests/evaluation/test_figures.py
-"""
+"""The picture of a comparison: a panel per score, curves by depth, nothing left out in silence."""
 
 import sys
 

@@ -3,8 +3,6 @@
 Inception has random weights: the published ones cannot be fetched where tests run offline. torchvision's build must fit
 torch's, which the pinned CPU build cannot promise; torch-fidelity needs it for other networks only, so a stand-in takes its
 place. `make test` puts torch-fidelity into a folder of its own, without what it needs.
-
-Run: pytest tests/evaluation/test_image_scores.py
 """
 
 import importlib.machinery

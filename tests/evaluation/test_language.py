@@ -1,7 +1,4 @@
-"""evaluate(): the numbers of lm-eval itself, once each, with standard errors.
-
-Run: pytest tests/evaluation/test_language.py
-"""
+"""evaluate(): the numbers of lm-eval itself, once each, with standard errors."""
 
 import json
 import math

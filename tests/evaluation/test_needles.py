@@ -1,7 +1,4 @@
-"""Needles in a haystack: as long as asked, to be answered from the text alone, the same each time.
-
-Run: pytest tests/evaluation/test_needles.py
-"""
+"""Needles in a haystack: as long as asked, to be answered from the text alone, the same each time."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""Records of scores: written whole, read back as they were, merged by what they measure, shown side by side.
-
-Run: pytest tests/evaluation/test_records.py
-"""
+"""Records of scores: written whole, read back as they were, merged by what they measure, shown side by side."""
 
 import dataclasses
 import json

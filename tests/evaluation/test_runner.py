@@ -1,7 +1,7 @@
 """evaluate(): what is wrong is said before anything runs; the recipes' tasks are lm-eval's own, in the paper's columns.
 
 Of the built-in tasks only the data are ours: each task's YAML is included, so prompts, choices, scoring and metrics are
-those of the installed lm-eval. Run: pytest tests/evaluation/test_runner.py
+those of the installed lm-eval.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them.
-
-Run: pytest tests/evaluation/test_speed.py
-"""
+"""Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them."""
 
 import re
 
