@@ -98,13 +98,10 @@ class Requested:
         return found | {name: (everything, most) for name, group in groups if group.has_aggregation}
 
     def known(self, subject, window):
-        """Whether exactly what is asked for is kept under every name. window: () -> tokens."""
-        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype)
-        there = {
-            (r.task, r.task_hash, r.shots)
-            for r in subject.kept
-            if (r.limit, r.seed, r.dtype) == how and r.window == window()
-        }
+        """Whether exactly what is asked for is kept under every name. window: tokens that the model will see."""
+        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype, window)
+        kept = [r for r in subject.kept if (r.limit, r.seed, r.dtype, r.window) == how]
+        there = {(r.task, r.task_hash, r.shots) for r in kept}
         return there >= {(name, *what) for name, what in self.scored.items()}
 
 
@@ -120,7 +117,7 @@ def judge_language_models(models, asked):
     shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
     for subject in subjects:
-        window = functools.cache(functools.partial(_window, subject, asked))
+        window = _window(subject, asked) if subject.kept else None
         missing = [item for item in requested if asked.force or not item.known(subject, window)]
         if missing:
             _judge(subject, missing, asked, max(protocol.lengths, default=0))

@@ -91,7 +91,6 @@ def test_a_name_is_earned():
     ("call", "says"),
     [
         (lambda: Extractor("judge", flat, ""), "extractor 'judge': version is ''; expected a text that changes when"),
-        (lambda: Extractor("a|b", flat, "1"), "name is 'a|b'"),
         (lambda: find_extractor("digits"), "expected 'inception', 'module:function'"),
         (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
         (lambda: inception_score(torch.zeros(15, 3), splits=10), "15 are too few for 10 splits"),
