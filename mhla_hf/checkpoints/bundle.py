@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..models.families import DIFFUSION, LANGUAGE, VISION
+from ..models.families import DIFFUSION, VISION
 from .files import write_text
 
 FILE_NAME = "modeling_mhla.py"
@@ -27,8 +27,8 @@ FORMAT = 1
 PLACEHOLDER = "package"
 ROOMS = ("ops", "nn", "models")  # what ships
 COMMON = ("torch", "numpy", "safetensors", "huggingface_hub")  # what every user of either library has
-ENTRIES = {f"models.{name}": ("transformers",) for name in ("language", "vision", "converted_local")}
-ENTRIES |= {family.entry: ("transformers",) for family in (*LANGUAGE, *VISION)}
+LANGUAGE_ENTRIES = ("models.language", "models.converted_local", "models.converted_dense")
+ENTRIES = dict.fromkeys((*LANGUAGE_ENTRIES, "models.vision", *(each.entry for each in VISION)), ("transformers",))
 ENTRIES |= {family.entry: ("diffusers",) for family in DIFFUSION}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
