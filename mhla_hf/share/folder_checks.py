@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.checksums import NOTED, SUMS_FILE, without_origin
 from ..checkpoints.clean_process import check_visit
+from ..checkpoints.fingerprint import PIPELINE
 from ..checkpoints.load import check_shards
-from ..checkpoints.save import CARD_FILE, INDEX, RECORDS, VOCABULARIES, saved_files
+from ..checkpoints.save import CARD_FILE, RECORDS, VOCABULARIES, saved_files
 from .card import check_card, folder_card
 from .facts import PERSON_FILE, not_measured, read_model, read_person, read_records
 from .leaks import check_leaks, cut_record, strings
@@ -131,7 +132,7 @@ def _check_format(place: Path, path: str) -> None:
 def _check_references(place: Path, path: str, content) -> None:
     """Names in a JSON file that point to code, files or libraries lead to something in the folder."""
     file = place / path
-    for name, value in content.items() if path == INDEX else ():
+    for name, value in content.items() if path == PIPELINE else ():
         library = value[0] if not name.startswith("_") and isinstance(value, list) and len(value) == 2 else None
         if library not in (None, "diffusers", "transformers") and not (place / name / f"{library}.py").is_file():
             raise ValueError(f"{path}: {name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
