@@ -81,8 +81,7 @@ def list_files(folder: Path) -> list[str]:
 
 def _list_left(folder: Path, shared: set[str], below: str = ""):
     """What is not shared, a folder of which nothing is by its own name."""
-    for entry in sorted((folder / below).iterdir()):
-        path = f"{below}{entry.name}"
+    for path in sorted(f"{below}{entry.name}" for entry in (folder / below).iterdir()):
         if any(name.startswith(f"{path}/") for name in shared):
             yield from _list_left(folder, shared, f"{path}/")
         elif path not in shared:
@@ -106,7 +105,12 @@ def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None,
         if not path.endswith(".py"):  # that is this package's
             check_leaks(path, (place / path).read_bytes())
     if kind == "language" and config["model_type"] != "mhla" and not draft:
-        _check_measured(place)
+        absent = not_measured(read_records(place) if PERSON_FILE in paths else [])
+        if absent:
+            raise ValueError(
+                f"{place}: the card of a converted language model has no result for {' and '.join(absent)}: evaluate it"
+                " and write the card again, or push it as a draft"
+            )
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
 
 
@@ -189,13 +193,3 @@ def _check_card(place: Path, card: str | None, repo_id: str | None) -> None:
         name = read_person(place)[0].name
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
-
-
-def _check_measured(place: Path) -> None:
-    """A converted language model says how well it recalls and how well it writes."""
-    records = read_records(place) if (place / PERSON_FILE).is_file() else []
-    if absent := not_measured(records):
-        raise ValueError(
-            f"{place}: the card of a converted language model has no result for {' and '.join(absent)}: evaluate it and"
-            " write the card again, or push it as a draft"
-        )

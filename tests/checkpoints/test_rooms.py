@@ -16,7 +16,7 @@ from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, make_source, 
 PACKAGE = Path(bundle.__file__).resolve().parent.parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for room in bundle.ROOMS
+    for room in ("ops", "nn", "models")
     for path in (PACKAGE / room).rglob("*.py")
     if path.name != "__init__.py"
 )
