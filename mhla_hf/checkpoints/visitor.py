@@ -52,7 +52,7 @@ def language(folder):
 
 
 def diffusion(folder):
-    """A model of diffusers or a pipeline, and what is wrong with the weights of its MHLA models, by the names in the files."""
+    """A model of diffusers or a pipeline, and what is wrong with its MHLA weights, by the names in the files."""
     import diffusers
 
     auto = diffusers.AutoModel if asked["kind"] == "model" else diffusers.DiffusionPipeline

@@ -132,7 +132,9 @@ def render_card(facts: Facts) -> str:
     )
     teacher = {TEACHER: facts.compared[TEACHER]} if TEACHER in facts.compared else {}
     columns = {**teacher, OWN: facts.records, **facts.compared}
-    parts = {part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS}
+    parts = {
+        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS
+    }
     text = ModelCard.from_template(
         front,
         template_str=TEMPLATE.read_text(encoding="utf-8"),

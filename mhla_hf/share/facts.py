@@ -120,7 +120,9 @@ def read_model(folder) -> tuple[str, str, dict]:
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
     if not (autos := [auto for auto in KINDS if auto in (config.get("auto_map") or {})]):
-        raise ValueError(f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed")
+        raise ValueError(
+            f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
+        )
     return KINDS[autos[0]][0], _class_name(config), config
 
 
