@@ -156,11 +156,10 @@ def is_classifier_name(name, revision=None) -> bool:
 
 @contextlib.contextmanager
 def checked_files(source, revision=None, index="config.json"):
-    """While the files of a model are loaded: gives the options of `from_pretrained` that take them all from one commit.
+    """While a model is loaded: gives the options of `from_pretrained` that take all its files from one commit.
 
     source: as `check_model_name` gives it. revision: of a Hub model. index: a file that every such model has. ValueError,
-    OSError: files are other than SHA256SUMS says (a folder's are compared before, a download's afterwards), or shards lie
-    outside the folder.
+    OSError: files are other than SHA256SUMS says (a download's are compared afterwards), or shards lie outside the folder.
     """
     if not isinstance(source, Path):
         folder = Path(cached_file(source, index, revision=revision)).parent
@@ -199,12 +198,11 @@ def check_shards(index):
 
     transformers would follow such a name out of a folder; from the Hub it refuses to.
     """
-    index = Path(index)
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
     for shard in shards.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
+        if not isinstance(shard, str) or Path(shard).name != shard or not Path(index).with_name(shard).is_file():
             raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
     return shards
 
@@ -286,7 +284,7 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
 def missing_in_transformers(place, files):
     """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
 
-    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
+    place, files: see `checked_files`. Where accelerate is installed no weight is read.
     """
     index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
     nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}

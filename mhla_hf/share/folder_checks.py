@@ -104,10 +104,10 @@ def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None,
     for path in {*texts, CARD_FILE}:
         if not path.endswith(".py"):  # that is this package's
             check_leaks(path, (place / path).read_bytes())
-    if kind == "language" and config["model_type"] != "mhla" and not draft:
-        if absent := not_measured(read_records(place) if PERSON_FILE in paths else []):
-            lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
-            raise ValueError(f"{place}: {lacks}: evaluate it and write the card again, or push it as a draft")
+    judged = kind == "language" and config["model_type"] != "mhla" and not draft
+    if judged and (absent := not_measured(read_records(place) if PERSON_FILE in paths else [])):
+        lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
+        raise ValueError(f"{place}: {lacks}: evaluate it and write the card again, or push it as a draft")
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
 
 
