@@ -13,10 +13,11 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from mhla_hf.checkpoints import bundle
 from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, make_source, write_bundle
 
+ROOMS = ("ops", "nn", "models")
 PACKAGE = Path(bundle.__file__).resolve().parent.parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for room in ("ops", "nn", "models")
+    for room in ROOMS
     for path in (PACKAGE / room).rglob("*.py")
     if path.name != "__init__.py"
 )
@@ -27,9 +28,14 @@ def bundles():
     return {entry: build_bundle(entry) for entry in bundle.ENTRIES}
 
 
-def test_ops_know_torch_and_triton_only():
-    for path in (PACKAGE / "ops").rglob("*.py"):
-        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+def test_shipped_rooms_import_at_the_top_and_ops_know_torch_and_triton_only():
+    for path in (path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+        outer = {node for each in tree.body for node in (each.body if isinstance(each, ast.Try) else [each])}
+        assert set(nodes) <= outer, f"{path.name} imports inside a function or under a condition"
+        if not path.is_relative_to(PACKAGE / "ops"):
+            continue
         names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
         libraries = {name.split(".")[0] for name in names} - {"torch", "triton"}
