@@ -9,6 +9,7 @@ and no padding exists, so every token carries a loss unless the data's own `labe
 
 import copy
 import hashlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ DOCUMENTS_AT_ONCE = 32
 
 
 def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
-    """Open what a user calls data.
+    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`.
 
     Args:
         data: a text file; a folder of text files (.txt, .md, .rst, .text, also in sub-folders), a `datasets` table on
@@ -33,11 +34,7 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
             themselves, an integer tensor `[N]`.
         tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
             end-of-sequence token follows every document.
-        text_field: the column of a dataset that holds the text.
-        vocab_size: token ids must be below it; None: unchecked.
-
-    Returns:
-        `TokenRing` or `TokenStream`. Both have `reader(length, seed, stage, state)` and `describe()`.
+        text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
 
     Raises:
         ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
@@ -54,7 +51,8 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
             files = _files(path)
             builder = TABLE_ENDINGS.get(files[0].suffix.lower())
             if builder is None:
-                return TokenRing(_encode(tokenizer, _texts(files, name), name), vocab_size, name)
+                texts = [text for file in files if (text := read_text_file(file)).strip()]
+                return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
             dataset = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
             identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
         return TokenStream(dataset, tokenizer, text_field, vocab_size, name, identity)
@@ -95,14 +93,12 @@ class _RingReader(Reader):
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        per_epoch = len(self.tokens) // self.length
-        starts = []
+        per_epoch, starts = len(self.tokens) // self.length, []
         for sample in range(self.next, self.next + count):
             epoch, place = divmod(sample, per_epoch)
             if epoch != self.epoch:
-                random = numpy.random.default_rng((*self.key, epoch))
+                random, self.epoch = numpy.random.default_rng((*self.key, epoch)), epoch
                 self.offset, self.order = int(random.integers(len(self.tokens))), random.permutation(per_epoch)
-                self.epoch = epoch
             starts.append(self.offset + int(self.order[place]) * self.length)
         self.next += count
         index = (torch.tensor(starts)[:, None] + torch.arange(self.length)) % len(self.tokens)
@@ -148,13 +144,11 @@ class _StreamReader(Reader):
     """The windows of a stream. start: where the present window begins; end: where the next one does."""
 
     def __init__(self, stream, length, key, state):
-        state = {"number": 0, "next": 0} | (
-            state or {"start": {"epoch": 0, "seen": 0, "place": None, "rest": [[], []]}}
-        )
+        state = {"number": 0, "next": 0, "start": {"epoch": 0, "place": None, "rest": [[], []]}} | (state or {})
         super().__init__(key, state)
         self.stream, self.length, self.number, self.start = stream, length, state["number"], state["start"]
+        self.thread = ThreadPoolExecutor(max_workers=1)
         self._go_to(self.start["epoch"], self.start["place"])
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mhla_hf-data")
         self._show(*self._read(self.start))
 
     def take(self, count):
@@ -190,31 +184,25 @@ class _StreamReader(Reader):
 
     def _read(self, start):
         """One window from `start`, where `self.rows` stands: ids and labels `[2, WINDOW, length]`, and where it ends."""
-        epoch, seen, wanted = start["epoch"], start["seen"], WINDOW * self.length
+        epoch, wanted = start["epoch"], WINDOW * self.length
         ids, labels = map(list, start["rest"])
         while len(ids) < wanted:
-            rows = self._next_rows()
+            try:
+                rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"data: {self.stream.name!r} cannot be read ({one_line(error)})") from error
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
                 ids += new_ids
                 labels += new_labels
-                seen += len(new_ids)
             if len(rows) < DOCUMENTS_AT_ONCE:
-                _check_length(seen, self.length, self.stream.name)
-                epoch, seen = epoch + 1, 0
+                if start["place"] is None:
+                    _check_length(len(ids), self.length, self.stream.name)
+                epoch += 1
                 self._go_to(epoch)
         place = copy.deepcopy(self.stream.dataset.state_dict())
-        end = {"epoch": epoch, "seen": seen, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
+        end = {"epoch": epoch, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
         return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, WINDOW, self.length), end
-
-    def _next_rows(self):
-        rows = []
-        try:
-            while len(rows) < DOCUMENTS_AT_ONCE and (row := next(self.rows, None)) is not None:
-                rows.append(row)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"data: {self.stream.name!r} cannot be read ({_one_line(error)})") from error
-        return rows
 
 
 def _files(path):
@@ -222,27 +210,18 @@ def _files(path):
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    for endings in (TEXT_ENDINGS, TABLE_ENDINGS):
+    for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
-            return [file for file in chosen if endings is TEXT_ENDINGS or file.suffix == chosen[0].suffix]
+            return chosen
     endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
     raise ValueError(f"data: the folder {str(path)!r} holds no text; expected files ending in {endings}")
 
 
-def _texts(files, name):
-    texts = [text for file in files if (text := read_text_file(file)).strip()]
-    if not texts:
-        raise ValueError(f"data: {name!r} holds no text")
-    return texts
-
-
 def place_of(data, what="data"):
-    """`data` as a path. ValueError for no text at all, which would be the working folder, and for a link to nothing."""
-    path = Path(data).expanduser()
-    if not str(data).strip() or (path.is_symlink() and not path.exists()):
-        found = "a link to nothing" if str(data).strip() else "no name"
-        raise ValueError(f"{what}: {str(data)!r} is {found}; expected a file, a folder or a dataset")
-    return path
+    """`data` as a path. ValueError for no text at all (an empty shell variable), which would be the working folder."""
+    if not str(data).strip():
+        raise ValueError(f"{what}: got {str(data)!r}; expected a file, a folder or a dataset")
+    return Path(data).expanduser()
 
 
 def read_text_file(file, what="data"):
@@ -251,8 +230,6 @@ def read_text_file(file, what="data"):
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: {str(file)!r} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ValueError(f"{what}: {str(file)!r} cannot be read ({error.strerror})") from None
     if "\0" in text:
         raise ValueError(f"{what}: {str(file)!r} is no text: character {text.index(chr(0))} is NUL")
     return text
@@ -263,15 +240,12 @@ def load_split(label, *arguments, split="train", **options):
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"data: {label!r} is read with datasets, which is missing: pip install 'mhla_hf[train]'"
-        ) from error
+        raise ImportError(f"data: {label!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
     try:
         return datasets.load_dataset(*arguments, split=split, **options)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data: {label!r} is neither a file or folder here nor a dataset that can be reached ({_one_line(error)})"
-        ) from error
+        known = "neither a file or folder here nor a dataset that can be reached"
+        raise ValueError(f"data: {label!r} is {known} ({one_line(error)})") from error
 
 
 def hub_id(name):
@@ -300,10 +274,8 @@ def _encode(tokenizer, texts, name):
 def _check_ids(tokens, vocab_size, name):
     low, high = int(tokens.min()), int(tokens.max())
     if vocab_size is not None and (low < 0 or high >= vocab_size):
-        raise ValueError(
-            f"data: {name!r} gives token {low if low < 0 else high}; the model knows tokens 0 to {vocab_size - 1}, "
-            "so this is not its tokenizer"
-        )
+        wrong = low if low < 0 else high
+        raise ValueError(f"data: {name!r} gives token {wrong}; the model knows tokens 0 to {vocab_size - 1}")
 
 
 def _check_length(tokens, length, name):
@@ -311,5 +283,6 @@ def _check_length(tokens, length, name):
         raise ValueError(f"data: {name!r} holds {tokens} tokens, which is shorter than one sequence (seq_len {length})")
 
 
-def _one_line(error):
+def one_line(error):
+    """What an error of another library says, without its line breaks."""
     return " ".join(str(error).split())[:300]

@@ -58,9 +58,7 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.kept = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(
-                f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one of them"
-            )
+            raise ValueError(f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one")
 
     @property
     def flow(self):
@@ -106,9 +104,8 @@ def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guid
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
-    extra = {}
-    if "generator" in inspect.signature(scheduler.step).parameters:
-        extra["generator"] = generators
+    noisy = "generator" in inspect.signature(scheduler.step).parameters
+    extra = {"generator": generators} if noisy else {}
     latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     for time in scheduler.timesteps:
         seen = scheduler.scale_model_input(latents, time) if hasattr(scheduler, "scale_model_input") else latents
@@ -141,8 +138,7 @@ class DiffusionStep(Objective):
         if self.stage.loss == "transfer":
             loss = self._transfer(noisy, times, batch) * row_share
             return loss, {"loss": loss.detach()}
-        logs, said = {}, predict(self.student, noisy, times, batch)
-        loss = 0.0
+        loss, logs, said = 0.0, {}, predict(self.student, noisy, times, batch)
         if self.stage.loss == "prediction":
             with torch.no_grad():
                 wanted = predict(self.teacher, noisy, times, batch)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 
 import torch
 
@@ -18,6 +19,7 @@ from .latents import Classes, LatentReader, Texts, TrajectoryReader, open_latent
 from .tasks import Task
 from .trainable import mhla_attentions
 
+SIDES = ("frames", "rows", "columns")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 TRAINED = tuple(family.base for family in DIFFUSION if family.conditions)
 
@@ -50,11 +52,8 @@ class DiffusionTask(Task):
         if self.pipeline is None:
             raise ValueError("teacher: neither student nor teacher is a pipeline; expected one, for its scheduler")
         if self.pipeline.components.get("transformer_2") is not None:
-            raise ValueError(
-                "student: the pipeline has two transformers, each for its own times; expected a pipeline with one"
-            )
-        own, said = self.student.config.in_channels, self.student.config.out_channels
-        if said is not None and said < own:  # the image comes as further channels
+            raise ValueError("student: the pipeline has two transformers, each for its own times; expected one")
+        if (self.student.config.out_channels or math.inf) < self.student.config.in_channels:  # the image is channels
             raise ValueError("student: is an image-to-video model; expected one from text alone")
         if len(kinds) > 1:
             raise ValueError(f"teacher: student and teacher are a {' and a '.join(sorted(kinds))}; expected one kind")
@@ -112,49 +111,37 @@ class DiffusionTask(Task):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def checkpoint_gradients(self, on):
-        if on:
-            self.student.enable_gradient_checkpointing()
-        else:
-            self.student.disable_gradient_checkpointing()
+        (self.student.enable_gradient_checkpointing if on else self.student.disable_gradient_checkpointing)()
 
     def _check_data(self, stages, prompts, latents):
         """One sentence if what conditions the model, or what a loss needs, is missing."""
         text = "encoder_hidden_states" in self.conditions
         known = () if latents is None else latents.columns
         wanted = ("prompt_embeds", "prompt") if text else ("class_labels", "label")
+        on_data = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
+        encodes = "prompt_embeds" not in known or any(stage.drop_condition for stage in stages)
         if prompts is not None and not text:
             raise ValueError("data: got prompts, and the model knows classes; expected latents, or None")
         if latents is not None and not set(wanted) & set(known):
-            raise ValueError(
-                f"data: {latents.name!r} has no {wanted[0]!r}, which the model needs; it has {', '.join(known) or 'none'}"
-            )
-        if latents is None:
-            if text and prompts is None:
-                raise ValueError(
-                    "data: None was given; expected prompts, a list of texts or a .txt file with one a line"
-                )
-            for stage in stages:
-                if stage.loss == "denoising" or stage.data_weight:
-                    raise ValueError(
-                        f"data: stage {stage.name!r} has a loss on data, and there are no latents; give some"
-                    )
-            if self.teacher is None:
-                raise ValueError("teacher: None was given, and without latents its trajectories are the data")
-        encodes = "prompt_embeds" not in known or any(stage.drop_condition for stage in stages)
+            raise ValueError(f"data: {latents.name!r} has no {wanted[0]!r}, which the model needs")
+        if latents is None and text and prompts is None:
+            raise ValueError("data: None was given; expected prompts, a list of texts or a .txt file with one a line")
+        if latents is None and on_data:
+            raise ValueError(f"data: stage {on_data[0]!r} has a loss on data, and there are no latents; give some")
+        if latents is None and self.teacher is None:
+            raise ValueError("teacher: None was given, and without latents its trajectories are the data")
         if text and encodes and self.pipeline.components.get("text_encoder") is None:
-            raise ValueError(
-                "teacher: the pipeline has no text encoder; expected one, or latents with prompt_embeds and drop_condition 0"
-            )
+            also = "or latents with prompt_embeds and drop_condition 0"
+            raise ValueError(f"teacher: the pipeline has no text encoder; expected one, {also}")
 
     def _shape(self, stage):
         """Channels and sides of the latents of one sample, from the stage's size in pixels or the model's own."""
-        config, axes = self.student.config, len(_patch(self.student))
+        config, axes, pipe = self.student.config, len(_patch(self.student)), self.pipeline
         if stage.size is None and axes == 2 and isinstance(config.get("sample_size"), int):
             return config.in_channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != axes:
-            sides = ", ".join(("frames", "rows", "columns")[-axes:])
+            sides = ", ".join(SIDES[-axes:])
             raise ValueError(f"stage {stage.name!r}: size is {stage.size}; expected [{sides}] in pixels for this model")
-        pipe = self.pipeline
         step = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None)
         if step is None:  # DiT's pipeline says none
             step = 2 ** (len(pipe.vae.config.block_out_channels) - 1)
@@ -167,17 +154,16 @@ class DiffusionTask(Task):
         config, patch = self.student.config, _patch(self.student)
         wrong, own = None, config.get("sample_size")
         if len(shape) != len(patch) + 1 or shape[0] != config.in_channels:
-            sides = ", ".join(("frames", "rows", "columns")[-len(patch) :])
-            wrong = f"; expected [{config.in_channels}, {sides}], of the model's own VAE"
+            wrong = f"[{config.in_channels}, {', '.join(SIDES[-len(patch) :])}], of the model's own VAE"
         elif any(side % step for side, step in zip(shape[1:], patch, strict=True)):
-            wrong = f", which the patches {list(patch)} do not divide"
+            wrong = f"sides that the patches {list(patch)} divide"
         elif family_of(self.student).fixed_size and shape[1:] != (own, own):
-            wrong = f"; expected sides of {own}, the model's sample_size"
+            wrong = f"sides of {own}, the model's sample_size"
         elif latents and stage.size is not None and shape != self._shape(stage):
-            wrong = f", and stage {stage.name!r} has size {stage.size}, latents of {list(self._shape(stage))}"
+            wrong = f"{list(self._shape(stage))}, by the size of stage {stage.name!r}"
         if wrong:
             where = f"latents of {latents.name!r}" if latents else f"size of stage {stage.name!r}"
-            raise ValueError(f"data: the {where} are {list(shape)}{wrong}")
+            raise ValueError(f"data: the {where} are {list(shape)}; expected {wrong}")
 
     @torch.no_grad()
     def _encode(self, texts):

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from .data import head_hash, hub_id, load_split, place_of
+from .data import head_hash, hub_id, load_split, one_line, place_of, read_text_file
 from .denoising import trajectory
 from .tasks import Reader
 
@@ -32,31 +34,29 @@ PROMPT = "prompt"
 class Latents:
     """Latents and what they show, one sample a row.
 
-    count: of samples. row: number -> dict of tensors: `latents` `[C, (F,) h, w]`, and some of COLUMNS or a text `prompt`.
+    rows: number -> dict of `latents` `[C, (F,) h, w]`, and some of COLUMNS or a text `prompt`. identity: JSON-able.
     """
 
-    def __init__(self, count, row, name, identity):
-        self.count, self.row, self.name, self.identity = count, row, name, identity
-        if not count:
+    def __init__(self, rows, name, identity):
+        self.rows, self.name, self.identity = rows, name, identity
+        if not len(rows):
             raise ValueError(f"data: {name!r} holds no samples")
-        first = row(0)
+        first = rows[0]
         if LATENTS not in first:
             raise ValueError(f"data: {name!r} has no {LATENTS!r}; it has {', '.join(first)}")
         self.shape = tuple(torch.as_tensor(first[LATENTS]).shape)
         self.columns = tuple(key for key in (*COLUMNS, PROMPT) if key in first)
 
     def describe(self):
-        return {"kind": LATENTS, "samples": self.count, "shape": list(self.shape), "source": self.identity}
+        return {"kind": LATENTS, "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index):
         """(latents float32, dict of conditions or the prompt) of one sample."""
-        row = self.row(index)
+        row = self.rows[index]
         latents = torch.as_tensor(row[LATENTS]).float()
         if tuple(latents.shape) != self.shape:
-            raise ValueError(
-                f"data: sample {index} of {self.name!r} has latents {list(latents.shape)}, and the first one "
-                f"{list(self.shape)}; expected one size"
-            )
+            shapes = f"{list(latents.shape)}, and the first one {list(self.shape)}"
+            raise ValueError(f"data: sample {index} of {self.name!r} has latents {shapes}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
         return latents, known or row.get(PROMPT)
 
@@ -77,7 +77,7 @@ class LatentReader(Reader):
         return batch | self.conditions.batch(given) | {"target": torch.stack(targets)}
 
     def _sample(self, number):
-        latents, given = self.source.sample(self.shuffled(number, self.source.count))
+        latents, given = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = own_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
         usual = "logit-normal" if self.process.flow else "uniform"
@@ -104,12 +104,10 @@ class TrajectoryReader(Reader):
         window, place = divmod(self.next, self.stage.sampling_steps)
         if window != self.window:
             numbers = [window * count + row for row in range(*rows.indices(count))]
-            part = -(-len(numbers) // self.stage.grad_accum)
-            parts = [numbers[first : first + part] for first in range(0, len(numbers), part)]
-            steps, self.trajectories = self.stage.sampling_steps * len(parts), []
+            parts = numpy.array_split(numbers, min(self.stage.grad_accum, len(numbers)))
+            steps = self.stage.sampling_steps * len(parts)
             with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
-                for numbers in parts:
-                    self.trajectories += self._sample(numbers, bar)
+                self.trajectories = [made for part in parts for made in self._sample(part.tolist(), bar)]
             self.window = window
         self.next += 1
         noisy, times, given = [], [], []
@@ -138,17 +136,9 @@ class TrajectoryReader(Reader):
             seen.append((latents.cpu(), time))
             bar.update()
 
-        trajectory(
-            transformer,
-            scheduler,
-            noise.to(device),
-            wished,
-            nothing,
-            steps=self.stage.sampling_steps,
-            guidance=self.stage.guidance,
-            generators=[torch.Generator(device).manual_seed(random.initial_seed()) for random in generators],
-            each=keep,
-        )
+        options = {"steps": self.stage.sampling_steps, "guidance": self.stage.guidance, "each": keep}
+        options["generators"] = [torch.Generator(device).manual_seed(random.initial_seed()) for random in generators]
+        trajectory(transformer, scheduler, noise.to(device), wished, nothing, **options)
         made = []
         for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))
@@ -202,8 +192,6 @@ class Texts:
                 place += 1
             rows.append({key: value[0] for key, value in self.empty.items()} if row is None else row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
-        if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
-            raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
 
 
@@ -225,56 +213,46 @@ def open_latents(data):
         ValueError, TypeError: one sentence. ImportError: `datasets` is missing.
     """
     if isinstance(data, dict):
-        data = {key: value.detach() for key, value in data.items()}
         hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
-        count = _same_length({key: value.shape for key, value in data.items()}, "what was given")
-        return Latents(count, lambda i: {key: value[i] for key, value in data.items()}, "latents at hand", hashes)
+        return Latents(_stacked(data, "what was given"), "latents at hand", hashes)
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if path.is_dir():
             return _open_folder(path, name)
-        data = load_split(name, *hub_id(name))
-        return Latents(len(data), data.__getitem__, name, name)
+        return Latents(load_split(name, *hub_id(name)), name, name)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
-        return Latents(len(data), data.__getitem__, "a dataset", getattr(data, "_fingerprint", None))
+        return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
     raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset, or a dict of tensors")
 
 
 def _open_folder(path, name):
-    """Safetensors files of `[N, ...]` tensors, read a row at a time."""
-    files, places = sorted(path.rglob("*.safetensors")), []
-    for file in files:
-        try:
-            with safe_open(file, "pt") as stream:
-                shapes = {key: stream.get_slice(key).get_shape() for key in stream.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"data: {str(file)!r} cannot be read ({' '.join(str(error).split())})") from None
-        places += [(file, row) for row in range(_same_length(shapes, str(file)))]
+    """Safetensors files of `[N, ...]` tensors, which are mapped into memory and read where a row is asked for."""
+    files, parts = sorted(path.rglob("*.safetensors")), []
     if not files:
         raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
-
-    def row(index):
-        with safe_open(places[index][0], "pt") as stream:
-            return {key: stream.get_slice(key)[places[index][1]] for key in stream.keys()}  # noqa: SIM118
-
+    for file in files:
+        try:
+            parts.append(_stacked(load_file(file), str(file)))
+        except SafetensorError as error:
+            raise ValueError(f"data: {str(file)!r} cannot be read ({one_line(error)})") from None
     identity = [[str(file.relative_to(path)), file.stat().st_size, head_hash(file)] for file in files]
-    return Latents(len(places), row, name, identity)
+    return Latents(ConcatDataset(parts), name, identity)
 
 
-def _same_length(shapes, name):
-    lengths = {shape[0] if shape else None for shape in shapes.values()}
-    if len(lengths) != 1 or None in lengths:
-        raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each")
-    return lengths.pop()
+def _stacked(tensors, name):
+    try:
+        return StackDataset(**tensors)
+    except ValueError:
+        shapes = {key: list(value.shape) for key, value in tensors.items()}
+        raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each") from None
 
 
 def read_prompts(data):
     """The prompts in a text file, one a line, or in a list; None when `data` is something else."""
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
-        path = Path(data).expanduser()
-        if not path.is_file():
+        if not (path := place_of(data)).is_file():
             raise ValueError(f"data: there is no file {str(data)!r}")
-        data = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        data = [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):

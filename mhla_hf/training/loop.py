@@ -1,15 +1,12 @@
 """distill(): one Accelerate loop for everything that is trained here.
 
-Transfer, distillation and training from scratch differ in a loss and in which parameters move, so a stage is data
-(`recipe.Stage`); language, images and diffusion differ in data and losses, so they are tasks (`tasks.Task`); and the loop
-exists once. A run continues bit for bit after a kill at any moment, because the data's order is a function of (seed, stage,
-step), the learning rate one of the step, and everything else (weights, moments, random generators, sums not yet logged, the
-place in a stream) is in a state that is written aside and renamed. The loop never waits for the device except when it logs
-or saves.
+A stage is data (`recipe.Stage`), a kind of model is a task (`tasks.Task`), and the loop exists once. A run continues bit
+for bit after a kill at any moment, because the data's order is a function of (seed, stage, step), the learning rate one of
+the step, and everything else (weights, moments, random generators, sums not yet logged, the place in a stream) is in a state
+that is written aside and renamed. The loop never waits for the device except when it logs or saves.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -24,20 +21,12 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import write_json
-from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
-from .trainable import (
-    choose_trainable,
-    direct_mixings,
-    dtypes_of,
-    dtypes_to_save,
-    dtypes_to_train,
-    parameter_groups,
-    set_dtypes,
-)
+from .trainable import HALVES, choose_trainable, direct_mixings, dtypes_of, dtypes_to_save, parameter_groups, set_dtypes
 
 logger = logging.getLogger("mhla_hf")
 
@@ -99,10 +88,10 @@ def distill(
         KeyboardInterrupt: on Ctrl-C, after the running step, with the state saved; its text says how to go on.
         After any error the student is as the last step left it.
     """
-    given = _given(
-        mixed_precision=mixed_precision, gradient_checkpointing=gradient_checkpointing, save_every=save_every,
-        save_dtype=save_dtype and str(save_dtype).removeprefix("torch."), log_every=log_every, tracker=tracker,
-    )  # fmt: skip
+    given = {
+        "mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing, "save_every": save_every,
+        "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."), "log_every": log_every, "tracker": tracker,
+    }  # fmt: skip
     task = find_task(student, teacher, options)
     stages, data, options = _resolve(task, stages, recipe, data, seed, given)
     task.check(stages)
@@ -120,10 +109,8 @@ def _train(task, stages, data, options, seed, folder, progress, command):
     try:
         for stage in stages:
             if stage.batch_size % (accelerator.num_processes * stage.grad_accum):
-                raise ValueError(
-                    f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by "
-                    f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
-                )
+                shares = f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
+                raise ValueError(f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by {shares}")
         source = task.open(data, stages)
         return _Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
@@ -138,12 +125,11 @@ class _Run:
     def __init__(self, accelerator, task, source, stages, options, seed, folder, progress, command):
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
-        self.progress, self.command = progress and accelerator.is_main_process, command
-        self.main, task.progress = accelerator.is_main_process, self.progress
+        self.main, self.progress = accelerator.is_main_process, progress and accelerator.is_main_process
+        self.command, task.progress, self.interrupt = command, self.progress, _Interrupt()
         self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": []}
-        self.interrupt = _Interrupt()
 
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
@@ -151,23 +137,20 @@ class _Run:
         wanted = self.options.save_dtype and getattr(torch, self.options.save_dtype)
         saved = dtypes_to_save(self.student, wanted)
         latest = self.folder.find(self._identity(), self.student)
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self.folder.clear() if latest == "finished" else self.folder.begin()
+        self.accelerator.wait_for_everyone()
         if latest == "finished":
-            self.accelerator.wait_for_everyone()
-            self.folder.clear()
             set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
-        self.task.try_data(self.source, self.stages, self.seed)
-        self.accelerator.wait_for_everyone()
-        if self.main:
-            self.folder.begin()
-        self.accelerator.wait_for_everyone()
         flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
             with self.interrupt:
-                set_dtypes(self.student, dtypes_to_train(self.student))
+                set_dtypes(self.student, {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALVES})
                 self._train(latest, flags)
                 set_dtypes(self.student, saved)
                 self._finish()
@@ -201,8 +184,7 @@ class _Run:
                     self._stage(number, latest)
                 latest = None
         finally:
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
+            self.accelerator.end_training()
             if self.options.gradient_checkpointing:
                 self.task.checkpoint_gradients(False)
 
@@ -219,12 +201,6 @@ class _Run:
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
-            if (
-                self.main and at.pop("generator") != _generator_hash()
-            ):  # accelerate skips what it cannot read, in silence
-                raise ValueError(
-                    f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions"
-                )
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
@@ -237,7 +213,7 @@ class _Run:
         clock, norm = time.monotonic(), None
         try:
             while at["step"] < stage.steps:
-                norm = self._step(step, optimizer, reader, stage, sums)
+                norm = self._step(step, optimizer, trained, reader, stage, sums)
                 for mixing in clamped:
                     mixing.data.clamp_(min=0.0)
                 if self.average:
@@ -254,11 +230,9 @@ class _Run:
                     sums.clear()
                 if done or stop or at["step"] % self.options.save_every == 0:
                     self._save(reader, sums, norm, stage)
-                if stop and not (done and number + 1 == len(self.stages)):
-                    raise KeyboardInterrupt(
-                        f"stopped after step {at['total']} of {self.total}, which is saved in {self.folder.state}; "
-                        "the same command goes on from there"
-                    )
+                if stop and at["total"] < self.total:
+                    step = f"step {at['total']} of {self.total}, which is saved in {self.folder.state}"
+                    raise KeyboardInterrupt(f"stopped after {step}; the same command goes on from there")
             at["reader"] = reader.handover()
             if self.average:
                 self.average.copy_to(trained)
@@ -266,7 +240,7 @@ class _Run:
             bar.close()
             reader.close()
 
-    def _step(self, step, optimizer, reader, stage, sums):
+    def _step(self, step, optimizer, trained, reader, stage, sums):
         """One optimizer step; adds what is logged to `sums` and gives the norm of the gradient, if it is clipped."""
         accelerator, norm = self.accelerator, None
         for group in optimizer.param_groups:
@@ -278,7 +252,6 @@ class _Run:
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
         if stage.max_grad_norm:
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -299,13 +272,11 @@ class _Run:
     def _parts(self, reader, stage):
         """The batch of one step as this process sees it: (the objective's arguments, is it the last part)."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = stage.batch_size // world
-        rows = own // stage.grad_accum
+        own, last = stage.batch_size // world, stage.grad_accum - 1
         tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
-        device = self.accelerator.device
-        for first in range(0, own, rows):
-            part = [tensor[first : first + rows].to(device) for tensor in tensors]
-            yield (*part, *(world * share for share in shares)), first + rows == own
+        for number, part in enumerate(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True)):
+            part = [tensor.to(self.accelerator.device) for tensor in part]
+            yield (*part, *(world * share for share in shares)), number == last
 
     def _log(self, stage, sums, norm, lr, bar):
         """An entry of the history; returns whether any process was asked to stop. The only place that waits."""
@@ -314,30 +285,24 @@ class _Run:
         *means, asked = self.accelerator.reduce(torch.stack([*sums.values(), asked]), reduction="mean").tolist()
         entry = {"stage": stage.name} | {key: at[key] for key in ("step", "total", self.task.unit)}
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
-        entry |= {"lr": lr, "seconds": round(at["seconds"], 3)}
-        if norm is not None:
-            entry["grad_norm"] = float(norm)
-        self._refuse_not_finite(stage, entry["loss"], entry.get("grad_norm", 0.0))
+        entry |= {"lr": lr, "seconds": round(at["seconds"], 3)} | ({} if norm is None else {"grad_norm": float(norm)})
+        self._refuse_not_finite(stage, entry["loss"], norm)
         if self.main:
             entry |= self.task.judge()
         at["history"].append(entry)
         at["since"] = 0
-        self.accelerator.log(
-            {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry}, step=at["total"]
-        )
+        shown = {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry}
+        self.accelerator.log(shown, step=at["total"])
         speed = at[self.task.unit] / max(at["seconds"], 1e-9)
         bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        last = self.folder.newest() if self.main else None
-        rest = f"the last good state is {last}" if last else "no state had been saved"
-        raise ValueError(
-            f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} "
-            f"(loss {loss}, gradient norm {norm}), so a smaller lr is needed; {rest}"
-        )
+        if not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
+            raise ValueError(
+                f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} (loss "
+                f"{loss}, gradient norm {norm}), so a smaller lr is needed; what was saved in {self.folder.state} is good"
+            )
 
     def _save(self, reader, sums, norm, stage):
         """Write the whole state."""
@@ -346,7 +311,7 @@ class _Run:
         at = self.at
         at["reader"] = reader.state()
         at["sums"] = {key: value.item() for key, value in sums.items()}
-        self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), 0.0 if norm is None else float(norm))
+        self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), norm)
         with self.folder.new_state(at["total"]) if self.main else nullcontext() as own:
             (aside,) = accelerate.utils.broadcast_object_list([own])
             self.accelerator.save_state(str(aside), safe_serialization=False)
@@ -354,7 +319,7 @@ class _Run:
             if self.main:
                 if self.average:
                     torch.save(self.average.state_dict(), aside / AVERAGE)
-                write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
+                write_json(aside / "progress.json", at)
         self.accelerator.wait_for_everyone()
 
     def _finish(self):
@@ -368,15 +333,13 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def _record(self):
-        at, stages, begun = self.at, [], 0.0
+        at, stages, begun, unit = self.at, [], 0.0, self.task.unit
         for stage in self.stages:
-            entries = [entry for entry in at["history"] if entry["stage"] == stage.name]
-            seconds, begun = entries[-1]["seconds"] - begun, entries[-1]["seconds"]
-            stages.append(
-                dataclasses.asdict(stage)
-                | {self.task.unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
-                | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
-            )
+            first, *_, last = [entry for entry in at["history"] if entry["stage"] == stage.name] * 2
+            seconds, begun = last["seconds"] - begun, last["seconds"]
+            known = {unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
+            known |= {"first_loss": first["loss"], "last_loss": last["loss"]}
+            stages.append(dataclasses.asdict(stage) | known)
         return {
             "format_version": 1,
             **{key: self.folder.identity[key] for key in ("seed", "mixed_precision", "processes")},
@@ -386,18 +349,12 @@ class _Run:
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": stages,
             "steps": at["total"],
-            self.task.unit: at[self.task.unit],
+            **{key: at[key] for key in (unit, "resumed", "history")},
             "seconds": round(at["seconds"], 3),
-            "resumed": at["resumed"],
             "data": self.source.describe() | {"name": _public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
-            "hardware": describe_hardware(self.accelerator.device),
-            "versions": describe_versions(),
-            "commit": source_commit(),
-            "command": self.command,
-            "date": now(),
+            **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
-            "history": at["history"],
         }
 
     def _identity(self):
@@ -443,10 +400,6 @@ class _Interrupt:
         self.asked = True
 
 
-def _given(**options):
-    return {key: value for key, value in options.items() if value is not None}
-
-
 def _resolve(task, stages, recipe, data, seed, given):
     """Stages, data and options from arguments, recipe and defaults, in that order of force; all checked."""
     if (stages is None) == (recipe is None):
@@ -463,6 +416,7 @@ def _resolve(task, stages, recipe, data, seed, given):
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
+    given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
 
 
@@ -470,8 +424,7 @@ def _make_accelerator(accelerate, options, folder):
     known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in known:
         raise ValueError(
-            f"tracker: got {options.tracker!r}; expected one that is installed, such as {', '.join(known) or 'none'} "
-            "(pip install 'mhla_hf[train]' brings tensorboard)"
+            f"tracker: got {options.tracker!r}; expected one of {known}, or one to install (mhla_hf[train] has tensorboard)"
         )
     accelerator = accelerate.Accelerator(
         mixed_precision=options.mixed_precision,
@@ -483,14 +436,9 @@ def _make_accelerator(accelerate, options, folder):
     )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
-    folder.main = accelerator.is_main_process
     return accelerator
 
 
 def _public_name(name):
     """A Hub id as it is; of a path on this machine its last part, since records are published."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
-
-
-def _generator_hash():
-    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
