@@ -1,10 +1,9 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
-Two sources, one way to read them. Text on disk is tokenized once and held as a ring of tokens; which sequences a step
-reads follows from (seed, stage, step) alone. A stream is read in windows of 256 sequences, each shuffled within itself,
-the next one being prepared by a thread; its place is the state that `datasets` gives at the window's start. Every process
-reads the same rows and keeps its share of them, so the order of the data does not depend on how many processes there are;
-and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
+alone. A stream is read in windows of 256 sequences, each shuffled within itself, the next one being prepared by a thread;
+its place is the state that `datasets` gives at the window's start. Every process reads the same rows and keeps its share of
+them; and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
 """
 
 import copy
@@ -266,6 +265,8 @@ def head_hash(file):
 def _encode(tokenizer, texts, name):
     if tokenizer is None:
         raise ValueError(f"tokenizer: None was given, and {name!r} is text; expected a tokenizer")
+    if not texts:
+        raise ValueError(f"data: {name!r} holds no text")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for document in documents for token in (*document, *end)]

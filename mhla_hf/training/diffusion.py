@@ -37,8 +37,8 @@ class DiffusionTask(Task):
 
     def __init__(self, student, teacher):
         super().__init__(student, teacher)
-        self.student, self.teacher = _transformer_of(student), _transformer_of(teacher)
-        self.pipeline = next((model for model in (teacher, student) if _is_pipeline(model)), None)  # samples, encodes
+        self.student, self.teacher = (getattr(model, "transformer", model) for model in (student, teacher))
+        self.pipeline = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
 
     def check(self, stages):
         """As every task; and families, pipelines and widths that do not fit."""
@@ -64,23 +64,21 @@ class DiffusionTask(Task):
 
     def open(self, data, stages):
         """Latents, prompts, or None; see `open_latents` and `read_prompts`."""
-        prompts = read_prompts(data)
+        prompts, text = read_prompts(data), "encoder_hidden_states" in self.conditions
         latents = open_latents(data) if data is not None and prompts is None else None
-        self._check_data(stages, prompts, latents)
+        self._check_data(stages, prompts, latents, text)
         for stage in stages:
             self._check_shape(latents.shape if latents else self._shape(stage), stage, latents)
-        if "encoder_hidden_states" in self.conditions:
-            conditions = Texts(self._encode, prompts or ())
-        else:
-            conditions = Classes(self.student.config.num_embeds_ada_norm)
+        count = self.student.config.get("num_embeds_ada_norm")
+        conditions = Texts(self._encode, prompts or ()) if text else Classes(count)
         return _Data(latents, prompts, conditions, self.pipeline.scheduler)
 
     def reader(self, source, stage, number, seed, state):
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
-        teacher = self.teacher, self.pipeline.scheduler
-        return TrajectoryReader(teacher, self._shape(stage), source.conditions, stage, key, state, self.progress)
+        teacher, shape = (self.teacher, self.pipeline.scheduler), self._shape(stage)
+        return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.progress)
 
     def take(self, reader, stage, rows):
         batch = reader.take(stage.batch_size, rows)
@@ -113,9 +111,8 @@ class DiffusionTask(Task):
     def checkpoint_gradients(self, on):
         (self.student.enable_gradient_checkpointing if on else self.student.disable_gradient_checkpointing)()
 
-    def _check_data(self, stages, prompts, latents):
+    def _check_data(self, stages, prompts, latents, text):
         """One sentence if what conditions the model, or what a loss needs, is missing."""
-        text = "encoder_hidden_states" in self.conditions
         known = () if latents is None else latents.columns
         wanted = ("prompt_embeds", "prompt") if text else ("class_labels", "label")
         on_data = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
@@ -190,25 +187,17 @@ class _Data:
         self.name = latents.name if latents else "the teacher's trajectories"
 
     def describe(self):
-        known = {"kind": "trajectories"} if self.latents is None else self.latents.describe()
+        known = self.latents.describe() if self.latents else {"kind": "trajectories"}
         if self.prompts is not None:
             known["prompts"] = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()[:16]
-        scheduler = hashlib.sha256(json.dumps(self.scheduler, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return known | {"scheduler": scheduler}
+        scheduler = json.dumps(self.scheduler, sort_keys=True, default=str).encode()
+        return known | {"scheduler": hashlib.sha256(scheduler).hexdigest()[:16]}
 
 
 def _patch(model):
     """The patch size per axis."""
     patch = model.config.patch_size
     return (patch, patch) if isinstance(patch, int) else tuple(patch)
-
-
-def _is_pipeline(model):
-    return hasattr(model, "components") and hasattr(model, "scheduler")
-
-
-def _transformer_of(model):
-    return model.components.get("transformer") if _is_pipeline(model) else model
 
 
 def _import_peft():

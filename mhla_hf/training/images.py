@@ -57,13 +57,11 @@ class ImageTask(Task):
         pictures = open_pictures(data)
         test = None if self.test is None else open_pictures(self.test, split="test")
         if test is not None:
-            order = None
             if test.names and labeled and pictures.names:
                 test = test.numbered_as(pictures.names, pictures.name)
-                order = label_order(config, pictures.names)
+                test = test.renumbered(label_order(config, pictures.names))
             elif test.names:
-                order = label_order(config, test.names, "test")
-            test = test.renumbered(order) if order else test
+                test = test.renumbered(label_order(config, test.names, "test"))
             test.check_labels(config.num_labels, "test")
         self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
         if not labeled:
@@ -87,7 +85,7 @@ class ImageTask(Task):
     def judge(self):
         if self.pictures_of_test is None:
             return {}
-        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.preparation)}
+        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}
 
 
 def is_classifier(model) -> bool:
@@ -110,14 +108,8 @@ class ImageStep(Objective):
             pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
             row_share: 1 / number of images in the whole batch, times the number of processes.
         """
-        if self.stage.loss == "transfer":
-            loss = self._transfer(pixels) * row_share
-            return loss, {"loss": loss.detach()}
-        if self.stage.loss == "features":
-            with torch.no_grad():
-                wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
-            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
-            loss = relative_error(got, wanted) * row_share
+        if self.stage.loss in ("transfer", "features"):
+            loss = (self._transfer if self.stage.loss == "transfer" else self._features)(pixels) * row_share
             return loss, {"loss": loss.detach()}
         loss, logs, logits = 0.0, {}, self.student(pixel_values=pixels).logits.float()
         if self.stage.reads_labels:
@@ -133,6 +125,11 @@ class ImageStep(Objective):
             kl = F.kl_div(said, wanted, reduction="sum", log_target=True) * heat**2 * row_share
             loss, logs["kl"] = kl + loss, kl.detach()
         return loss, {"loss": loss.detach(), **logs}
+
+    def _features(self, pixels):
+        with torch.no_grad():
+            wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
+        return relative_error(tower_of(self.student)(pixel_values=pixels).last_hidden_state, wanted)
 
     def _transfer(self, pixels):
         patch = self.student.config.patch_size

@@ -2,8 +2,6 @@
 
 Every random choice about a sample (noise, time, whether its condition is left out) comes from a generator of its own,
 seeded by (seed, stage, number of the sample), so that a step is the same on one process and on many, and after a stop.
-Without latents the teacher samples them: one trajectory per row of the batch, whose points, in random order, serve as many
-steps; then come new ones. A process makes the trajectories of its own rows only.
 """
 
 import hashlib
@@ -20,7 +18,6 @@ from .data import head_hash, hub_id, load_split, one_line, place_of, read_text_f
 from .denoising import trajectory
 from .tasks import Reader
 
-LATENTS = "latents"
 # what may stand beside the latents, and which of a transformer's conditions it is
 COLUMNS = {
     "class_labels": "class_labels",
@@ -28,7 +25,6 @@ COLUMNS = {
     "prompt_embeds": "encoder_hidden_states",
     "prompt_attention_mask": "encoder_attention_mask",
 }
-PROMPT = "prompt"
 
 
 class Latents:
@@ -42,23 +38,23 @@ class Latents:
         if not len(rows):
             raise ValueError(f"data: {name!r} holds no samples")
         first = rows[0]
-        if LATENTS not in first:
-            raise ValueError(f"data: {name!r} has no {LATENTS!r}; it has {', '.join(first)}")
-        self.shape = tuple(torch.as_tensor(first[LATENTS]).shape)
-        self.columns = tuple(key for key in (*COLUMNS, PROMPT) if key in first)
+        if "latents" not in first:
+            raise ValueError(f"data: {name!r} has no 'latents'; it has {', '.join(first)}")
+        self.shape = tuple(torch.as_tensor(first["latents"]).shape)
+        self.columns = tuple(key for key in (*COLUMNS, "prompt") if key in first)
 
     def describe(self):
-        return {"kind": LATENTS, "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
+        return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index):
         """(latents float32, dict of conditions or the prompt) of one sample."""
         row = self.rows[index]
-        latents = torch.as_tensor(row[LATENTS]).float()
+        latents = torch.as_tensor(row["latents"]).float()
         if tuple(latents.shape) != self.shape:
             shapes = f"{list(latents.shape)}, and the first one {list(self.shape)}"
             raise ValueError(f"data: sample {index} of {self.name!r} has latents {shapes}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
-        return latents, known or row.get(PROMPT)
+        return latents, known or row.get("prompt")
 
 
 class LatentReader(Reader):
@@ -72,9 +68,8 @@ class LatentReader(Reader):
         """The next `count` samples, of which this process works on `rows`: dict of `[rows, ...]`."""
         made = [self._sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
-        noisy, times, targets, given = zip(*made, strict=True)
-        batch = {"noisy": torch.stack(noisy), "times": torch.tensor(times, dtype=torch.float32)}
-        return batch | self.conditions.batch(given) | {"target": torch.stack(targets)}
+        noisy, times, given, targets = zip(*made, strict=True)
+        return _batch(noisy, times, given, self.conditions) | {"target": torch.stack(targets)}
 
     def _sample(self, number):
         latents, given = self.source.sample(self.shuffled(number, len(self.source.rows)))
@@ -85,12 +80,17 @@ class LatentReader(Reader):
         if torch.rand((), generator=generator).item() < self.stage.drop_condition:
             given = None
         noisy, target = self.process.mix(latents, noise, time)
-        return noisy, time, target, given
+        return noisy, time, given, target
+
+
+def _batch(noisy, times, given, conditions):
+    return {"noisy": torch.stack(noisy), "times": torch.tensor(times)} | conditions.batch(given)
 
 
 class TrajectoryReader(Reader):
-    """Points of the teacher's own trajectories; after a stop the present ones are made again.
+    """Points of the teacher's own trajectories: one per row of the batch, whose points serve as many steps in random order.
 
+    Then come new ones. A process makes those of its own rows only, and after a stop the present ones again.
     teacher: (transformer, scheduler). shape: of the latents of one sample. `bar` shows a bar while trajectories are made.
     """
 
@@ -110,14 +110,13 @@ class TrajectoryReader(Reader):
                 self.trajectories = [made for part in parts for made in self._sample(part.tolist(), bar)]
             self.window = window
         self.next += 1
-        noisy, times, given = [], [], []
+        made = []
         for number, points, wish in self.trajectories:
-            noisy.append(points[place][0])
-            times.append(points[place][1])
-            random = own_generator(*self.key, number, place)
-            given.append(None if torch.rand((), generator=random).item() < self.stage.drop_condition else wish)
-        batch = {"noisy": torch.stack(noisy), "times": torch.tensor(times, dtype=torch.float32)}
-        return batch | self.conditions.batch(given)
+            left_out = (
+                torch.rand((), generator=own_generator(*self.key, number, place)).item() < self.stage.drop_condition
+            )
+            made.append((*points[place], None if left_out else wish))
+        return _batch(*zip(*made, strict=True), self.conditions)
 
     def _sample(self, numbers, bar):
         """(number, [(latents, time) in random order], what is wished for) of one trajectory per number."""
@@ -158,17 +157,16 @@ class Classes:
 
     def batch(self, given):
         """Conditions of a batch from those of its rows, None where there is none."""
-        labels = [self.count if row is None else int(row["class_labels"]) for row in given]
-        if bad := [label for label in labels if not 0 <= label <= self.count]:
-            raise ValueError(f"data: gives class {bad[0]}; the model knows classes 0 to {self.count - 1}")
-        return {"class_labels": torch.tensor(labels)}
+        labels = torch.tensor([self.count if row is None else int(row["class_labels"]) for row in given])
+        if not 0 <= labels.min() <= labels.max() <= self.count:
+            raise ValueError(f"data: gives classes {labels.tolist()}; the model knows 0 to {self.count - 1}")
+        return {"class_labels": labels}
 
 
 class Texts:
     """Texts as conditions, encoded by the pipeline when a batch needs them; no text is the pipeline's empty prompt.
 
-    encode: texts -> (dict of `[B, ...]`, that of the empty prompt `[1, ...]`), or None when there is no text encoder.
-    prompts: what trajectories are sampled for.
+    encode: texts -> (dict of `[B, ...]`, that of the empty prompt `[1, ...]`). prompts: what trajectories are sampled for.
     """
 
     def __init__(self, encode, prompts=()):
@@ -180,16 +178,14 @@ class Texts:
 
     def batch(self, given):
         """Conditions of a batch: of texts, of dicts of tensors, and of None, the empty prompt."""
-        encoded, texts = {}, [row for row in given if isinstance(row, str)]
-        if texts:
-            encoded, self.empty = self.encode(texts)
-        elif self.empty is None and any(row is None for row in given):
-            self.empty = self.encode([""])[1]
-        rows, place = [], 0
+        texts = [row for row in given if isinstance(row, str)]
+        if texts or (self.empty is None and any(row is None for row in given)):
+            encoded, self.empty = self.encode(texts or [""])
+        rows, place = [], iter(range(len(texts)))
         for row in given:
             if isinstance(row, str):
-                row = {key: value[place] for key, value in encoded.items()}
-                place += 1
+                number = next(place)
+                row = {key: value[number] for key, value in encoded.items()}
             rows.append({key: value[0] for key, value in self.empty.items()} if row is None else row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
@@ -213,6 +209,7 @@ def open_latents(data):
         ValueError, TypeError: one sentence. ImportError: `datasets` is missing.
     """
     if isinstance(data, dict):
+        data = {key: value.detach() for key, value in data.items()}
         hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
         return Latents(_stacked(data, "what was given"), "latents at hand", hashes)
     if isinstance(data, (str, Path)):

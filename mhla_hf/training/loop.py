@@ -29,31 +29,14 @@ from .tasks import find_task
 from .trainable import HALVES, choose_trainable, direct_mixings, dtypes_of, dtypes_to_save, parameter_groups, set_dtypes
 
 logger = logging.getLogger("mhla_hf")
-
 AVERAGE = "average.pt"
-
 __all__ = ["Stage", "distill"]
 
 
 def distill(
-    student,
-    teacher=None,
-    *,
-    out,
-    data=None,
-    stages=None,
-    recipe=None,
-    seed=0,
-    mixed_precision=None,
-    save_dtype=None,
-    gradient_checkpointing=None,
-    save_every=None,
-    log_every=None,
-    tracker=None,
-    progress=True,
-    command=None,
-    **options,
-):
+    student, teacher=None, *, out, data=None, stages=None, recipe=None, seed=0, mixed_precision=None, save_dtype=None,
+    gradient_checkpointing=None, save_every=None, log_every=None, tracker=None, progress=True, command=None, **options,
+):  # fmt: skip
     """Train `student` through the stages, from `teacher` or from data alone, and save it to `out`.
 
     A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
@@ -160,7 +143,7 @@ class _Run:
             for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
-            self.folder.release()
+            self.folder.lock.release()
         return self.task.given
 
     def _train(self, latest, flags):
@@ -190,14 +173,12 @@ class _Run:
 
     def _stage(self, number, latest):
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
-        stage = self.stages[number]
-        accelerator, at = self.accelerator, self.at
+        stage, accelerator, at = self.stages[number], self.accelerator, self.at
         accelerator.free_memory()
         if self.teacher is not None and stage.needs_teacher:
             self.teacher.to(accelerator.device).eval()
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.student, stage), betas=(stage.beta1, stage.beta2), eps=stage.eps, fused=True
-        )
+        groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
+        optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
@@ -280,8 +261,8 @@ class _Run:
 
     def _log(self, stage, sums, norm, lr, bar):
         """An entry of the history; returns whether any process was asked to stop. The only place that waits."""
-        at = self.at
-        asked = torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)
+        at, device = self.at, self.accelerator.device
+        asked = torch.tensor(float(self.interrupt.asked), device=device)
         *means, asked = self.accelerator.reduce(torch.stack([*sums.values(), asked]), reduction="mean").tolist()
         entry = {"stage": stage.name} | {key: at[key] for key in ("step", "total", self.task.unit)}
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
@@ -291,18 +272,16 @@ class _Run:
             entry |= self.task.judge()
         at["history"].append(entry)
         at["since"] = 0
-        shown = {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry}
-        self.accelerator.log(shown, step=at["total"])
+        shown = (key for key in (*sums, "lr", "grad_norm") if key in entry)
+        self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in shown}, step=at["total"])
         speed = at[self.task.unit] / max(at["seconds"], 1e-9)
         bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
         if not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
-            raise ValueError(
-                f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} (loss "
-                f"{loss}, gradient norm {norm}), so a smaller lr is needed; what was saved in {self.folder.state} is good"
-            )
+            found = f"stage {stage.name!r} left the finite numbers before step {self.at['step']}"
+            raise ValueError(f"lr: with {stage.lr} {found} (loss {loss}, gradient norm {norm}); expected a smaller lr")
 
     def _save(self, reader, sums, norm, stage):
         """Write the whole state."""
@@ -404,18 +383,17 @@ def _resolve(task, stages, recipe, data, seed, given):
     """Stages, data and options from arguments, recipe and defaults, in that order of force; all checked."""
     if (stages is None) == (recipe is None):
         raise ValueError("stages: expected either stages or recipe, one of the two")
-    run = {}
     if recipe is not None:
         recipe = read_recipe(recipe)
         if recipe.task != task.name:
             raise ValueError(f"recipe: it is for {recipe.task}, and the student is a model for {task.name}")
-        stages, run = recipe.stages, recipe.run
-        data = recipe.data if data is None else data
+        stages, data = recipe.stages, recipe.data if data is None else data
     stages = make_stages(stages, STAGE_TYPES[task.name])
     if data is None and not task.without_data:
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
+    run = recipe.run if recipe else {}
     given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
 
@@ -423,16 +401,13 @@ def _resolve(task, stages, recipe, data, seed, given):
 def _make_accelerator(accelerate, options, folder):
     known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in known:
-        raise ValueError(
-            f"tracker: got {options.tracker!r}; expected one of {known}, or one to install (mhla_hf[train] has tensorboard)"
-        )
+        raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
+    together = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = accelerate.Accelerator(
         mixed_precision=options.mixed_precision,
         log_with=options.tracker or None,
         project_dir=str(folder.state),
-        kwargs_handlers=[
-            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-        ],
+        kwargs_handlers=[together],
     )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")

@@ -54,9 +54,8 @@ class Pictures:
     def numbered_as(self, names, what: str):
         """The same pictures with each class numbered by its place in `names`, which `what` has; ValueError: it lacks one."""
         if odd := [name for name in self.names if name not in names]:
-            raise ValueError(
-                f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {len(names)} that {what!r} trains"
-            )
+            known = f"{len(names)} that {what!r} trains"
+            raise ValueError(f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {known}")
         return self.renumbered([list(names).index(name) for name in self.names], names)
 
     def renumbered(self, order, names=None):
@@ -72,16 +71,14 @@ class Pictures:
 
     def image(self, index: int, channels: int) -> Image.Image:
         """One image of PIL, in color or, for a model of one channel, in gray."""
-        item, mode = self.items[index], "L" if channels == 1 else "RGB"
+        item = self.items[index]
         if isinstance(item, torch.Tensor):
-            return Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy()).convert(mode)
-        if isinstance(item, Image.Image):
-            return item.convert(mode)
-        with Image.open(item) as picture:
-            try:
-                return picture.convert(mode)
-            except OSError as error:
-                raise ValueError(f"data: the image {str(item)!r} cannot be read ({one_line(error)})") from None
+            item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
+        try:
+            with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
+                return picture.convert("L" if channels == 1 else "RGB")
+        except OSError as error:
+            raise ValueError(f"data: the image {str(item)!r} cannot be read ({one_line(error)})") from None
 
 
 def prepare(processor, images, **changes) -> torch.Tensor:
@@ -91,14 +88,12 @@ def prepare(processor, images, **changes) -> torch.Tensor:
 
 def sides_of(processor, channels: int) -> tuple[int, int]:
     """Height and width of what the processor makes; ValueError where they depend on the image, or other channels."""
-    mode = "L" if channels == 1 else "RGB"
+    blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     try:
-        return tuple(prepare(processor, [Image.new(mode, sides) for sides in ((64, 48), (48, 64))]).shape[2:])
+        return tuple(prepare(processor, blanks).shape[2:])
     except ValueError as error:
-        raise ValueError(
-            f"processor: does not give images of one size and {channels} channels ({one_line(error)}); expected a height "
-            "and a width, or a crop of both"
-        ) from None
+        wanted = f"images of one height and width and {channels} channels"
+        raise ValueError(f"processor: does not give {wanted} ({one_line(error)})") from None
 
 
 def open_pictures(data, split="train") -> Pictures:
@@ -164,47 +159,34 @@ class PictureReader(Reader):
 
     def __init__(self, pictures: Pictures, stage, key, processor, channels: int, classes: int, state=None):
         super().__init__(key, state)
-        self.pictures, self.stage, self.processor = pictures, stage, processor
-        self.channels, self.classes, self.sides = channels, classes, sides_of(processor, channels)
-        self.files, self.ahead, self.coming = ThreadPoolExecutor(THREADS), ThreadPoolExecutor(1), None
+        self.pictures, self.stage, self.processor, self.channels = pictures, stage, processor, channels
+        self.classes, self.sides = classes, sides_of(processor, channels)
+        self.pool, self.coming = ThreadPoolExecutor(THREADS), None
 
     def take(self, count: int, rows: slice):
         """Rows of the next batch of `count`: pixels fp32 `[rows, C, H, W]` and what is right, fp32 `[rows, classes]`."""
-        batch = self.coming.result() if self.coming else self._batch(self.next, count, rows)
-        self.next += count
-        self.coming = self.ahead.submit(self._batch, self.next, count, rows)
-        return batch
-
-    def _batch(self, first, count, rows):
         own = list(range(count))[rows]
         mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [number ^ 1 if (number ^ 1) < count else number for number in own] if mixed else []
         needed = sorted({*own, *partners})
-        opened = list(self.files.map(self._open, [first + number for number in needed]))
-        made = {"do_resize": False, "do_center_crop": False} if self.stage.crop < 1 else {}
-        pixels = prepare(self.processor, [image for image, _, _ in opened], **made)
-        samples = [self._sample(*each, *rest) for each, (_, *rest) in zip(zip(pixels), opened, strict=True)]
-        samples = dict(zip(needed, samples, strict=True))
+        coming = self.coming or self.pool.map(self._sample, [self.next + number for number in needed])
+        self.coming = self.pool.map(self._sample, [self.next + count + number for number in needed])
+        samples = dict(zip(needed, coming, strict=True))
         batch = [torch.stack(parts) for parts in zip(*map(samples.get, own), strict=True)]
         if mixed:
-            others = (torch.stack(parts) for parts in zip(*map(samples.get, partners), strict=True))
-            batch = self._mix(first, *batch, *others)
+            batch = self._mix(*batch, *(torch.stack(parts) for parts in zip(*map(samples.get, partners), strict=True)))
+        self.next += count
         return tuple(batch)
 
-    def _open(self, number):
-        """The image of this sample, cropped at random; its index; and the numbers that decide the rest of its fate."""
-        index = self.shuffled(number, len(self.pictures))
+    def _sample(self, number):
+        """The sample of this number: pixels `[C, H, W]` and shares of the classes."""
+        stage, index, changes = self.stage, self.shuffled(number, len(self.pictures)), {}
         random, image = numpy.random.default_rng((*self.key, number, 1)), self.pictures.image(index, self.channels)
-        if self.stage.crop < 1:
-            box = [
-                share * side for share, side in zip(random_box(random, self.stage.crop), image.size * 2, strict=True)
-            ]
+        if stage.crop < 1:
+            box = [share * side for share, side in zip(random_box(random, stage.crop), image.size * 2, strict=True)]
             image = image.resize(self.sides[::-1], self.processor.resample, box=box)
-        return image, index, random
-
-    def _sample(self, image, index, random):
-        """Pixels `[C, H, W]` and shares of the classes of one sample."""
-        stage = self.stage
+            changes = {"do_resize": False, "do_center_crop": False}
+        image = prepare(self.processor, [image], **changes)[0]
         if stage.flip and random.random() < stage.flip:
             image = image.flip(-1)
         if stage.shift:
@@ -218,9 +200,9 @@ class PictureReader(Reader):
         target[self.pictures.labels[index]] += 1 - stage.smoothing
         return image, target
 
-    def _mix(self, first, pixels, targets, other, other_targets):
+    def _mix(self, pixels, targets, other, other_targets):
         """Mixup or cutmix of each image with its neighbor in the batch, in one proportion for all."""
-        random, (height, width) = numpy.random.default_rng((*self.key, first, 2)), self.sides
+        random, (height, width) = numpy.random.default_rng((*self.key, self.next, 2)), self.sides
         cut = random.random() < 0.5 if self.stage.mixup and self.stage.cutmix else bool(self.stage.cutmix)
         alpha = self.stage.cutmix if cut else self.stage.mixup
         share = random.beta(alpha, alpha)
@@ -236,8 +218,7 @@ class PictureReader(Reader):
         return pixels, share * targets + (1 - share) * other_targets
 
     def close(self):
-        for pool in (self.ahead, self.files):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def random_box(random, least: float, most: float = 1.0):
@@ -267,11 +248,9 @@ def share_right(model, pictures: Pictures, processor, batch_size=128) -> float:
     """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode."""
     mode, right = model.training, 0
     model.eval()
-    for labels, numbers in zip(
-        pictures.labels.split(batch_size), torch.arange(len(pictures)).split(batch_size), strict=True
-    ):
+    for numbers in torch.arange(len(pictures)).split(batch_size):
         images = [pictures.image(number, getattr(model.config, "num_channels", 3)) for number in numbers.tolist()]
         said = model(pixel_values=prepare(processor, images).to(model.device)).logits.argmax(-1).cpu()
-        right += int((said == labels).sum())
+        right += int((said == pictures.labels[numbers]).sum())
     model.train(mode)
     return right / len(pictures)

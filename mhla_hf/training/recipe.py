@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..checkpoints.files import read_yaml
 from ..checkpoints import values
+from ..checkpoints.files import read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
 

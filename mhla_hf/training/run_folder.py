@@ -72,19 +72,17 @@ class RunFolder:
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"out: {str(self.out)!r} is a file; expected a folder, or a path where one can be made")
         if (self.out / RECORD).is_file():
-            self._compare(_read_json(self.out / RECORD).get("fingerprint", {}))
+            self._compare(json.loads((self.out / RECORD).read_text(encoding="utf-8")).get("fingerprint", {}))
             return "finished"
         if self.out.exists() and any(self.out.iterdir()):
             raise ValueError(f"out: the folder {str(self.out)!r} holds other files; expected a new or an empty folder")
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
-                self._compare(_read_json(state / IDENTITY))
+                self._compare(json.loads((state / IDENTITY).read_text(encoding="utf-8")))
                 return state
             self.damaged.append(state)
         if self.damaged:
-            raise ValueError(
-                f"out: every state in {str(self.state)!r} is damaged; expected a whole one, or no such folder"
-            )
+            raise ValueError(f"out: every state in {str(self.state)!r} is damaged; expected a whole one, or no folder")
         return None
 
     def begin(self):
@@ -122,13 +120,9 @@ class RunFolder:
 
     def clear(self):
         """Remove the state of a finished run."""
-        self.release()
+        self.lock.release()
         if self.state.exists():
             shutil.rmtree(self.state)
-
-    def release(self):
-        """Let others write."""
-        self.lock.release()
 
     @contextlib.contextmanager
     def _errors(self, what):
@@ -151,9 +145,7 @@ class RunFolder:
             if key == "stages":
                 key, old, new = _first_difference(old or [], new)
             change = f"another {NAMES[key]}" if key in NAMES else f"{key} {old!r}, not {new!r}"
-            raise ValueError(
-                f"out: {str(self.out)!r} was begun with {change}; give what it was begun with, or another folder"
-            )
+            raise ValueError(f"out: {str(self.out)!r} was begun with {change}; expected the same, or another folder")
 
 
 def _sums(state):
@@ -166,10 +158,6 @@ def _is_whole(state):
         return read_sums((state / SUMS_FILE).read_text(encoding="utf-8"), state) == _sums(state)
     except (OSError, ValueError):
         return False
-
-
-def _read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _first_difference(old, new):

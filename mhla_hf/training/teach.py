@@ -18,7 +18,7 @@ from .objectives import likeliest_tokens
 from .tasks import Reader
 
 RECORD = "taught.json"
-ARRAYS = ("ids", "tokens", "log_p")
+ARRAYS = {"ids": "int32", "tokens": "int32", "log_p": "float16"}
 
 
 @torch.no_grad()
@@ -75,12 +75,11 @@ def read_record(folder) -> dict:
 
 def open_arrays(folder, record, mode="r+"):
     """The arrays of a folder by name, on disk; made where they are missing and may be written."""
-    shape, found = (record["rows"], record["seq_len"]), {}
-    for name in ARRAYS:
-        file, whole = Path(folder) / f"{name}.npy", shape if name == "ids" else (*shape, record["top_k"])
+    shape, found = (record["rows"], record["seq_len"], record["top_k"]), {}
+    for name, dtype in ARRAYS.items():
+        file = Path(folder) / f"{name}.npy"
         if not file.exists():
-            dtype = "float16" if name == "log_p" else "int32"
-            numpy.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=whole).flush()
+            numpy.lib.format.open_memmap(file, "w+", dtype, shape[:2] if name == "ids" else shape).flush()
         found[name] = numpy.load(file, mmap_mode=mode)
     return found
 
