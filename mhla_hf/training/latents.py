@@ -50,9 +50,6 @@ class Latents:
         """(latents float32, dict of conditions or the prompt) of one sample."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
-        if tuple(latents.shape) != self.shape:
-            shapes = f"{list(latents.shape)}, and the first one {list(self.shape)}"
-            raise ValueError(f"data: sample {index} of {self.name!r} has latents {shapes}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
         return latents, known or row.get("prompt")
 
@@ -103,25 +100,19 @@ class TrajectoryReader(Reader):
         """The next `count` points, one of each of `count` trajectories: dict of `[rows, ...]`."""
         window, place = divmod(self.next, self.stage.sampling_steps)
         if window != self.window:
-            numbers = [window * count + row for row in range(*rows.indices(count))]
-            parts = numpy.array_split(numbers, min(self.stage.grad_accum, len(numbers)))
-            steps = self.stage.sampling_steps * len(parts)
-            with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
-                self.trajectories = [made for part in parts for made in self._sample(part.tolist(), bar)]
+            self.trajectories = self._sample([window * count + row for row in range(*rows.indices(count))])
             self.window = window
         self.next += 1
         made = []
         for number, points, wish in self.trajectories:
-            left_out = (
-                torch.rand((), generator=own_generator(*self.key, number, place)).item() < self.stage.drop_condition
-            )
-            made.append((*points[place], None if left_out else wish))
+            chance = torch.rand((), generator=own_generator(*self.key, number, place)).item()
+            made.append((*points[place], None if chance < self.stage.drop_condition else wish))
         return _batch(*zip(*made, strict=True), self.conditions)
 
-    def _sample(self, numbers, bar):
+    def _sample(self, numbers):
         """(number, [(latents, time) in random order], what is wished for) of one trajectory per number."""
         transformer, scheduler = self.teacher
-        device = next(transformer.parameters()).device
+        steps, device = self.stage.sampling_steps, next(transformer.parameters()).device
         generators = [own_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=random) for random in generators])
         given = [self.conditions.draw(random) for random in generators]
@@ -129,15 +120,18 @@ class TrajectoryReader(Reader):
             {key: value.to(device) for key, value in self.conditions.batch(rows).items()}
             for rows in (given, [None] * len(given))
         )
-        seen = []
+        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
+            seen = []
 
-        def keep(latents, time):
-            seen.append((latents.cpu(), time))
-            bar.update()
+            def keep(latents, time):
+                seen.append((latents.cpu(), time))
+                bar.update()
 
-        options = {"steps": self.stage.sampling_steps, "guidance": self.stage.guidance, "each": keep}
-        options["generators"] = [torch.Generator(device).manual_seed(random.initial_seed()) for random in generators]
-        trajectory(transformer, scheduler, noise.to(device), wished, nothing, **options)
+            options = {"steps": steps, "guidance": self.stage.guidance, "each": keep}
+            options["generators"] = [
+                torch.Generator(device).manual_seed(random.initial_seed()) for random in generators
+            ]
+            trajectory(transformer, scheduler, noise.to(device), wished, nothing, **options)
         made = []
         for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))
@@ -203,10 +197,7 @@ def open_latents(data):
         data: a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]` as the model sees them (scaled) and
             beside them `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and perhaps `prompt_attention_mask`; the id of
             a dataset on the Hub ("id" or "id:configuration", split "train") or a `datasets` Dataset with such columns, or a
-            text column `prompt`; or a dict of such tensors.
-
-    Raises:
-        ValueError, TypeError: one sentence. ImportError: `datasets` is missing.
+            text column `prompt`; or a dict of such tensors. ValueError, TypeError: one sentence.
     """
     if isinstance(data, dict):
         data = {key: value.detach() for key, value in data.items()}

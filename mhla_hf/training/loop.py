@@ -87,19 +87,27 @@ def _train(task, stages, data, options, seed, folder, progress, command):
         import accelerate
     except ImportError as error:
         raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
+    known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
+    if options.tracker and options.tracker not in known:
+        raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
     fresh = not accelerate.state.PartialState._shared_state
-    accelerator = _make_accelerator(accelerate, options, folder)
+    together = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    places = {"log_with": options.tracker or None, "project_dir": str(folder.state), "kwargs_handlers": [together]}
+    accelerator = accelerate.Accelerator(mixed_precision=options.mixed_precision, **places)
+    world, precision = accelerator.num_processes, accelerator.mixed_precision
     try:
+        if precision not in ("no", "bf16"):
+            raise ValueError(f"mixed_precision: the launcher set {precision!r}; expected 'no' or 'bf16'")
         for stage in stages:
-            if stage.batch_size % (accelerator.num_processes * stage.grad_accum):
-                shares = f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
+            if stage.batch_size % (world * stage.grad_accum):
+                shares = f"{world} processes in grad_accum {stage.grad_accum} equal parts each"
                 raise ValueError(f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by {shares}")
         source = task.open(data, stages)
         return _Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
         accelerator.free_memory()
         if fresh:
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=accelerator.num_processes == 1)
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=world == 1)
 
 
 class _Run:
@@ -360,15 +368,15 @@ class _Run:
 class _Interrupt:
     """The first Ctrl-C is a wish, heard after the running step; the second stops at once."""
 
-    def __init__(self):
-        self.asked = False
+    asked = False
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():
+        self.heard = threading.current_thread() is threading.main_thread()
+        if self.heard:
             self.before = signal.signal(signal.SIGINT, self._ask)
 
     def __exit__(self, kind, _value, _trace):
-        if hasattr(self, "before"):
+        if self.heard:
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
@@ -396,22 +404,6 @@ def _resolve(task, stages, recipe, data, seed, given):
     run = recipe.run if recipe else {}
     given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
-
-
-def _make_accelerator(accelerate, options, folder):
-    known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
-    if options.tracker and options.tracker not in known:
-        raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
-    together = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = accelerate.Accelerator(
-        mixed_precision=options.mixed_precision,
-        log_with=options.tracker or None,
-        project_dir=str(folder.state),
-        kwargs_handlers=[together],
-    )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
-    return accelerator
 
 
 def _public_name(name):

@@ -14,10 +14,6 @@ from ..checkpoints.files import read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
 
-def _are_sides(value):
-    return len(value) in (2, 3) and all(type(side) is int and side > 0 for side in value)
-
-
 @checked
 class CommonStage:
     """What a stage of every task has: a loss, the parameters it trains, and how.
@@ -55,12 +51,6 @@ class CommonStage:
     eps: Number = values.positive(1e-8)
     max_grad_norm: Number = values.not_negative(1.0)
     ema: Number = values.decay(0.0)
-
-    def validate_batch(self):
-        if self.batch_size % self.grad_accum:
-            raise ValueError(
-                f"batch_size {self.batch_size} cannot be cut into grad_accum {self.grad_accum} equal parts"
-            )
 
     def validate_trainable(self):
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
@@ -130,8 +120,9 @@ class DiffusionStage(CommonStage):
     data_weight: Number = values.not_negative(0.0)
     lora_rank: int = values.at_least(1, 16)
     size: list | tuple | None = values.checked_field(
-        _are_sides, "[rows, columns] or [frames, rows, columns] in pixels", None
-    )
+        lambda sides: len(sides) in (2, 3) and all(type(side) is int and side > 0 for side in sides),
+        "[rows, columns] or [frames, rows, columns] in pixels", None,
+    )  # fmt: skip
     timesteps: Literal["logit-normal", "uniform"] | None = None
     shift: Number | None = values.positive(None)
     drop_condition: Number = values.share(0.1)
@@ -195,10 +186,9 @@ STAGE_TYPES = {"language": Stage, "diffusion": DiffusionStage, "images": ImageSt
 class Recipe:
     """A whole recipe.
 
-    stages: in order, of the task's type. task: what is trained, one of STAGE_TYPES. about: one or two sentences. base:
-    what a conversion starts from (folder or Hub id), or None. tokenizer: folder or Hub id, or None for the base's. data:
-    what to train on, as `distill(data=...)` takes it, or None. settings: arguments of `convert`; or `preset` and arguments
-    of `MHLAConfig`, for a model from scratch. run: the fields of `Options` that it sets.
+    stages: in order, of the task's type. task: what is trained. about: one or two sentences. base: what a conversion starts
+    from (folder or Hub id). tokenizer: folder or Hub id; None: the base's. data: what to train on, as `distill` takes it.
+    settings: arguments of `convert`; or `preset` and arguments of `MHLAConfig`, from scratch. run: fields of `Options`.
     """
 
     stages: list | tuple

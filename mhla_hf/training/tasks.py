@@ -22,7 +22,7 @@ class Task(abc.ABC):
     """One kind of model, bound to a student and a teacher.
 
     given: what `distill` was called with and returns. student: the module that is trained. teacher: the module that is
-    asked, or None; the loop moves it to the device and never trains it. progress: whether bars are shown, as the loop says.
+    asked, or None; the loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; in recipes and records
@@ -31,7 +31,7 @@ class Task(abc.ABC):
     equal = ()  # (loss, what the configurations of student and teacher have to agree on for it)
     without_data = False  # whether `data=None` means something
     tool = None  # a tokenizer or an image processor, saved with the model
-    progress = False
+    progress = False  # whether bars are shown, as the loop says
 
     def __init__(self, student, teacher):
         self.given, self.student, self.teacher = student, student, teacher
@@ -137,9 +137,8 @@ def _order(key, count):
 class Objective(nn.Module):
     """The student with the loss of one stage: what Accelerate wraps.
 
-    Its forward gives the loss (scalar with gradient) and a dict of detached scalars, "loss" among them; both add up over
-    the parts of a batch. The teacher is held, not owned: its parameters are none of this module's, so nothing can move or
-    save them.
+    Its forward gives the loss and a dict of detached scalars, "loss" among them; both add up over the parts of a batch. The
+    teacher is held, not owned: its parameters are none of this module's, so nothing can move or save them.
     """
 
     def __init__(self, student, teacher, stage):

@@ -30,11 +30,7 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
         out: folder to make. seq_len: tokens in a sequence; the text is cut into as many as it has, from its beginning.
         top_k: likeliest tokens that are kept of each distribution; 6 bytes each.
 
-    Returns:
-        What taught.json holds.
-
-    Raises:
-        ValueError: the text is a stream, or too short, or `out` was begun with something else.
+    Returns what taught.json holds. ValueError: the text is a stream, or too short, or `out` was begun with something else.
     """
     source = open_text(text, tokenizer, vocab_size=teacher.get_input_embeddings().weight.shape[0])
     if not isinstance(source, TokenRing):

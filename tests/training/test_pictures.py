@@ -116,7 +116,8 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
     assert task.judge()["test_accuracy"] == pytest.approx(8 / 9)
     settings = {"data": str(data), "processor": BOTH}
     scores = mhla_hf.evaluate({"dogs": model}, recipe="table_2_imagenet", settings=settings, progress=False)
-    assert scores["dogs"][0].value == pytest.approx(8 / 9)
+    (score,) = scores["dogs"]
+    assert score.value == pytest.approx(8 / 9)
     with pytest.raises(ValueError, match="no label 'emu', though it has others"):
         opened(model, photos(tmp_path / "other", {"cat": 1, "emu": 1}))
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
