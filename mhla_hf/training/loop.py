@@ -195,7 +195,14 @@ class _Run:
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.average = self._start_average(trained, stage, latest)
+        self.average = None
+        if stage.ema:
+            from diffusers.training_utils import EMAModel
+
+            self.average = EMAModel(trained, decay=stage.ema)
+            if latest is not None:
+                self.average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
+                self.average.to(accelerator.device)
         clamped = direct_mixings(self.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
@@ -234,9 +241,13 @@ class _Run:
         accelerator, norm = self.accelerator, None
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.at["step"])
-        for part, last in self._parts(reader, stage):
-            with nullcontext() if last else accelerator.no_sync(step):
-                loss, logs = step(*part)
+        world, rank = accelerator.num_processes, accelerator.process_index
+        own, last = stage.batch_size // world, stage.grad_accum - 1
+        tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
+        shares = [world * share for share in shares]
+        for number, part in enumerate(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True)):
+            with nullcontext() if number == last else accelerator.no_sync(step):
+                loss, logs = step(*(tensor.to(accelerator.device) for tensor in part), *shares)
                 accelerator.backward(loss)
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
@@ -245,27 +256,6 @@ class _Run:
         optimizer.step()
         optimizer.zero_grad()
         return norm
-
-    def _start_average(self, trained, stage, latest):
-        """The moving average of the stage's weights, from its start or from the state in `latest`; None without one."""
-        if not stage.ema:
-            return None
-        from diffusers.training_utils import EMAModel
-
-        average = EMAModel(trained, decay=stage.ema)
-        if latest is not None:
-            average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
-            average.to(self.accelerator.device)
-        return average
-
-    def _parts(self, reader, stage):
-        """The batch of one step as this process sees it: (the objective's arguments, is it the last part)."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own, last = stage.batch_size // world, stage.grad_accum - 1
-        tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
-        for number, part in enumerate(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True)):
-            part = [tensor.to(self.accelerator.device) for tensor in part]
-            yield (*part, *(world * share for share in shares)), number == last
 
     def _log(self, stage, sums, norm, lr, bar):
         """An entry of the history; returns whether any process was asked to stop. The only place that waits."""

@@ -69,13 +69,13 @@ class RunFolder:
         return found
 
     def _find(self):
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"out: {str(self.out)!r} is a file; expected a folder, or a path where one can be made")
         if (self.out / RECORD).is_file():
             self._compare(json.loads((self.out / RECORD).read_text(encoding="utf-8")).get("fingerprint", {}))
             return "finished"
-        if self.out.exists() and any(self.out.iterdir()):
-            raise ValueError(f"out: the folder {str(self.out)!r} holds other files; expected a new or an empty folder")
+        if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
+            raise ValueError(
+                f"out: {str(self.out)!r} is a file or holds other files; expected a new or an empty folder"
+            )
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
                 self._compare(json.loads((state / IDENTITY).read_text(encoding="utf-8")))
