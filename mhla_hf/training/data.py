@@ -45,16 +45,14 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if not path.exists():
-            dataset, identity = load_split(name, *hub_id(name), streaming=True), name
-        else:
-            files = _files(path)
-            builder = TABLE_ENDINGS.get(files[0].suffix.lower())
-            if builder is None:
-                texts = [text for file in files if (text := read_text_file(file)).strip()]
-                return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
-            dataset = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
-            identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
-        return TokenStream(dataset, tokenizer, text_field, vocab_size, name, identity)
+            return TokenStream(load_split(name, streaming=True), tokenizer, text_field, vocab_size, name, name)
+        files = _files(path)
+        builder = TABLE_ENDINGS.get(files[0].suffix.lower())
+        if builder is None:
+            texts = [text for file in files if (text := read_text_file(file)).strip()]
+            return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
+        table = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
+        return TokenStream(table, tokenizer, text_field, vocab_size, name, identity_of(files))
     if hasattr(data, "to_iterable_dataset"):
         data = data.to_iterable_dataset()
     if hasattr(data, "state_dict") and hasattr(data, "set_epoch"):
@@ -234,32 +232,34 @@ def read_text_file(file, what="data"):
     return text
 
 
-def load_split(label, *arguments, split="train", **options):
-    """A split by `datasets.load_dataset`; `label` names the data in the one sentence of an error."""
+def load_split(name, *place, split="train", **options):
+    """A split by `datasets.load_dataset`: of `place`, or of the id on the Hub that `name` is ("id" or "id:configuration").
+
+    ValueError, one sentence, for what can only be a path, or cannot be reached. ImportError: `datasets` is missing.
+    """
+    repository, _, configuration = name.partition(":")
+    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
+    if not place and (looks_local or repository.count("/") > 1):
+        raise ValueError(f"data: there is no file or folder {name!r}")
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"data: {label!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
+        raise ImportError(f"data: {name!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
     try:
-        return datasets.load_dataset(*arguments, split=split, **options)
+        return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
     except (OSError, ValueError) as error:
         known = "neither a file or folder here nor a dataset that can be reached"
-        raise ValueError(f"data: {label!r} is {known} ({one_line(error)})") from error
+        raise ValueError(f"data: {name!r} is {known} ({one_line(error)})") from error
 
 
-def hub_id(name):
-    """(repository, configuration or None) of "id" or "id:configuration"; ValueError for what can only be a path."""
-    repository, _, configuration = name.partition(":")
-    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
-    if looks_local or not name.strip() or repository.count("/") > 1:
-        raise ValueError(f"data: there is no file or folder {name!r}")
-    return repository, configuration or None
-
-
-def head_hash(file):
-    """Hash of a file's first megabyte, which with its size identifies it."""
-    with file.open("rb") as stream:
-        return hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+def identity_of(files):
+    """Name, size and the hash of the first megabyte of each file, which identify them."""
+    known = []
+    for file in files:
+        with file.open("rb") as stream:
+            head = hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+        known.append([file.name, file.stat().st_size, head])
+    return known
 
 
 def _encode(tokenizer, texts, name):

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import math
+import types
 
 import torch
 
@@ -69,9 +70,13 @@ class DiffusionTask(Task):
         self._check_data(stages, prompts, latents, text)
         for stage in stages:
             self._check_shape(latents.shape if latents else self._shape(stage), stage, latents)
-        count = self.student.config.get("num_embeds_ada_norm")
-        conditions = Texts(self._encode, prompts or ()) if text else Classes(count)
-        return _Data(latents, prompts, conditions, self.pipeline.scheduler)
+        conditions = Texts(self._encode, prompts or ()) if text else Classes(self.student.config.num_embeds_ada_norm)
+        config = {key: value for key, value in self.pipeline.scheduler.config.items() if not key.startswith("_")}
+        known = {"kind": "trajectories"} if latents is None else latents.describe()
+        known |= {} if prompts is None else {"prompts": _digest(prompts)}
+        known |= {"scheduler": _digest(config)}
+        name = latents.name if latents else "the teacher's trajectories"
+        return types.SimpleNamespace(latents=latents, conditions=conditions, name=name, describe=lambda: known)
 
     def reader(self, source, stage, number, seed, state):
         key = (seed, number)
@@ -178,20 +183,8 @@ class DiffusionTask(Task):
         return wished, {key: value[:1] for key, value in empty.items()}
 
 
-class _Data:
-    """What a run of diffusion trains on: latents, or None for the teacher's trajectories."""
-
-    def __init__(self, latents, prompts, conditions, scheduler):
-        self.latents, self.prompts, self.conditions = latents, prompts, conditions
-        self.scheduler = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
-        self.name = latents.name if latents else "the teacher's trajectories"
-
-    def describe(self):
-        known = self.latents.describe() if self.latents else {"kind": "trajectories"}
-        if self.prompts is not None:
-            known["prompts"] = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()[:16]
-        scheduler = json.dumps(self.scheduler, sort_keys=True, default=str).encode()
-        return known | {"scheduler": hashlib.sha256(scheduler).hexdigest()[:16]}
+def _digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _patch(model):

@@ -42,8 +42,7 @@ class ImageTask(Task):
                 raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
         config = self.student.config
         if self.tool is None and not hasattr(config, "preprocessing"):
-            kind = type(self.student).__name__
-            raise ValueError(f"processor: None was given for {kind}; expected its image processor")
+            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
         self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
         self.channels = getattr(config, "num_channels", 3)
         sides_of(self.processor, self.channels)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from .data import head_hash, hub_id, load_split, one_line, place_of, read_text_file
+from .data import identity_of, load_split, one_line, place_of, read_text_file
 from .denoising import trajectory
 from .tasks import Reader
 
@@ -207,7 +207,7 @@ def open_latents(data):
         path, name = place_of(data), str(data)
         if path.is_dir():
             return _open_folder(path, name)
-        return Latents(load_split(name, *hub_id(name)), name, name)
+        return Latents(load_split(name), name, name)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
         return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
     raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset, or a dict of tensors")
@@ -223,8 +223,7 @@ def _open_folder(path, name):
             parts.append(_stacked(load_file(file), str(file)))
         except SafetensorError as error:
             raise ValueError(f"data: {str(file)!r} cannot be read ({one_line(error)})") from None
-    identity = [[str(file.relative_to(path)), file.stat().st_size, head_hash(file)] for file in files]
-    return Latents(ConcatDataset(parts), name, identity)
+    return Latents(ConcatDataset(parts), name, identity_of(files))
 
 
 def _stacked(tensors, name):

@@ -13,7 +13,7 @@ import numpy
 import torch
 from PIL import Image
 
-from .data import hub_id, load_split, one_line, place_of
+from .data import load_split, one_line, place_of
 from .tasks import Reader
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
@@ -119,7 +119,7 @@ def open_pictures(data, split="train") -> Pictures:
     if isinstance(data, (str, Path)):
         if (path := place_of(data)).is_dir():
             return _open_folder(path, split)
-        return _open_table(load_split(str(data), *hub_id(str(data)), split=split), str(data))
+        return _open_table(load_split(str(data), split=split), str(data))
     if hasattr(data, "features") and hasattr(data, "__len__"):
         return _open_table(data, "a dataset")
     raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset or a pair of tensors")

@@ -187,9 +187,11 @@ BAD = {
     "no images": ({"data": (IMAGES[:0], LABELS[:0])}, "0 images"),
     "labels beyond": ({"data": (IMAGES, LABELS + 1)}, "labels 1 to 4; expected 0 to 3"),
     "a number": ({"data": 7}, "data: got int"),
-    "no folder": ({"data": "./nowhere"}, "there is no file or folder './nowhere'"),
     "no data set": ({"data": "nobody/nothing"}, "'nobody/nothing' is neither a file or folder here nor a dataset"),
-    "no processor": ({"model": "ViTForImageClassification"}, "processor: None was given for ViTForImageClassification"),
+    "no processor": (
+        {"model": "ViTForImageClassification"},
+        "processor: None was given for ViTForImage",
+    ),
     "no classes": ({"model": "CLIPVisionModel", "processor": COLOR}, "student: CLIPVisionModel gives no classes"),
     "other classes": (
         {"teacher": classifier(num_labels=3), "stages": [stage(loss="logits")]},
