@@ -1,5 +1,6 @@
 """The task of causal language models: text cut into full sequences, and the losses of `objectives.py`."""
 
+import math
 from pathlib import Path
 
 from .data import open_text
@@ -27,12 +28,11 @@ class LanguageTask(Task):
         """As every task; and sequences that are longer than what a model knows."""
         super().check(stages)
         for name, model in (("student", self.student), ("teacher", self.teacher)):
-            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-            for stage in stages:
-                if limit and stage.seq_len > limit and (name == "student" or stage.needs_teacher):
-                    raise ValueError(
-                        f"seq_len: stage {stage.name!r} has {stage.seq_len}, and the {name} knows {limit} positions"
-                    )
+            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
+            long = [stage for stage in stages if stage.seq_len > limit and (name == "student" or stage.needs_teacher)]
+            if long:
+                known = f"has {long[0].seq_len}, and the {name} knows {limit} positions"
+                raise ValueError(f"seq_len: stage {long[0].name!r} {known}")
 
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""

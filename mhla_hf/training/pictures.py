@@ -32,9 +32,8 @@ class Pictures:
         self.items, self.labels, self.name, self.names = items, torch.as_tensor(labels).long(), name, names
         self.identity = identity
         if not len(self.labels) or len(self.labels) != len(items):
-            raise ValueError(
-                f"data: {name!r} holds {len(items)} images and {len(self.labels)} labels; expected as many"
-            )
+            found = f"{len(items)} images and {len(self.labels)} labels"
+            raise ValueError(f"data: {name!r} holds {found}; expected as many")
 
     def __len__(self):
         return len(self.labels)

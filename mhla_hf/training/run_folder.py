@@ -73,9 +73,7 @@ class RunFolder:
             self._compare(json.loads((self.out / RECORD).read_text(encoding="utf-8")).get("fingerprint", {}))
             return "finished"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
-            raise ValueError(
-                f"out: {str(self.out)!r} is a file or holds other files; expected a new or an empty folder"
-            )
+            raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
                 self._compare(json.loads((state / IDENTITY).read_text(encoding="utf-8")))

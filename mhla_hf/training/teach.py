@@ -37,9 +37,7 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
         raise ValueError(f"text: {source.name!r} is a stream; expected a text file, a folder of them or tokens [N]")
     rows = len(source.tokens) // seq_len
     if not rows:
-        raise ValueError(
-            f"seq_len is {seq_len}, and the text has {len(source.tokens)} tokens; expected at most as many"
-        )
+        raise ValueError(f"seq_len is {seq_len}, and the text has {len(source.tokens)} tokens; expected fewer")
     out, config = Path(out), teacher.config
     record = {"rows": rows, "seq_len": seq_len, "top_k": min(top_k, config.vocab_size), "text": source.describe()}
     record |= {"done": 0, "vocab_size": config.vocab_size, "teacher": getattr(config, "_name_or_path", "")}

@@ -37,9 +37,7 @@ def check_student(student, stages):
             raise ValueError(f"student: {name!r} is a {kind}; expected float weights, loaded without quantization")
     for stage in stages:
         if not names and (stage.loss == "transfer" or stage.trainable != "all"):
-            raise ValueError(
-                f"student: has no MHLA layer, which stage {stage.name!r} trains; expected a converted model"
-            )
+            raise ValueError(f"student: has no MHLA layer, which stage {stage.name!r} trains; expected one of convert")
         if not any(_moves(name, names, stage, value.requires_grad) for name, value in given.items()):
             raise ValueError(f"student: all that stage {stage.name!r} would train ({stage.trainable!r}) is frozen")
 

@@ -141,7 +141,7 @@ def test_without_a_whole_state_nothing_is_gone_on_with(lab, stopped):
     ("file", "content", "words"),
     [
         ("out", "mine", r"out: '.*out' is a file or holds other files"),
-        ("out/letter.txt", "mine", "holds other files; expected a new or an empty folder"),
+        ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
         ("out/train.json", "{}", "out: .* was begun with seed None, not 0"),
     ],
 )
