@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import strict
+from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
@@ -22,7 +23,7 @@ from mhla_hf.checkpoints.values import read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.training.loop import distill
-from mhla_hf.training.pictures import Preparation, open_pictures
+from mhla_hf.training.pictures import open_pictures, prepare
 from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.run_folder import RECORD
 
@@ -206,8 +207,7 @@ def _look(folder, test):
     """Rank and entropy per layer on the first test images, and the mixing, beside the model."""
     with without_bars():
         model = MHLAForImageClassification.from_pretrained(folder)
-    prepared = Preparation(model.config.preprocessing(), model.config.num_channels)
-    count = min(LOOKED_AT, len(test))
-    pixels = torch.stack([prepared.whole(test, index) for index in range(count)])
-    found = measure_calls(record_model(model, {"pixel_values": prepared.finish(pixels)}))
+    images = [test.image(index, model.config.num_channels) for index in range(min(LOOKED_AT, len(test)))]
+    pixels = prepare(ViTImageProcessorPil.from_dict(model.config.preprocessing()), images)
+    found = measure_calls(record_model(model, {"pixel_values": pixels}))
     write_json(folder / ANALYSIS, found | {"mixing": describe_mixing(model)})

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..checkpoints.load import kind_of_class, load_classifier, load_config, load_language_model
-from ..training.data import hub_id, load_split, open_text
+from ..training.data import load_split, open_text
 
 DEFAULT_TEXT = 40_000
 DIGITS, HELD_OUT_DIGITS = "scikit-learn digits", 497
@@ -64,7 +64,7 @@ def read_images(model, data, samples: int):
         size = model.config.image_size
         _, (images, _) = load_digits(min(size) if isinstance(size, (list, tuple)) else size)
         return [Image.fromarray(image[0].numpy()) for image in images[:samples]], DIGITS
-    source = ("imagefolder", None, str(data)) if Path(data).is_dir() else hub_id(str(data))
+    source = ("imagefolder", None, str(data)) if Path(data).is_dir() else ()
     rows = load_split(str(data), *source, streaming=True)
     column = next((key for key, kind in (rows.features or {}).items() if type(kind).__name__ == "Image"), None)
     if column is None:

@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor
 from ..checkpoints.files import write_text
 from ..checkpoints.load import choose_device, load_classifier, one_sentence, without_questions
 from ..checkpoints.values import at_least, checked, read_settings
-from ..training.data import hub_id, load_split
+from ..training.data import load_split
 from ..training.pictures import label_order, open_pictures
 from .image_scores import (
     PICTURES,
@@ -361,9 +361,7 @@ def _read_examples(protocol, asked):
     if not protocol.data:
         raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
     data, folder = str(protocol.data), Path(protocol.data)
-    pictures = open_pictures(
-        folder if folder.is_dir() else load_split(data, *hub_id(data), split=protocol.split), "test"
-    )
+    pictures = open_pictures(folder if folder.is_dir() else load_split(data, split=protocol.split), "test")
     count = min(asked.limit or len(pictures), len(pictures))
     chosen = [index * len(pictures) // count for index in range(count)]  # spread over the classes
     identity = pictures.identity

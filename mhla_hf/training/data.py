@@ -1,14 +1,14 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
-Two sources, one way to read them. Text on disk is tokenized once and held as a ring of tokens; which sequences a step
-reads follows from (seed, stage, step) alone. A stream is read in windows of 256 sequences, each shuffled within itself,
-the next one being prepared by a thread; its place is the state that `datasets` gives at the window's start. Every process
-reads the same rows and keeps its share of them, so the order of the data does not depend on how many processes there are;
-and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
+alone. A stream is read in windows of 256 sequences, each shuffled within itself, the next one being prepared by a thread;
+its place is the state that `datasets` gives at the window's start. Every process reads the same rows and keeps its share of
+them; and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
 """
 
 import copy
 import hashlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,7 @@ DOCUMENTS_AT_ONCE = 32
 
 
 def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
-    """Open what a user calls data.
+    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`.
 
     Args:
         data: a text file; a folder of text files (.txt, .md, .rst, .text, also in sub-folders), a `datasets` table on
@@ -33,11 +33,7 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
             themselves, an integer tensor `[N]`.
         tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
             end-of-sequence token follows every document.
-        text_field: the column of a dataset that holds the text.
-        vocab_size: token ids must be below it; None: unchecked.
-
-    Returns:
-        `TokenRing` or `TokenStream`. Both have `reader(length, seed, stage, state)` and `describe()`.
+        text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
 
     Raises:
         ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
@@ -49,15 +45,14 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if not path.exists():
-            dataset, identity = load_split(name, *hub_id(name), streaming=True), name
-        else:
-            files = _files(path)
-            builder = TABLE_ENDINGS.get(files[0].suffix.lower())
-            if builder is None:
-                return TokenRing(_encode(tokenizer, _texts(files, name), name), vocab_size, name)
-            dataset = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
-            identity = [[file.name, file.stat().st_size, head_hash(file)] for file in files]
-        return TokenStream(dataset, tokenizer, text_field, vocab_size, name, identity)
+            return TokenStream(load_split(name, streaming=True), tokenizer, text_field, vocab_size, name, name)
+        files = _files(path)
+        builder = TABLE_ENDINGS.get(files[0].suffix.lower())
+        if builder is None:
+            texts = [text for file in files if (text := read_text_file(file)).strip()]
+            return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
+        table = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
+        return TokenStream(table, tokenizer, text_field, vocab_size, name, identity_of(files))
     if hasattr(data, "to_iterable_dataset"):
         data = data.to_iterable_dataset()
     if hasattr(data, "state_dict") and hasattr(data, "set_epoch"):
@@ -95,14 +90,12 @@ class _RingReader(Reader):
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        per_epoch = len(self.tokens) // self.length
-        starts = []
+        per_epoch, starts = len(self.tokens) // self.length, []
         for sample in range(self.next, self.next + count):
             epoch, place = divmod(sample, per_epoch)
             if epoch != self.epoch:
-                random = numpy.random.default_rng((*self.key, epoch))
+                random, self.epoch = numpy.random.default_rng((*self.key, epoch)), epoch
                 self.offset, self.order = int(random.integers(len(self.tokens))), random.permutation(per_epoch)
-                self.epoch = epoch
             starts.append(self.offset + int(self.order[place]) * self.length)
         self.next += count
         index = (torch.tensor(starts)[:, None] + torch.arange(self.length)) % len(self.tokens)
@@ -148,13 +141,11 @@ class _StreamReader(Reader):
     """The windows of a stream. start: where the present window begins; end: where the next one does."""
 
     def __init__(self, stream, length, key, state):
-        state = {"number": 0, "next": 0} | (
-            state or {"start": {"epoch": 0, "seen": 0, "place": None, "rest": [[], []]}}
-        )
+        state = {"number": 0, "next": 0, "start": {"epoch": 0, "place": None, "rest": [[], []]}} | (state or {})
         super().__init__(key, state)
         self.stream, self.length, self.number, self.start = stream, length, state["number"], state["start"]
+        self.thread = ThreadPoolExecutor(max_workers=1)
         self._go_to(self.start["epoch"], self.start["place"])
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mhla_hf-data")
         self._show(*self._read(self.start))
 
     def take(self, count):
@@ -190,31 +181,25 @@ class _StreamReader(Reader):
 
     def _read(self, start):
         """One window from `start`, where `self.rows` stands: ids and labels `[2, WINDOW, length]`, and where it ends."""
-        epoch, seen, wanted = start["epoch"], start["seen"], WINDOW * self.length
+        epoch, wanted = start["epoch"], WINDOW * self.length
         ids, labels = map(list, start["rest"])
         while len(ids) < wanted:
-            rows = self._next_rows()
+            try:
+                rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"data: {self.stream.name!r} cannot be read ({one_line(error)})") from error
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
                 ids += new_ids
                 labels += new_labels
-                seen += len(new_ids)
             if len(rows) < DOCUMENTS_AT_ONCE:
-                _check_length(seen, self.length, self.stream.name)
-                epoch, seen = epoch + 1, 0
+                if start["place"] is None:
+                    _check_length(len(ids), self.length, self.stream.name)
+                epoch += 1
                 self._go_to(epoch)
         place = copy.deepcopy(self.stream.dataset.state_dict())
-        end = {"epoch": epoch, "seen": seen, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
+        end = {"epoch": epoch, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
         return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, WINDOW, self.length), end
-
-    def _next_rows(self):
-        rows = []
-        try:
-            while len(rows) < DOCUMENTS_AT_ONCE and (row := next(self.rows, None)) is not None:
-                rows.append(row)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"data: {self.stream.name!r} cannot be read ({_one_line(error)})") from error
-        return rows
 
 
 def _files(path):
@@ -222,27 +207,18 @@ def _files(path):
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    for endings in (TEXT_ENDINGS, TABLE_ENDINGS):
+    for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
-            return [file for file in chosen if endings is TEXT_ENDINGS or file.suffix == chosen[0].suffix]
+            return chosen
     endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
     raise ValueError(f"data: the folder {str(path)!r} holds no text; expected files ending in {endings}")
 
 
-def _texts(files, name):
-    texts = [text for file in files if (text := read_text_file(file)).strip()]
-    if not texts:
-        raise ValueError(f"data: {name!r} holds no text")
-    return texts
-
-
 def place_of(data, what="data"):
-    """`data` as a path. ValueError for no text at all, which would be the working folder, and for a link to nothing."""
-    path = Path(data).expanduser()
-    if not str(data).strip() or (path.is_symlink() and not path.exists()):
-        found = "a link to nothing" if str(data).strip() else "no name"
-        raise ValueError(f"{what}: {str(data)!r} is {found}; expected a file, a folder or a dataset")
-    return path
+    """`data` as a path. ValueError for no text at all (an empty shell variable), which would be the working folder."""
+    if not str(data).strip():
+        raise ValueError(f"{what}: got {str(data)!r}; expected a file, a folder or a dataset")
+    return Path(data).expanduser()
 
 
 def read_text_file(file, what="data"):
@@ -251,47 +227,46 @@ def read_text_file(file, what="data"):
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: {str(file)!r} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ValueError(f"{what}: {str(file)!r} cannot be read ({error.strerror})") from None
     if "\0" in text:
         raise ValueError(f"{what}: {str(file)!r} is no text: character {text.index(chr(0))} is NUL")
     return text
 
 
-def load_split(label, *arguments, split="train", **options):
-    """A split by `datasets.load_dataset`; `label` names the data in the one sentence of an error."""
+def load_split(name, *place, split="train", **options):
+    """A split by `datasets.load_dataset`: of `place`, or of the id on the Hub that `name` is ("id" or "id:configuration").
+
+    ValueError, one sentence, for what can only be a path, or cannot be reached. ImportError: `datasets` is missing.
+    """
+    repository, _, configuration = name.partition(":")
+    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
+    if not place and (looks_local or repository.count("/") > 1):
+        raise ValueError(f"data: there is no file or folder {name!r}")
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"data: {label!r} is read with datasets, which is missing: pip install 'mhla_hf[train]'"
-        ) from error
+        raise ImportError(f"data: {name!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
     try:
-        return datasets.load_dataset(*arguments, split=split, **options)
+        return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data: {label!r} is neither a file or folder here nor a dataset that can be reached ({_one_line(error)})"
-        ) from error
+        known = "neither a file or folder here nor a dataset that can be reached"
+        raise ValueError(f"data: {name!r} is {known} ({one_line(error)})") from error
 
 
-def hub_id(name):
-    """(repository, configuration or None) of "id" or "id:configuration"; ValueError for what can only be a path."""
-    repository, _, configuration = name.partition(":")
-    looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
-    if looks_local or not name.strip() or repository.count("/") > 1:
-        raise ValueError(f"data: there is no file or folder {name!r}")
-    return repository, configuration or None
-
-
-def head_hash(file):
-    """Hash of a file's first megabyte, which with its size identifies it."""
-    with file.open("rb") as stream:
-        return hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+def identity_of(files):
+    """Name, size and the hash of the first megabyte of each file, which identify them."""
+    known = []
+    for file in files:
+        with file.open("rb") as stream:
+            head = hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+        known.append([file.name, file.stat().st_size, head])
+    return known
 
 
 def _encode(tokenizer, texts, name):
     if tokenizer is None:
         raise ValueError(f"tokenizer: None was given, and {name!r} is text; expected a tokenizer")
+    if not texts:
+        raise ValueError(f"data: {name!r} holds no text")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for document in documents for token in (*document, *end)]
@@ -300,10 +275,8 @@ def _encode(tokenizer, texts, name):
 def _check_ids(tokens, vocab_size, name):
     low, high = int(tokens.min()), int(tokens.max())
     if vocab_size is not None and (low < 0 or high >= vocab_size):
-        raise ValueError(
-            f"data: {name!r} gives token {low if low < 0 else high}; the model knows tokens 0 to {vocab_size - 1}, "
-            "so this is not its tokenizer"
-        )
+        wrong = low if low < 0 else high
+        raise ValueError(f"data: {name!r} gives token {wrong}; the model knows tokens 0 to {vocab_size - 1}")
 
 
 def _check_length(tokens, length, name):
@@ -311,5 +284,6 @@ def _check_length(tokens, length, name):
         raise ValueError(f"data: {name!r} holds {tokens} tokens, which is shorter than one sequence (seq_len {length})")
 
 
-def _one_line(error):
+def one_line(error):
+    """What an error of another library says, without its line breaks."""
     return " ".join(str(error).split())[:300]

@@ -1,8 +1,7 @@
 """What a diffusion transformer does: its call, the noise process of its scheduler, the teacher's own trajectories, losses.
 
 Families differ in how the transformer is called and what conditions it, nothing else; their records and `predict` hold that.
-The noise process is read from the pipeline's scheduler (flow with its shift, or DDPM with its betas and prediction
-type), so that what is trained is what is sampled; and the transfer loss runs no more of the student than its attentions.
+The noise process is read from the pipeline's scheduler, so that what is trained is what is sampled.
 """
 
 import copy
@@ -58,9 +57,7 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.kept = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(
-                f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one of them"
-            )
+            raise ValueError(f"scheduler: {type(scheduler).__name__} has neither betas nor a flow; expected one")
 
     @property
     def flow(self):
@@ -69,10 +66,8 @@ class NoiseProcess:
 
     def draw_time(self, generator, distribution, shift):
         """One time on the scheduler's scale, by `distribution` ("logit-normal" or "uniform"), then shifted (flow only)."""
-        if distribution == "logit-normal":
-            share = torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64)).item()
-        else:
-            share = torch.rand((), generator=generator, dtype=torch.float64).item()
+        draw, shape = (torch.randn, torch.sigmoid) if distribution == "logit-normal" else (torch.rand, torch.clone)
+        share = shape(draw((), generator=generator, dtype=torch.float64)).item()
         if not self.flow:
             return float(min(int(share * self.length), self.length - 1))
         shift = self.shift if shift is None else shift
@@ -85,10 +80,8 @@ class NoiseProcess:
             return (1 - share) * clean + share * noise, noise - clean
         kept = self.kept[int(time)].item()
         signal, rest = math.sqrt(kept), math.sqrt(1 - kept)
-        if self.prediction == "v_prediction":
-            target = signal * noise - rest * clean
-        else:
-            target = {"epsilon": noise, "sample": clean}[self.prediction]
+        velocity = signal * noise - rest * clean
+        target = {"epsilon": noise, "sample": clean, "v_prediction": velocity}[self.prediction]
         return signal * clean + rest * noise, target
 
 
@@ -106,9 +99,8 @@ def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guid
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
-    extra = {}
-    if "generator" in inspect.signature(scheduler.step).parameters:
-        extra["generator"] = generators
+    noisy = "generator" in inspect.signature(scheduler.step).parameters
+    extra = {"generator": generators} if noisy else {}
     latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     for time in scheduler.timesteps:
         seen = scheduler.scale_model_input(latents, time) if hasattr(scheduler, "scale_model_input") else latents
@@ -141,8 +133,7 @@ class DiffusionStep(Objective):
         if self.stage.loss == "transfer":
             loss = self._transfer(noisy, times, batch) * row_share
             return loss, {"loss": loss.detach()}
-        logs, said = {}, predict(self.student, noisy, times, batch)
-        loss = 0.0
+        loss, logs, said = 0.0, {}, predict(self.student, noisy, times, batch)
         if self.stage.loss == "prediction":
             with torch.no_grad():
                 wanted = predict(self.teacher, noisy, times, batch)

@@ -8,6 +8,8 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
+import types
 
 import torch
 
@@ -18,6 +20,7 @@ from .latents import Classes, LatentReader, Texts, TrajectoryReader, open_latent
 from .tasks import Task
 from .trainable import mhla_attentions
 
+SIDES = ("frames", "rows", "columns")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 TRAINED = tuple(family.base for family in DIFFUSION if family.conditions)
 
@@ -35,8 +38,8 @@ class DiffusionTask(Task):
 
     def __init__(self, student, teacher):
         super().__init__(student, teacher)
-        self.student, self.teacher = _transformer_of(student), _transformer_of(teacher)
-        self.pipeline = next((model for model in (teacher, student) if _is_pipeline(model)), None)  # samples, encodes
+        self.student, self.teacher = (getattr(model, "transformer", model) for model in (student, teacher))
+        self.pipeline = next((model for model in (teacher, student) if hasattr(model, "scheduler")), None)
 
     def check(self, stages):
         """As every task; and families, pipelines and widths that do not fit."""
@@ -50,11 +53,8 @@ class DiffusionTask(Task):
         if self.pipeline is None:
             raise ValueError("teacher: neither student nor teacher is a pipeline; expected one, for its scheduler")
         if self.pipeline.components.get("transformer_2") is not None:
-            raise ValueError(
-                "student: the pipeline has two transformers, each for its own times; expected a pipeline with one"
-            )
-        own, said = self.student.config.in_channels, self.student.config.out_channels
-        if said is not None and said < own:  # the image comes as further channels
+            raise ValueError("student: the pipeline has two transformers, each for its own times; expected one")
+        if (self.student.config.out_channels or math.inf) < self.student.config.in_channels:  # the image is channels
             raise ValueError("student: is an image-to-video model; expected one from text alone")
         if len(kinds) > 1:
             raise ValueError(f"teacher: student and teacher are a {' and a '.join(sorted(kinds))}; expected one kind")
@@ -65,23 +65,25 @@ class DiffusionTask(Task):
 
     def open(self, data, stages):
         """Latents, prompts, or None; see `open_latents` and `read_prompts`."""
-        prompts = read_prompts(data)
+        prompts, text = read_prompts(data), "encoder_hidden_states" in self.conditions
         latents = open_latents(data) if data is not None and prompts is None else None
-        self._check_data(stages, prompts, latents)
+        self._check_data(stages, prompts, latents, text)
         for stage in stages:
             self._check_shape(latents.shape if latents else self._shape(stage), stage, latents)
-        if "encoder_hidden_states" in self.conditions:
-            conditions = Texts(self._encode, prompts or ())
-        else:
-            conditions = Classes(self.student.config.num_embeds_ada_norm)
-        return _Data(latents, prompts, conditions, self.pipeline.scheduler)
+        conditions = Texts(self._encode, prompts or ()) if text else Classes(self.student.config.num_embeds_ada_norm)
+        config = {key: value for key, value in self.pipeline.scheduler.config.items() if not key.startswith("_")}
+        known = {"kind": "trajectories"} if latents is None else latents.describe()
+        known |= {} if prompts is None else {"prompts": _digest(prompts)}
+        known |= {"scheduler": _digest(config)}
+        name = latents.name if latents else "the teacher's trajectories"
+        return types.SimpleNamespace(latents=latents, conditions=conditions, name=name, describe=lambda: known)
 
     def reader(self, source, stage, number, seed, state):
         key = (seed, number)
         if source.latents is not None:
             return LatentReader(source.latents, source.conditions, self.process, stage, key, state)
-        teacher = self.teacher, self.pipeline.scheduler
-        return TrajectoryReader(teacher, self._shape(stage), source.conditions, stage, key, state, self.progress)
+        teacher, shape = (self.teacher, self.pipeline.scheduler), self._shape(stage)
+        return TrajectoryReader(teacher, shape, source.conditions, stage, key, state, self.progress)
 
     def take(self, reader, stage, rows):
         batch = reader.take(stage.batch_size, rows)
@@ -112,49 +114,36 @@ class DiffusionTask(Task):
                     self.student.set_submodule(name, module.get_base_layer())
 
     def checkpoint_gradients(self, on):
-        if on:
-            self.student.enable_gradient_checkpointing()
-        else:
-            self.student.disable_gradient_checkpointing()
+        (self.student.enable_gradient_checkpointing if on else self.student.disable_gradient_checkpointing)()
 
-    def _check_data(self, stages, prompts, latents):
+    def _check_data(self, stages, prompts, latents, text):
         """One sentence if what conditions the model, or what a loss needs, is missing."""
-        text = "encoder_hidden_states" in self.conditions
         known = () if latents is None else latents.columns
         wanted = ("prompt_embeds", "prompt") if text else ("class_labels", "label")
+        on_data = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
+        encodes = "prompt_embeds" not in known or any(stage.drop_condition for stage in stages)
         if prompts is not None and not text:
             raise ValueError("data: got prompts, and the model knows classes; expected latents, or None")
         if latents is not None and not set(wanted) & set(known):
-            raise ValueError(
-                f"data: {latents.name!r} has no {wanted[0]!r}, which the model needs; it has {', '.join(known) or 'none'}"
-            )
-        if latents is None:
-            if text and prompts is None:
-                raise ValueError(
-                    "data: None was given; expected prompts, a list of texts or a .txt file with one a line"
-                )
-            for stage in stages:
-                if stage.loss == "denoising" or stage.data_weight:
-                    raise ValueError(
-                        f"data: stage {stage.name!r} has a loss on data, and there are no latents; give some"
-                    )
-            if self.teacher is None:
-                raise ValueError("teacher: None was given, and without latents its trajectories are the data")
-        encodes = "prompt_embeds" not in known or any(stage.drop_condition for stage in stages)
+            raise ValueError(f"data: {latents.name!r} has no {wanted[0]!r}, which the model needs")
+        if latents is None and text and prompts is None:
+            raise ValueError("data: None was given; expected prompts, a list of texts or a .txt file with one a line")
+        if latents is None and on_data:
+            raise ValueError(f"data: stage {on_data[0]!r} has a loss on data, and there are no latents; give some")
+        if latents is None and self.teacher is None:
+            raise ValueError("teacher: None was given, and without latents its trajectories are the data")
         if text and encodes and self.pipeline.components.get("text_encoder") is None:
-            raise ValueError(
-                "teacher: the pipeline has no text encoder; expected one, or latents with prompt_embeds and drop_condition 0"
-            )
+            also = "or latents with prompt_embeds and drop_condition 0"
+            raise ValueError(f"teacher: the pipeline has no text encoder; expected one, {also}")
 
     def _shape(self, stage):
         """Channels and sides of the latents of one sample, from the stage's size in pixels or the model's own."""
-        config, axes = self.student.config, len(_patch(self.student))
+        config, axes, pipe = self.student.config, len(_patch(self.student)), self.pipeline
         if stage.size is None and axes == 2 and isinstance(config.get("sample_size"), int):
             return config.in_channels, config.sample_size, config.sample_size
         if stage.size is None or len(stage.size) != axes:
-            sides = ", ".join(("frames", "rows", "columns")[-axes:])
+            sides = ", ".join(SIDES[-axes:])
             raise ValueError(f"stage {stage.name!r}: size is {stage.size}; expected [{sides}] in pixels for this model")
-        pipe = self.pipeline
         step = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None)
         if step is None:  # DiT's pipeline says none
             step = 2 ** (len(pipe.vae.config.block_out_channels) - 1)
@@ -167,17 +156,16 @@ class DiffusionTask(Task):
         config, patch = self.student.config, _patch(self.student)
         wrong, own = None, config.get("sample_size")
         if len(shape) != len(patch) + 1 or shape[0] != config.in_channels:
-            sides = ", ".join(("frames", "rows", "columns")[-len(patch) :])
-            wrong = f"; expected [{config.in_channels}, {sides}], of the model's own VAE"
+            wrong = f"[{config.in_channels}, {', '.join(SIDES[-len(patch) :])}], of the model's own VAE"
         elif any(side % step for side, step in zip(shape[1:], patch, strict=True)):
-            wrong = f", which the patches {list(patch)} do not divide"
+            wrong = f"sides that the patches {list(patch)} divide"
         elif family_of(self.student).fixed_size and shape[1:] != (own, own):
-            wrong = f"; expected sides of {own}, the model's sample_size"
+            wrong = f"sides of {own}, the model's sample_size"
         elif latents and stage.size is not None and shape != self._shape(stage):
-            wrong = f", and stage {stage.name!r} has size {stage.size}, latents of {list(self._shape(stage))}"
+            wrong = f"{list(self._shape(stage))}, by the size of stage {stage.name!r}"
         if wrong:
             where = f"latents of {latents.name!r}" if latents else f"size of stage {stage.name!r}"
-            raise ValueError(f"data: the {where} are {list(shape)}{wrong}")
+            raise ValueError(f"data: the {where} are {list(shape)}; expected {wrong}")
 
     @torch.no_grad()
     def _encode(self, texts):
@@ -195,34 +183,14 @@ class DiffusionTask(Task):
         return wished, {key: value[:1] for key, value in empty.items()}
 
 
-class _Data:
-    """What a run of diffusion trains on: latents, or None for the teacher's trajectories."""
-
-    def __init__(self, latents, prompts, conditions, scheduler):
-        self.latents, self.prompts, self.conditions = latents, prompts, conditions
-        self.scheduler = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
-        self.name = latents.name if latents else "the teacher's trajectories"
-
-    def describe(self):
-        known = {"kind": "trajectories"} if self.latents is None else self.latents.describe()
-        if self.prompts is not None:
-            known["prompts"] = hashlib.sha256("\n".join(self.prompts).encode()).hexdigest()[:16]
-        scheduler = hashlib.sha256(json.dumps(self.scheduler, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return known | {"scheduler": scheduler}
+def _digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _patch(model):
     """The patch size per axis."""
     patch = model.config.patch_size
     return (patch, patch) if isinstance(patch, int) else tuple(patch)
-
-
-def _is_pipeline(model):
-    return hasattr(model, "components") and hasattr(model, "scheduler")
-
-
-def _transformer_of(model):
-    return model.components.get("transformer") if _is_pipeline(model) else model
 
 
 def _import_peft():

@@ -9,8 +9,9 @@ import inspect
 
 import torch
 import torch.nn.functional as F
+from transformers import ViTImageProcessorPil
 
-from .pictures import PictureReader, Preparation, label_order, open_pictures, share_right
+from .pictures import PictureReader, Pictures, label_order, open_pictures, share_right, sides_of
 from .tasks import Objective, Task, relative_error
 
 
@@ -24,6 +25,7 @@ class ImageTask(Task):
     name = "images"
     unit = "images"
     wanted = "an image classifier or a vision tower of transformers"
+    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student, teacher, processor=None, test=None):
         super().__init__(student, teacher)
@@ -33,74 +35,56 @@ class ImageTask(Task):
         """As every task; and classes and widths that do not fit."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        for name, model, needed in (
-            ("student", self.student, {"logits", "labels"}),
-            ("teacher", self.teacher, {"logits"}),
-        ):
-            if model is not None and losses & needed and not is_classifier(model):
+        known = ("student", self.student, {"logits", "labels"}), ("teacher", self.teacher, {"logits"})
+        for name, model, needed in known:
+            asked = losses & needed or (name == "student" and self.test is not None)
+            if model is not None and asked and not is_classifier(model):
                 raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
-        for loss, key in (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size")):
-            if self.teacher is not None and loss in losses:
-                own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
-                if own != its:
-                    raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
         config = self.student.config
         if self.tool is None and not hasattr(config, "preprocessing"):
-            raise ValueError(
-                f"processor: None was given for {type(self.student).__name__}; expected its image processor"
-            )
-        values = config.preprocessing() if self.tool is None else self.tool.to_dict()
-        self.preparation = Preparation(values, getattr(config, "num_channels", 3))
+            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
+        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
+        self.channels = getattr(config, "num_channels", 3)
+        sides_of(self.processor, self.channels)
 
     def open(self, data, stages):
         """Labeled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
 
-        Without a loss that reads labels, classes that the student does not have are let pass; no accuracy is logged then.
+        Without a loss that reads labels any classes are let pass.
         """
+        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
         pictures = open_pictures(data)
         test = None if self.test is None else open_pictures(self.test, split="test")
-        self.numbered = True
-        if is_classifier(self.student):
-            config = self.student.config
-            labeled = any(stage.loss == "labels" or (stage.loss == "logits" and stage.ce_weight) for stage in stages)
-            if test is not None and test.names:
-                if labeled and pictures.names:
-                    test = test.numbered_as(pictures.names, pictures.name)
-                    test = test.renumbered(label_order(config, pictures.names))
-                else:
-                    test = test.renumbered(label_order(config, test.names, "test"))
-            if pictures.names:
-                pictures = pictures.renumbered(self._order(pictures.names, labeled))
-            pictures.check_labels(config.num_labels)
-            if test is not None:
-                test.check_labels(config.num_labels, "test")
-        self.pictures_of_test = test
+        if test is not None:
+            if test.names and labeled and pictures.names:
+                test = test.numbered_as(pictures.names, pictures.name)
+                test = test.renumbered(label_order(config, pictures.names))
+            elif test.names:
+                test = test.renumbered(label_order(config, test.names, "test"))
+            test.check_labels(config.num_labels, "test")
+        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
+        if not labeled:
+            none = torch.zeros(len(pictures))
+            return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
+        if pictures.names:
+            pictures = pictures.renumbered(label_order(config, pictures.names))
+        pictures.check_labels(self.classes)
         return pictures
 
-    def _order(self, names, labeled):
-        try:
-            return label_order(self.student.config, names)
-        except ValueError:
-            if labeled:
-                raise
-            self.numbered = False
-            return [0] * len(names)
-
     def reader(self, source, stage, number, seed, state):
-        classes = self.student.config.num_labels if is_classifier(self.student) else int(source.labels.max()) + 1
-        return PictureReader(source, stage, (seed, number), self.preparation, classes, state)
+        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
 
     def take(self, reader, stage, rows):
         return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage):
         """The losses "transfer", "features", "logits" and "labels"."""
-        return ImageStep(self.student, self.teacher, stage, self.numbered)
+        return ImageStep(self.student, self.teacher, stage)
 
     def judge(self):
         if self.pictures_of_test is None:
             return {}
-        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.preparation)}
+        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}
 
 
 def is_classifier(model) -> bool:
@@ -114,14 +98,7 @@ def tower_of(model):
 
 
 class ImageStep(Objective):
-    """An image model with the loss "labels", "logits", "features" or "transfer".
-
-    numbered: whether the classes of the images are the student's, so that its accuracy on them means something.
-    """
-
-    def __init__(self, student, teacher, stage, numbered=True):
-        super().__init__(student, teacher, stage)
-        self.numbered = numbered
+    """An image model with the loss "labels", "logits", "features" or "transfer"."""
 
     def forward(self, pixels, targets, row_share):
         """One part of a batch.
@@ -130,30 +107,28 @@ class ImageStep(Objective):
             pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
             row_share: 1 / number of images in the whole batch, times the number of processes.
         """
-        if self.stage.loss == "transfer":
-            loss = self._transfer(pixels) * row_share
+        if self.stage.loss in ("transfer", "features"):
+            loss = (self._transfer if self.stage.loss == "transfer" else self._features)(pixels) * row_share
             return loss, {"loss": loss.detach()}
-        if self.stage.loss == "features":
+        loss, logs, logits = 0.0, {}, self.student(pixel_values=pixels).logits.float()
+        if self.stage.reads_labels:
+            ce = F.cross_entropy(logits, targets, reduction="sum") * row_share
+            right = (logits.argmax(-1) == targets.argmax(-1)).sum() * row_share
+            loss = ce if self.stage.loss == "labels" else self.stage.ce_weight * ce
+            logs = {"ce": ce.detach(), "accuracy": right.detach()}
+        if self.stage.loss == "logits":
             with torch.no_grad():
-                wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
-            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
-            loss = relative_error(got, wanted) * row_share
-            return loss, {"loss": loss.detach()}
-        logits = self.student(pixel_values=pixels).logits.float()
-        ce = F.cross_entropy(logits, targets, reduction="sum") * row_share
-        right = (logits.argmax(-1) == targets.argmax(-1)).sum() * row_share
-        logs = {"ce": ce.detach(), "accuracy": right.detach()} if self.numbered else {}
-        if self.stage.loss == "labels":
-            return ce, {"loss": ce.detach(), **logs}
+                answers = self.teacher(pixel_values=pixels.to(self.teacher.dtype)).logits.float()
+            heat = self.stage.temperature
+            said, wanted = ((x / heat).log_softmax(-1) for x in (logits, answers))
+            kl = F.kl_div(said, wanted, reduction="sum", log_target=True) * heat**2 * row_share
+            loss, logs["kl"] = kl + loss, kl.detach()
+        return loss, {"loss": loss.detach(), **logs}
+
+    def _features(self, pixels):
         with torch.no_grad():
-            answers = self.teacher(pixel_values=pixels.to(self.teacher.dtype)).logits.float()
-        heat = self.stage.temperature
-        kl = F.kl_div(
-            (logits / heat).log_softmax(-1), (answers / heat).log_softmax(-1), reduction="sum", log_target=True
-        )
-        kl = kl * heat**2 * row_share
-        loss = kl + self.stage.ce_weight * ce
-        return loss, {"loss": loss.detach(), "kl": kl.detach(), **logs}
+            wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
+        return relative_error(tower_of(self.student)(pixel_values=pixels).last_hidden_state, wanted)
 
     def _transfer(self, pixels):
         patch = self.student.config.patch_size

@@ -1,5 +1,6 @@
 """The task of causal language models: text cut into full sequences, and the losses of `objectives.py`."""
 
+import math
 from pathlib import Path
 
 from .data import open_text
@@ -17,29 +18,21 @@ class LanguageTask(Task):
     name = "language"
     unit = "tokens"
     wanted = "a causal language model of transformers"
+    equal = (("logits", "vocab_size"), ("transfer", "hidden_size"))
 
     def __init__(self, student, teacher, tokenizer=None, text_field="text"):
         super().__init__(student, teacher)
         self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
-        """As every task; and positions, vocabularies and widths that do not fit."""
-        for name, model in (("student", self.student), ("teacher", self.teacher)):
-            if not hasattr(model, "base_model") and (model is not None or name == "student"):
-                raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
-            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-            for stage in stages:
-                if limit and stage.seq_len > limit and (name == "student" or stage.needs_teacher):
-                    raise ValueError(
-                        f"seq_len: stage {stage.name!r} has {stage.seq_len}, and the {name} knows {limit} positions"
-                    )
-        if self.teacher is not None:
-            rows = [len(model.get_input_embeddings().weight) for model in (self.student, self.teacher)]
-            widths = [model.config.hidden_size for model in (self.student, self.teacher)]
-            for loss, what, (own, its) in (("logits", "vocabulary", rows), ("transfer", "hidden size", widths)):
-                if own != its and any(stage.loss == loss for stage in stages):
-                    raise ValueError(f"teacher: has a {what} of {its}, and the student one of {own}; expected one")
+        """As every task; and sequences that are longer than what a model knows."""
         super().check(stages)
+        for name, model in (("student", self.student), ("teacher", self.teacher)):
+            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
+            long = [stage for stage in stages if stage.seq_len > limit and (name == "student" or stage.needs_teacher)]
+            if long:
+                known = f"has {long[0].seq_len}, and the {name} knows {limit} positions"
+                raise ValueError(f"seq_len: stage {long[0].name!r} {known}")
 
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
@@ -48,20 +41,17 @@ class LanguageTask(Task):
         if any(stored) and not (all(stored) and taught):
             raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
         vocab = self.student.get_input_embeddings().weight.shape[0]
-        if taught:
-            source = TaughtText(data)
-            if source.record["vocab_size"] > vocab:
-                its = source.record["vocab_size"]
-                raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
-            return source
-        return open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
+        source = (
+            TaughtText(data) if taught else open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
+        )
+        if taught and source.record["vocab_size"] > vocab:
+            its = source.record["vocab_size"]
+            raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
+        source.reader(max(stage.seq_len for stage in stages), 0, 0).close()  # a text too short is known now
+        return source
 
     def reader(self, source, stage, number, seed, state):
         return source.reader(stage.seq_len, seed, number, state)
-
-    def try_data(self, source, stages, seed):
-        """The text has to be as long as the longest sequence."""
-        self.reader(source, max(stages, key=lambda stage: stage.seq_len), 0, seed, None).close()
 
     def take(self, reader, stage, rows):
         ids, labels, *likeliest = reader.take(stage.batch_size)

@@ -2,8 +2,6 @@
 
 Every random choice about a sample (noise, time, whether its condition is left out) comes from a generator of its own,
 seeded by (seed, stage, number of the sample), so that a step is the same on one process and on many, and after a stop.
-Without latents the teacher samples them: one trajectory per row of the batch, whose points, in random order, serve as many
-steps; then come new ones. A process makes the trajectories of its own rows only.
 """
 
 import hashlib
@@ -11,14 +9,15 @@ from pathlib import Path
 
 import numpy
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from .data import head_hash, hub_id, load_split, place_of
+from .data import identity_of, load_split, one_line, place_of, read_text_file
 from .denoising import trajectory
 from .tasks import Reader
 
-LATENTS = "latents"
 # what may stand beside the latents, and which of a transformer's conditions it is
 COLUMNS = {
     "class_labels": "class_labels",
@@ -26,39 +25,33 @@ COLUMNS = {
     "prompt_embeds": "encoder_hidden_states",
     "prompt_attention_mask": "encoder_attention_mask",
 }
-PROMPT = "prompt"
 
 
 class Latents:
     """Latents and what they show, one sample a row.
 
-    count: of samples. row: number -> dict of tensors: `latents` `[C, (F,) h, w]`, and some of COLUMNS or a text `prompt`.
+    rows: number -> dict of `latents` `[C, (F,) h, w]`, and some of COLUMNS or a text `prompt`. identity: JSON-able.
     """
 
-    def __init__(self, count, row, name, identity):
-        self.count, self.row, self.name, self.identity = count, row, name, identity
-        if not count:
+    def __init__(self, rows, name, identity):
+        self.rows, self.name, self.identity = rows, name, identity
+        if not len(rows):
             raise ValueError(f"data: {name!r} holds no samples")
-        first = row(0)
-        if LATENTS not in first:
-            raise ValueError(f"data: {name!r} has no {LATENTS!r}; it has {', '.join(first)}")
-        self.shape = tuple(torch.as_tensor(first[LATENTS]).shape)
-        self.columns = tuple(key for key in (*COLUMNS, PROMPT) if key in first)
+        first = rows[0]
+        if "latents" not in first:
+            raise ValueError(f"data: {name!r} has no 'latents'; it has {', '.join(first)}")
+        self.shape = tuple(torch.as_tensor(first["latents"]).shape)
+        self.columns = tuple(key for key in (*COLUMNS, "prompt") if key in first)
 
     def describe(self):
-        return {"kind": LATENTS, "samples": self.count, "shape": list(self.shape), "source": self.identity}
+        return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
     def sample(self, index):
         """(latents float32, dict of conditions or the prompt) of one sample."""
-        row = self.row(index)
-        latents = torch.as_tensor(row[LATENTS]).float()
-        if tuple(latents.shape) != self.shape:
-            raise ValueError(
-                f"data: sample {index} of {self.name!r} has latents {list(latents.shape)}, and the first one "
-                f"{list(self.shape)}; expected one size"
-            )
+        row = self.rows[index]
+        latents = torch.as_tensor(row["latents"]).float()
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
-        return latents, known or row.get(PROMPT)
+        return latents, known or row.get("prompt")
 
 
 class LatentReader(Reader):
@@ -72,12 +65,11 @@ class LatentReader(Reader):
         """The next `count` samples, of which this process works on `rows`: dict of `[rows, ...]`."""
         made = [self._sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
-        noisy, times, targets, given = zip(*made, strict=True)
-        batch = {"noisy": torch.stack(noisy), "times": torch.tensor(times, dtype=torch.float32)}
-        return batch | self.conditions.batch(given) | {"target": torch.stack(targets)}
+        noisy, times, given, targets = zip(*made, strict=True)
+        return _batch(noisy, times, given, self.conditions) | {"target": torch.stack(targets)}
 
     def _sample(self, number):
-        latents, given = self.source.sample(self.shuffled(number, self.source.count))
+        latents, given = self.source.sample(self.shuffled(number, len(self.source.rows)))
         generator = own_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
         usual = "logit-normal" if self.process.flow else "uniform"
@@ -85,12 +77,17 @@ class LatentReader(Reader):
         if torch.rand((), generator=generator).item() < self.stage.drop_condition:
             given = None
         noisy, target = self.process.mix(latents, noise, time)
-        return noisy, time, target, given
+        return noisy, time, given, target
+
+
+def _batch(noisy, times, given, conditions):
+    return {"noisy": torch.stack(noisy), "times": torch.tensor(times)} | conditions.batch(given)
 
 
 class TrajectoryReader(Reader):
-    """Points of the teacher's own trajectories; after a stop the present ones are made again.
+    """Points of the teacher's own trajectories: one per row of the batch, whose points serve as many steps in random order.
 
+    Then come new ones. A process makes those of its own rows only, and after a stop the present ones again.
     teacher: (transformer, scheduler). shape: of the latents of one sample. `bar` shows a bar while trajectories are made.
     """
 
@@ -103,28 +100,19 @@ class TrajectoryReader(Reader):
         """The next `count` points, one of each of `count` trajectories: dict of `[rows, ...]`."""
         window, place = divmod(self.next, self.stage.sampling_steps)
         if window != self.window:
-            numbers = [window * count + row for row in range(*rows.indices(count))]
-            part = -(-len(numbers) // self.stage.grad_accum)
-            parts = [numbers[first : first + part] for first in range(0, len(numbers), part)]
-            steps, self.trajectories = self.stage.sampling_steps * len(parts), []
-            with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
-                for numbers in parts:
-                    self.trajectories += self._sample(numbers, bar)
+            self.trajectories = self._sample([window * count + row for row in range(*rows.indices(count))])
             self.window = window
         self.next += 1
-        noisy, times, given = [], [], []
+        made = []
         for number, points, wish in self.trajectories:
-            noisy.append(points[place][0])
-            times.append(points[place][1])
-            random = own_generator(*self.key, number, place)
-            given.append(None if torch.rand((), generator=random).item() < self.stage.drop_condition else wish)
-        batch = {"noisy": torch.stack(noisy), "times": torch.tensor(times, dtype=torch.float32)}
-        return batch | self.conditions.batch(given)
+            chance = torch.rand((), generator=own_generator(*self.key, number, place)).item()
+            made.append((*points[place], None if chance < self.stage.drop_condition else wish))
+        return _batch(*zip(*made, strict=True), self.conditions)
 
-    def _sample(self, numbers, bar):
+    def _sample(self, numbers):
         """(number, [(latents, time) in random order], what is wished for) of one trajectory per number."""
         transformer, scheduler = self.teacher
-        device = next(transformer.parameters()).device
+        steps, device = self.stage.sampling_steps, next(transformer.parameters()).device
         generators = [own_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=random) for random in generators])
         given = [self.conditions.draw(random) for random in generators]
@@ -132,23 +120,18 @@ class TrajectoryReader(Reader):
             {key: value.to(device) for key, value in self.conditions.batch(rows).items()}
             for rows in (given, [None] * len(given))
         )
-        seen = []
+        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
+            seen = []
 
-        def keep(latents, time):
-            seen.append((latents.cpu(), time))
-            bar.update()
+            def keep(latents, time):
+                seen.append((latents.cpu(), time))
+                bar.update()
 
-        trajectory(
-            transformer,
-            scheduler,
-            noise.to(device),
-            wished,
-            nothing,
-            steps=self.stage.sampling_steps,
-            guidance=self.stage.guidance,
-            generators=[torch.Generator(device).manual_seed(random.initial_seed()) for random in generators],
-            each=keep,
-        )
+            options = {"steps": steps, "guidance": self.stage.guidance, "each": keep}
+            options["generators"] = [
+                torch.Generator(device).manual_seed(random.initial_seed()) for random in generators
+            ]
+            trajectory(transformer, scheduler, noise.to(device), wished, nothing, **options)
         made = []
         for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))
@@ -168,17 +151,16 @@ class Classes:
 
     def batch(self, given):
         """Conditions of a batch from those of its rows, None where there is none."""
-        labels = [self.count if row is None else int(row["class_labels"]) for row in given]
-        if bad := [label for label in labels if not 0 <= label <= self.count]:
-            raise ValueError(f"data: gives class {bad[0]}; the model knows classes 0 to {self.count - 1}")
-        return {"class_labels": torch.tensor(labels)}
+        labels = torch.tensor([self.count if row is None else int(row["class_labels"]) for row in given])
+        if not 0 <= labels.min() <= labels.max() <= self.count:
+            raise ValueError(f"data: gives classes {labels.tolist()}; the model knows 0 to {self.count - 1}")
+        return {"class_labels": labels}
 
 
 class Texts:
     """Texts as conditions, encoded by the pipeline when a batch needs them; no text is the pipeline's empty prompt.
 
-    encode: texts -> (dict of `[B, ...]`, that of the empty prompt `[1, ...]`), or None when there is no text encoder.
-    prompts: what trajectories are sampled for.
+    encode: texts -> (dict of `[B, ...]`, that of the empty prompt `[1, ...]`). prompts: what trajectories are sampled for.
     """
 
     def __init__(self, encode, prompts=()):
@@ -190,20 +172,16 @@ class Texts:
 
     def batch(self, given):
         """Conditions of a batch: of texts, of dicts of tensors, and of None, the empty prompt."""
-        encoded, texts = {}, [row for row in given if isinstance(row, str)]
-        if texts:
-            encoded, self.empty = self.encode(texts)
-        elif self.empty is None and any(row is None for row in given):
-            self.empty = self.encode([""])[1]
-        rows, place = [], 0
+        texts = [row for row in given if isinstance(row, str)]
+        if texts or (self.empty is None and any(row is None for row in given)):
+            encoded, self.empty = self.encode(texts or [""])
+        rows, place = [], iter(range(len(texts)))
         for row in given:
             if isinstance(row, str):
-                row = {key: value[place] for key, value in encoded.items()}
-                place += 1
+                number = next(place)
+                row = {key: value[number] for key, value in encoded.items()}
             rows.append({key: value[0] for key, value in self.empty.items()} if row is None else row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
-        if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
-            raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
 
 
@@ -219,62 +197,49 @@ def open_latents(data):
         data: a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]` as the model sees them (scaled) and
             beside them `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and perhaps `prompt_attention_mask`; the id of
             a dataset on the Hub ("id" or "id:configuration", split "train") or a `datasets` Dataset with such columns, or a
-            text column `prompt`; or a dict of such tensors.
-
-    Raises:
-        ValueError, TypeError: one sentence. ImportError: `datasets` is missing.
+            text column `prompt`; or a dict of such tensors. ValueError, TypeError: one sentence.
     """
     if isinstance(data, dict):
         data = {key: value.detach() for key, value in data.items()}
         hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
-        count = _same_length({key: value.shape for key, value in data.items()}, "what was given")
-        return Latents(count, lambda i: {key: value[i] for key, value in data.items()}, "latents at hand", hashes)
+        return Latents(_stacked(data, "what was given"), "latents at hand", hashes)
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if path.is_dir():
             return _open_folder(path, name)
-        data = load_split(name, *hub_id(name))
-        return Latents(len(data), data.__getitem__, name, name)
+        return Latents(load_split(name), name, name)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
-        return Latents(len(data), data.__getitem__, "a dataset", getattr(data, "_fingerprint", None))
+        return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
     raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset, or a dict of tensors")
 
 
 def _open_folder(path, name):
-    """Safetensors files of `[N, ...]` tensors, read a row at a time."""
-    files, places = sorted(path.rglob("*.safetensors")), []
-    for file in files:
-        try:
-            with safe_open(file, "pt") as stream:
-                shapes = {key: stream.get_slice(key).get_shape() for key in stream.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"data: {str(file)!r} cannot be read ({' '.join(str(error).split())})") from None
-        places += [(file, row) for row in range(_same_length(shapes, str(file)))]
+    """Safetensors files of `[N, ...]` tensors, which are mapped into memory and read where a row is asked for."""
+    files, parts = sorted(path.rglob("*.safetensors")), []
     if not files:
         raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
+    for file in files:
+        try:
+            parts.append(_stacked(load_file(file), str(file)))
+        except SafetensorError as error:
+            raise ValueError(f"data: {str(file)!r} cannot be read ({one_line(error)})") from None
+    return Latents(ConcatDataset(parts), name, identity_of(files))
 
-    def row(index):
-        with safe_open(places[index][0], "pt") as stream:
-            return {key: stream.get_slice(key)[places[index][1]] for key in stream.keys()}  # noqa: SIM118
 
-    identity = [[str(file.relative_to(path)), file.stat().st_size, head_hash(file)] for file in files]
-    return Latents(len(places), row, name, identity)
-
-
-def _same_length(shapes, name):
-    lengths = {shape[0] if shape else None for shape in shapes.values()}
-    if len(lengths) != 1 or None in lengths:
-        raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each")
-    return lengths.pop()
+def _stacked(tensors, name):
+    try:
+        return StackDataset(**tensors)
+    except ValueError:
+        shapes = {key: list(value.shape) for key, value in tensors.items()}
+        raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each") from None
 
 
 def read_prompts(data):
     """The prompts in a text file, one a line, or in a list; None when `data` is something else."""
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
-        path = Path(data).expanduser()
-        if not path.is_file():
+        if not (path := place_of(data)).is_file():
             raise ValueError(f"data: there is no file {str(data)!r}")
-        data = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        data = [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):

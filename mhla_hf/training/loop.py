@@ -1,15 +1,12 @@
 """distill(): one Accelerate loop for everything that is trained here.
 
-Transfer, distillation and training from scratch differ in a loss and in which parameters move, so a stage is data
-(`recipe.Stage`); language, images and diffusion differ in data and losses, so they are tasks (`tasks.Task`); and the loop
-exists once. A run continues bit for bit after a kill at any moment, because the data's order is a function of (seed, stage,
-step), the learning rate one of the step, and everything else (weights, moments, random generators, sums not yet logged, the
-place in a stream) is in a state that is written aside and renamed. The loop never waits for the device except when it logs
-or saves.
+A stage is data (`recipe.Stage`), a kind of model is a task (`tasks.Task`), and the loop exists once. A run continues bit
+for bit after a kill at any moment, because the data's order is a function of (seed, stage, step), the learning rate one of
+the step, and everything else (weights, moments, random generators, sums not yet logged, the place in a stream) is in a state
+that is written aside and renamed. The loop never waits for the device except when it logs or saves.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -24,47 +21,22 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import write_json
-from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
-from .trainable import (
-    choose_trainable,
-    direct_mixings,
-    dtypes_of,
-    dtypes_to_save,
-    dtypes_to_train,
-    parameter_groups,
-    set_dtypes,
-)
+from .trainable import HALVES, choose_trainable, direct_mixings, dtypes_of, dtypes_to_save, parameter_groups, set_dtypes
 
 logger = logging.getLogger("mhla_hf")
-
 AVERAGE = "average.pt"
-
 __all__ = ["Stage", "distill"]
 
 
 def distill(
-    student,
-    teacher=None,
-    *,
-    out,
-    data=None,
-    stages=None,
-    recipe=None,
-    seed=0,
-    mixed_precision=None,
-    save_dtype=None,
-    gradient_checkpointing=None,
-    save_every=None,
-    log_every=None,
-    tracker=None,
-    progress=True,
-    command=None,
-    **options,
-):
+    student, teacher=None, *, out, data=None, stages=None, recipe=None, seed=0, mixed_precision=None, save_dtype=None,
+    gradient_checkpointing=None, save_every=None, log_every=None, tracker=None, progress=True, command=None, **options,
+):  # fmt: skip
     """Train `student` through the stages, from `teacher` or from data alone, and save it to `out`.
 
     A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
@@ -99,10 +71,10 @@ def distill(
         KeyboardInterrupt: on Ctrl-C, after the running step, with the state saved; its text says how to go on.
         After any error the student is as the last step left it.
     """
-    given = _given(
-        mixed_precision=mixed_precision, gradient_checkpointing=gradient_checkpointing, save_every=save_every,
-        save_dtype=save_dtype and str(save_dtype).removeprefix("torch."), log_every=log_every, tracker=tracker,
-    )  # fmt: skip
+    given = {
+        "mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing, "save_every": save_every,
+        "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."), "log_every": log_every, "tracker": tracker,
+    }  # fmt: skip
     task = find_task(student, teacher, options)
     stages, data, options = _resolve(task, stages, recipe, data, seed, given)
     task.check(stages)
@@ -115,21 +87,27 @@ def _train(task, stages, data, options, seed, folder, progress, command):
         import accelerate
     except ImportError as error:
         raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
+    known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
+    if options.tracker and options.tracker not in known:
+        raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
     fresh = not accelerate.state.PartialState._shared_state
-    accelerator = _make_accelerator(accelerate, options, folder)
+    together = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    places = {"log_with": options.tracker or None, "project_dir": str(folder.state), "kwargs_handlers": [together]}
+    accelerator = accelerate.Accelerator(mixed_precision=options.mixed_precision, **places)
+    world, precision = accelerator.num_processes, accelerator.mixed_precision
     try:
+        if precision not in ("no", "bf16"):
+            raise ValueError(f"mixed_precision: the launcher set {precision!r}; expected 'no' or 'bf16'")
         for stage in stages:
-            if stage.batch_size % (accelerator.num_processes * stage.grad_accum):
-                raise ValueError(
-                    f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by "
-                    f"{accelerator.num_processes} processes in {stage.grad_accum} equal parts each"
-                )
+            if stage.batch_size % (world * stage.grad_accum):
+                shares = f"{world} processes in grad_accum {stage.grad_accum} equal parts each"
+                raise ValueError(f"stage {stage.name!r}: batch_size {stage.batch_size} cannot be shared by {shares}")
         source = task.open(data, stages)
         return _Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
         accelerator.free_memory()
         if fresh:
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=accelerator.num_processes == 1)
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=world == 1)
 
 
 class _Run:
@@ -138,12 +116,11 @@ class _Run:
     def __init__(self, accelerator, task, source, stages, options, seed, folder, progress, command):
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
-        self.progress, self.command = progress and accelerator.is_main_process, command
-        self.main, task.progress = accelerator.is_main_process, self.progress
+        self.main, self.progress = accelerator.is_main_process, progress and accelerator.is_main_process
+        self.command, task.progress, self.interrupt = command, self.progress, _Interrupt()
         self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": []}
-        self.interrupt = _Interrupt()
 
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
@@ -151,23 +128,20 @@ class _Run:
         wanted = self.options.save_dtype and getattr(torch, self.options.save_dtype)
         saved = dtypes_to_save(self.student, wanted)
         latest = self.folder.find(self._identity(), self.student)
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self.folder.clear() if latest == "finished" else self.folder.begin()
+        self.accelerator.wait_for_everyone()
         if latest == "finished":
-            self.accelerator.wait_for_everyone()
-            self.folder.clear()
             set_dtypes(self.student, saved)
             self.task.load(self.folder.out)
             self._say(f"{self.folder.out} is finished already: nothing to do")
             return self.task.given
-        self.task.try_data(self.source, self.stages, self.seed)
-        self.accelerator.wait_for_everyone()
-        if self.main:
-            self.folder.begin()
-        self.accelerator.wait_for_everyone()
         flags = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
             with self.interrupt:
-                set_dtypes(self.student, dtypes_to_train(self.student))
+                set_dtypes(self.student, {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALVES})
                 self._train(latest, flags)
                 set_dtypes(self.student, saved)
                 self._finish()
@@ -177,7 +151,7 @@ class _Run:
             for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
             self.student.train(was_training)
-            self.folder.release()
+            self.folder.lock.release()
         return self.task.given
 
     def _train(self, latest, flags):
@@ -201,43 +175,41 @@ class _Run:
                     self._stage(number, latest)
                 latest = None
         finally:
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
+            self.accelerator.end_training()
             if self.options.gradient_checkpointing:
                 self.task.checkpoint_gradients(False)
 
     def _stage(self, number, latest):
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
-        stage = self.stages[number]
-        accelerator, at = self.accelerator, self.at
+        stage, accelerator, at = self.stages[number], self.accelerator, self.at
         accelerator.free_memory()
         if self.teacher is not None and stage.needs_teacher:
             self.teacher.to(accelerator.device).eval()
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.student, stage), betas=(stage.beta1, stage.beta2), eps=stage.eps, fused=True
-        )
+        groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
+        optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
-            if (
-                self.main and at.pop("generator") != _generator_hash()
-            ):  # accelerate skips what it cannot read, in silence
-                raise ValueError(
-                    f"out: the random state in {str(self.folder.state)!r} cannot be read with these versions"
-                )
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.average = self._start_average(trained, stage, latest)
+        self.average = None
+        if stage.ema:
+            from diffusers.training_utils import EMAModel
+
+            self.average = EMAModel(trained, decay=stage.ema)
+            if latest is not None:
+                self.average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
+                self.average.to(accelerator.device)
         clamped = direct_mixings(self.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
         clock, norm = time.monotonic(), None
         try:
             while at["step"] < stage.steps:
-                norm = self._step(step, optimizer, reader, stage, sums)
+                norm = self._step(step, optimizer, trained, reader, stage, sums)
                 for mixing in clamped:
                     mixing.data.clamp_(min=0.0)
                 if self.average:
@@ -254,11 +226,9 @@ class _Run:
                     sums.clear()
                 if done or stop or at["step"] % self.options.save_every == 0:
                     self._save(reader, sums, norm, stage)
-                if stop and not (done and number + 1 == len(self.stages)):
-                    raise KeyboardInterrupt(
-                        f"stopped after step {at['total']} of {self.total}, which is saved in {self.folder.state}; "
-                        "the same command goes on from there"
-                    )
+                if stop and at["total"] < self.total:
+                    step = f"step {at['total']} of {self.total}, which is saved in {self.folder.state}"
+                    raise KeyboardInterrupt(f"stopped after {step}; the same command goes on from there")
             at["reader"] = reader.handover()
             if self.average:
                 self.average.copy_to(trained)
@@ -266,78 +236,50 @@ class _Run:
             bar.close()
             reader.close()
 
-    def _step(self, step, optimizer, reader, stage, sums):
+    def _step(self, step, optimizer, trained, reader, stage, sums):
         """One optimizer step; adds what is logged to `sums` and gives the norm of the gradient, if it is clipped."""
         accelerator, norm = self.accelerator, None
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.at["step"])
-        for part, last in self._parts(reader, stage):
-            with nullcontext() if last else accelerator.no_sync(step):
-                loss, logs = step(*part)
+        world, rank = accelerator.num_processes, accelerator.process_index
+        own, last = stage.batch_size // world, stage.grad_accum - 1
+        tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
+        shares = [world * share for share in shares]
+        for number, part in enumerate(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True)):
+            with nullcontext() if number == last else accelerator.no_sync(step):
+                loss, logs = step(*(tensor.to(accelerator.device) for tensor in part), *shares)
                 accelerator.backward(loss)
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
         if stage.max_grad_norm:
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         return norm
 
-    def _start_average(self, trained, stage, latest):
-        """The moving average of the stage's weights, from its start or from the state in `latest`; None without one."""
-        if not stage.ema:
-            return None
-        from diffusers.training_utils import EMAModel
-
-        average = EMAModel(trained, decay=stage.ema)
-        if latest is not None:
-            average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
-            average.to(self.accelerator.device)
-        return average
-
-    def _parts(self, reader, stage):
-        """The batch of one step as this process sees it: (the objective's arguments, is it the last part)."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = stage.batch_size // world
-        rows = own // stage.grad_accum
-        tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
-        device = self.accelerator.device
-        for first in range(0, own, rows):
-            part = [tensor[first : first + rows].to(device) for tensor in tensors]
-            yield (*part, *(world * share for share in shares)), first + rows == own
-
     def _log(self, stage, sums, norm, lr, bar):
         """An entry of the history; returns whether any process was asked to stop. The only place that waits."""
-        at = self.at
-        asked = torch.tensor(float(self.interrupt.asked), device=self.accelerator.device)
+        at, device = self.at, self.accelerator.device
+        asked = torch.tensor(float(self.interrupt.asked), device=device)
         *means, asked = self.accelerator.reduce(torch.stack([*sums.values(), asked]), reduction="mean").tolist()
         entry = {"stage": stage.name} | {key: at[key] for key in ("step", "total", self.task.unit)}
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
-        entry |= {"lr": lr, "seconds": round(at["seconds"], 3)}
-        if norm is not None:
-            entry["grad_norm"] = float(norm)
-        self._refuse_not_finite(stage, entry["loss"], entry.get("grad_norm", 0.0))
+        entry |= {"lr": lr, "seconds": round(at["seconds"], 3)} | ({} if norm is None else {"grad_norm": float(norm)})
+        self._refuse_not_finite(stage, entry["loss"], norm)
         if self.main:
             entry |= self.task.judge()
         at["history"].append(entry)
         at["since"] = 0
-        self.accelerator.log(
-            {f"{stage.name}/{key}": entry[key] for key in (*sums, "lr", "grad_norm") if key in entry}, step=at["total"]
-        )
+        shown = (key for key in (*sums, "lr", "grad_norm") if key in entry)
+        self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in shown}, step=at["total"])
         speed = at[self.task.unit] / max(at["seconds"], 1e-9)
         bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        last = self.folder.newest() if self.main else None
-        rest = f"the last good state is {last}" if last else "no state had been saved"
-        raise ValueError(
-            f"lr: with {stage.lr} stage {stage.name!r} left the finite numbers before step {self.at['step']} "
-            f"(loss {loss}, gradient norm {norm}), so a smaller lr is needed; {rest}"
-        )
+        if not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
+            found = f"stage {stage.name!r} left the finite numbers before step {self.at['step']}"
+            raise ValueError(f"lr: with {stage.lr} {found} (loss {loss}, gradient norm {norm}); expected a smaller lr")
 
     def _save(self, reader, sums, norm, stage):
         """Write the whole state."""
@@ -346,7 +288,7 @@ class _Run:
         at = self.at
         at["reader"] = reader.state()
         at["sums"] = {key: value.item() for key, value in sums.items()}
-        self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), 0.0 if norm is None else float(norm))
+        self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), norm)
         with self.folder.new_state(at["total"]) if self.main else nullcontext() as own:
             (aside,) = accelerate.utils.broadcast_object_list([own])
             self.accelerator.save_state(str(aside), safe_serialization=False)
@@ -354,7 +296,7 @@ class _Run:
             if self.main:
                 if self.average:
                     torch.save(self.average.state_dict(), aside / AVERAGE)
-                write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
+                write_json(aside / "progress.json", at)
         self.accelerator.wait_for_everyone()
 
     def _finish(self):
@@ -368,15 +310,13 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def _record(self):
-        at, stages, begun = self.at, [], 0.0
+        at, stages, begun, unit = self.at, [], 0.0, self.task.unit
         for stage in self.stages:
-            entries = [entry for entry in at["history"] if entry["stage"] == stage.name]
-            seconds, begun = entries[-1]["seconds"] - begun, entries[-1]["seconds"]
-            stages.append(
-                dataclasses.asdict(stage)
-                | {self.task.unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
-                | {"first_loss": entries[0]["loss"], "last_loss": entries[-1]["loss"]}
-            )
+            first, *_, last = [entry for entry in at["history"] if entry["stage"] == stage.name] * 2
+            seconds, begun = last["seconds"] - begun, last["seconds"]
+            known = {unit: stage.steps * self.task.count(stage), "seconds": round(seconds, 3)}
+            known |= {"first_loss": first["loss"], "last_loss": last["loss"]}
+            stages.append(dataclasses.asdict(stage) | known)
         return {
             "format_version": 1,
             **{key: self.folder.identity[key] for key in ("seed", "mixed_precision", "processes")},
@@ -386,18 +326,12 @@ class _Run:
             "teacher": self.teacher and _public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": stages,
             "steps": at["total"],
-            self.task.unit: at[self.task.unit],
+            **{key: at[key] for key in (unit, "resumed", "history")},
             "seconds": round(at["seconds"], 3),
-            "resumed": at["resumed"],
             "data": self.source.describe() | {"name": _public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
-            "hardware": describe_hardware(self.accelerator.device),
-            "versions": describe_versions(),
-            "commit": source_commit(),
-            "command": self.command,
-            "date": now(),
+            **describe_run(self.command, self.accelerator.device),
             "fingerprint": self.folder.identity,
-            "history": at["history"],
         }
 
     def _identity(self):
@@ -424,15 +358,15 @@ class _Run:
 class _Interrupt:
     """The first Ctrl-C is a wish, heard after the running step; the second stops at once."""
 
-    def __init__(self):
-        self.asked = False
+    asked = False
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():
+        self.heard = threading.current_thread() is threading.main_thread()
+        if self.heard:
             self.before = signal.signal(signal.SIGINT, self._ask)
 
     def __exit__(self, kind, _value, _trace):
-        if hasattr(self, "before"):
+        if self.heard:
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
@@ -443,54 +377,25 @@ class _Interrupt:
         self.asked = True
 
 
-def _given(**options):
-    return {key: value for key, value in options.items() if value is not None}
-
-
 def _resolve(task, stages, recipe, data, seed, given):
     """Stages, data and options from arguments, recipe and defaults, in that order of force; all checked."""
     if (stages is None) == (recipe is None):
         raise ValueError("stages: expected either stages or recipe, one of the two")
-    run = {}
     if recipe is not None:
         recipe = read_recipe(recipe)
         if recipe.task != task.name:
             raise ValueError(f"recipe: it is for {recipe.task}, and the student is a model for {task.name}")
-        stages, run = recipe.stages, recipe.run
-        data = recipe.data if data is None else data
+        stages, data = recipe.stages, recipe.data if data is None else data
     stages = make_stages(stages, STAGE_TYPES[task.name])
     if data is None and not task.without_data:
         raise ValueError("data: None was given and no recipe names any; expected a file, a folder or a dataset")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}; expected a whole number from 0 to 4294967295")
+    run = recipe.run if recipe else {}
+    given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
-
-
-def _make_accelerator(accelerate, options, folder):
-    known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
-    if options.tracker and options.tracker not in known:
-        raise ValueError(
-            f"tracker: got {options.tracker!r}; expected one that is installed, such as {', '.join(known) or 'none'} "
-            "(pip install 'mhla_hf[train]' brings tensorboard)"
-        )
-    accelerator = accelerate.Accelerator(
-        mixed_precision=options.mixed_precision,
-        log_with=options.tracker or None,
-        project_dir=str(folder.state),
-        kwargs_handlers=[
-            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-        ],
-    )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision: the launcher set {accelerator.mixed_precision!r}; expected 'no' or 'bf16'")
-    folder.main = accelerator.is_main_process
-    return accelerator
 
 
 def _public_name(name):
     """A Hub id as it is; of a path on this machine its last part, since records are published."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name
-
-
-def _generator_hash():
-    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]

@@ -83,8 +83,8 @@ def next_token_of_likeliest(student, tokens, log_p, targets):
 class NextToken(torch.autograd.Function):
     """kl_weight * T^2 * KL(teacher / T, student / T) + ce_weight * cross-entropy, summed over tokens with a target.
 
-    Worked off in chunks that stay in cache, the gradient with the value: beside the logits nothing of size
-    [tokens, vocabulary] exists but the gradient itself. Returns the loss, and the plain sums of KL and cross-entropy.
+    Worked off in chunks, the gradient with the value: beside the logits nothing of size [tokens, vocabulary] exists but the
+    gradient itself. Returns the loss, and the plain sums of KL and cross-entropy.
     """
 
     @staticmethod

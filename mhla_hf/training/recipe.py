@@ -1,8 +1,7 @@
 """Stages and recipes: what a training run does, as values that can be checked, saved and compared.
 
 A recipe is a YAML file; `conversion/recipes/` has the paper's and the field's. A misspelt key is refused, never left to its
-default; and `batch_size` counts the samples of one optimizer step over all processes and all accumulation, so that the same
-recipe gives the same result on one process and on many.
+default.
 """
 
 import dataclasses
@@ -10,24 +9,9 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ..checkpoints import values
 from ..checkpoints.files import read_yaml
-from ..checkpoints.values import (
-    Number,
-    at_least,
-    checked,
-    checked_field,
-    decay,
-    not_negative,
-    positive,
-    read_settings,
-    share,
-)
-
-LARGEST_BATCH = 1_000_000
-
-
-def _are_sides(value):
-    return len(value) in (2, 3) and all(type(side) is int and side > 0 for side in value)
+from ..checkpoints.values import Number, checked, read_settings
 
 
 @checked
@@ -52,36 +36,25 @@ class CommonStage:
 
     name: str
     loss: str
-    steps: int = at_least(1)
-    lr: Number = positive()
-    batch_size: int = at_least(1, 8)
-    grad_accum: int = at_least(1, 1)
+    steps: int = values.at_least(1)
+    lr: Number = values.positive()
+    batch_size: int = values.checked_field(lambda value: 1 <= value <= 1_000_000, "a whole number from 1 to 1000000", 8)
+    grad_accum: int = values.at_least(1, 1)
     trainable: Literal["mhla", "attention", "all"] = "all"
-    lr_mhla: Number | None = positive(None)
-    warmup: int = at_least(0, 0)
+    lr_mhla: Number | None = values.positive(None)
+    warmup: int = values.at_least(0, 0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    lr_end: Number = share(0.0)
-    weight_decay: Number = not_negative(0.0)
-    beta1: Number = decay(0.9)
-    beta2: Number = decay(0.95)
-    eps: Number = positive(1e-8)
-    max_grad_norm: Number = not_negative(1.0)
-    ema: Number = decay(0.0)
-
-    def validate_batch(self):
-        if self.batch_size > LARGEST_BATCH:
-            raise ValueError(f"batch_size is {self.batch_size}; expected at most {LARGEST_BATCH}")
-        if self.batch_size % self.grad_accum:
-            raise ValueError(
-                f"batch_size {self.batch_size} cannot be cut into grad_accum {self.grad_accum} equal parts"
-            )
+    lr_end: Number = values.share(0.0)
+    weight_decay: Number = values.not_negative(0.0)
+    beta1: Number = values.decay(0.9)
+    beta2: Number = values.decay(0.95)
+    eps: Number = values.positive(1e-8)
+    max_grad_norm: Number = values.not_negative(1.0)
+    ema: Number = values.decay(0.0)
 
     def validate_trainable(self):
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
-            raise ValueError(
-                f"trainable is {self.trainable!r} with loss 'transfer', which reaches attention modules only; expected "
-                "'mhla' or 'attention'"
-            )
+            raise ValueError(f"trainable is {self.trainable!r} with loss 'transfer'; expected 'mhla' or 'attention'")
 
     @property
     def needs_teacher(self) -> bool:
@@ -113,10 +86,10 @@ class Stage(CommonStage):
     WITHOUT_TEACHER: ClassVar = ("lm", "stored")
 
     loss: Literal["transfer", "logits", "stored", "lm"]
-    seq_len: int = at_least(2, 512)
-    ce_weight: Number = not_negative(0.0)
-    temperature: Number = positive(1.0)
-    top_k: int = at_least(0, 0)
+    seq_len: int = values.at_least(2, 512)
+    ce_weight: Number = values.not_negative(0.0)
+    temperature: Number = values.positive(1.0)
+    top_k: int = values.at_least(0, 0)
 
     def validate_top_k(self):
         if (self.top_k or self.loss == "stored") and self.temperature != 1:
@@ -143,15 +116,18 @@ class DiffusionStage(CommonStage):
 
     loss: Literal["transfer", "prediction", "denoising"]
     trainable: Literal["mhla", "attention", "all", "lora"] = "all"
-    beta2: Number = decay(0.999)
-    data_weight: Number = not_negative(0.0)
-    lora_rank: int = at_least(1, 16)
-    size: list | tuple | None = checked_field(_are_sides, "[rows, columns] or [frames, rows, columns] in pixels", None)
+    beta2: Number = values.decay(0.999)
+    data_weight: Number = values.not_negative(0.0)
+    lora_rank: int = values.at_least(1, 16)
+    size: list | tuple | None = values.checked_field(
+        lambda sides: len(sides) in (2, 3) and all(type(side) is int and side > 0 for side in sides),
+        "[rows, columns] or [frames, rows, columns] in pixels", None,
+    )  # fmt: skip
     timesteps: Literal["logit-normal", "uniform"] | None = None
-    shift: Number | None = positive(None)
-    drop_condition: Number = share(0.1)
-    sampling_steps: int = at_least(1, 25)
-    guidance: Number = not_negative(4.0)
+    shift: Number | None = values.positive(None)
+    drop_condition: Number = values.share(0.1)
+    sampling_steps: int = values.at_least(1, 25)
+    guidance: Number = values.not_negative(4.0)
 
     def __post_init__(self):
         self.size = self.size and list(self.size)
@@ -164,7 +140,7 @@ class ImageStage(CommonStage):
     loss: "labels" (cross-entropy), "logits" (KL to the teacher's classes, plus `ce_weight` of cross-entropy), "features"
         (the teacher's last hidden state), "transfer" (each MHLA layer's attention output against the softmax original's,
         on the teacher's inputs).
-    size: pixels of a side; None: the image processor's. temperature: of the KL, scaled by its square. smoothing: of labels.
+    temperature: of the KL, scaled by its square. smoothing: of labels.
     crop: the least share of an image's area that a random crop keeps; 1: the whole image. flip: share of images mirrored.
     shift: pixels that images are moved by at most, around the edges. erase: share of images of which a box becomes noise.
     mixup, cutmix: of each image with another, Beta(a, a); with both, half of the batches each. 0: none.
@@ -174,17 +150,21 @@ class ImageStage(CommonStage):
     WITHOUT_TEACHER: ClassVar = ("labels",)
 
     loss: Literal["labels", "logits", "features", "transfer"]
-    beta2: Number = decay(0.999)
-    size: int | None = at_least(1, None)
-    ce_weight: Number = not_negative(0.0)
-    temperature: Number = positive(1.0)
-    smoothing: Number = share(0.0)
-    crop: Number = share(1.0)
-    flip: Number = share(0.0)
-    shift: int = at_least(0, 0)
-    erase: Number = share(0.0)
-    mixup: Number = not_negative(0.0)
-    cutmix: Number = not_negative(0.0)
+    beta2: Number = values.decay(0.999)
+    ce_weight: Number = values.not_negative(0.0)
+    temperature: Number = values.positive(1.0)
+    smoothing: Number = values.share(0.0)
+    crop: Number = values.share(1.0)
+    flip: Number = values.share(0.0)
+    shift: int = values.at_least(0, 0)
+    erase: Number = values.share(0.0)
+    mixup: Number = values.not_negative(0.0)
+    cutmix: Number = values.not_negative(0.0)
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the loss asks what the images are labeled as."""
+        return self.loss == "labels" or (self.loss == "logits" and self.ce_weight > 0)
 
 
 @checked
@@ -194,8 +174,8 @@ class Options:
     mixed_precision: Literal["no", "bf16"] | None = None
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     gradient_checkpointing: bool = False
-    save_every: int = at_least(1, 100)
-    log_every: int = at_least(1, 10)
+    save_every: int = values.at_least(1, 100)
+    log_every: int = values.at_least(1, 10)
     tracker: str = ""
 
 
@@ -206,10 +186,9 @@ STAGE_TYPES = {"language": Stage, "diffusion": DiffusionStage, "images": ImageSt
 class Recipe:
     """A whole recipe.
 
-    stages: in order, of the task's type. task: what is trained, one of STAGE_TYPES. about: one or two sentences. base:
-    what a conversion starts from (folder or Hub id), or None. tokenizer: folder or Hub id, or None for the base's. data:
-    what to train on, as `distill(data=...)` takes it, or None. settings: arguments of `convert`; or `preset` and arguments
-    of `MHLAConfig`, for a model from scratch. run: the fields of `Options` that it sets.
+    stages: in order, of the task's type. task: what is trained. about: one or two sentences. base: what a conversion starts
+    from (folder or Hub id). tokenizer: folder or Hub id; None: the base's. data: what to train on, as `distill` takes it.
+    settings: arguments of `convert`; or `preset` and arguments of `MHLAConfig`, from scratch. run: fields of `Options`.
     """
 
     stages: list | tuple
@@ -229,9 +208,7 @@ class Recipe:
 def read_recipe(path) -> Recipe:
     """Read a recipe from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
     if not Path(path).is_file():
-        raise ValueError(
-            f"recipe: {str(path)!r} is not a file; expected a YAML file such as those in conversion/recipes"
-        )
+        raise ValueError(f"recipe: {str(path)!r} is not a file; expected a YAML file as in conversion/recipes")
     return read_yaml(path, "recipe", Recipe)
 
 

@@ -15,16 +15,12 @@ import shutil
 import weakref
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
-from ..checkpoints.files import write_json, write_text
+from ..checkpoints.files import folder_aside, write_json, write_text
 from ..checkpoints.fingerprint import fingerprint_model
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None
 
 RECORD = "train.json"
 IDENTITY = "run.json"
@@ -52,99 +48,79 @@ def identify(model, frozen=()) -> str:
 
 
 class RunFolder:
-    """The paths of one run, and everything that is written to them.
+    """The paths of one run, and everything that is written to them. out: the folder to make."""
 
-    out: the folder to make. main: whether this process writes.
-    """
-
-    def __init__(self, out, *, main=True):
+    def __init__(self, out):
         self.out = Path(os.path.abspath(Path(out).expanduser()))
         self.state = self.out.with_name(self.out.name + ".state")
-        self.main, self.lock, self.damaged = main, None, []
+        self.lock, self.damaged = FileLock(self.state / "lock"), []
 
     def find(self, identity, student):
         """Look for the run: "finished", the newest whole state to go on from, or None when there is nothing yet.
 
         identity: JSON-able, what makes the run this run. ValueError: there is another run, or what is there is none.
         """
-        now = json.loads(json.dumps(identity))
-        self.identity = now | {"student": BEGUN.get(student, {}).get(self.out, now["student"])}
+        now, begun = json.loads(json.dumps(identity)), BEGUN.setdefault(student, {})
+        self.identity = now | {"student": begun.get(self.out, now["student"])}
         found = self._find()
         if found is None:
             self.identity = now
-        BEGUN.setdefault(student, {})[self.out] = self.identity["student"]
+        begun[self.out] = self.identity["student"]
         return found
 
     def _find(self):
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"out: {str(self.out)!r} is a file; expected a folder, or a path where one can be made")
         if (self.out / RECORD).is_file():
-            self._compare(_read_json(self.out / RECORD).get("fingerprint", {}))
+            self._compare(json.loads((self.out / RECORD).read_text(encoding="utf-8")).get("fingerprint", {}))
             return "finished"
-        if self.out.exists() and any(self.out.iterdir()):
-            raise ValueError(f"out: the folder {str(self.out)!r} holds other files; expected a new or an empty folder")
+        if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
+            raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
-                self._compare(_read_json(state / IDENTITY))
+                self._compare(json.loads((state / IDENTITY).read_text(encoding="utf-8")))
                 return state
             self.damaged.append(state)
         if self.damaged:
-            raise ValueError(
-                f"out: every state in {str(self.state)!r} is damaged (files are missing or changed); expected a whole one, "
-                "or no such folder, to begin again"
-            )
+            raise ValueError(f"out: every state in {str(self.state)!r} is damaged; expected a whole one, or no folder")
         return None
-
-    def newest(self):
-        """The last state that was written, or None."""
-        return max(self._states(), default=None)
 
     def begin(self):
         """Make the state folder, lock it, and clear what a killed run left half done and what `find` found damaged."""
         with self._errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            try:
+                self.lock.acquire(blocking=False)
+            except Timeout:
+                raise ValueError(f"out: another process is training into {str(self.out)!r} now") from None
             left = (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*"))
             for rest in (*left, *self.damaged):
-                shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+                shutil.rmtree(rest)
         for state in self.damaged:
             logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
 
     @contextlib.contextmanager
     def new_state(self, step):
         """A folder aside for the state after `step` optimizer steps of the whole run; it becomes the newest one."""
-        target = self.state / f"step-{step:09d}"
-        with self._errors("a state"), _aside(target) as aside:
+        with self._errors("a state"), folder_aside(self.state / f"step-{step:09d}") as aside:
             yield aside
             write_json(aside / IDENTITY, self.identity)
-            seal(aside)
-            os.replace(aside, target)
-            for old in sorted(self._states())[:-KEPT_STATES]:
-                shutil.rmtree(old)
+            write_text(aside / SUMS_FILE, render_sums(_sums(aside)))
+        for old in sorted(self._states())[:-KEPT_STATES]:
+            shutil.rmtree(old)
 
     @contextlib.contextmanager
     def result(self):
         """A folder aside for the model and its record; it becomes `out`, and the state goes."""
-        with self._errors("the model"), _aside(self.out) as aside:
+        with self._errors("the model"), folder_aside(self.out) as aside:
             yield aside
             if (self.state / "runs").exists():
                 os.replace(self.state / "runs", aside / "runs")
-            if self.out.exists():
-                self.out.rmdir()
-            os.replace(aside, self.out)
-            self.clear()
+        self.clear()
 
     def clear(self):
         """Remove the state of a finished run."""
-        self.release()
-        if self.main and self.state.exists():
+        self.lock.release()
+        if self.state.exists():
             shutil.rmtree(self.state)
-
-    def release(self):
-        """Let others write."""
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
 
     @contextlib.contextmanager
     def _errors(self, what):
@@ -152,22 +128,12 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            last, reason = self.newest(), getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-            rest = f"the state in {str(last)!r} is whole" if last else "nothing was kept"
-            raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}); {rest}") from error
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            whole = "; the states before it are whole" if any(self._states()) else ""
+            raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
 
     def _states(self):
         return [path for path in self.state.glob("step-*") if ".tmp-" not in path.name]
-
-    def _lock(self):
-        if fcntl is None:
-            return
-        self.lock = (self.state / "lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise ValueError(f"out: another process is training into {str(self.out)!r} now") from None
 
     def _compare(self, before):
         for key, new in self.identity.items():
@@ -177,25 +143,7 @@ class RunFolder:
             if key == "stages":
                 key, old, new = _first_difference(old or [], new)
             change = f"another {NAMES[key]}" if key in NAMES else f"{key} {old!r}, not {new!r}"
-            raise ValueError(
-                f"out: {str(self.out)!r} was begun with {change}; give what it was begun with, or another folder"
-            )
-
-
-@contextlib.contextmanager
-def _aside(target):
-    aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def seal(state):
-    """Note in a state what its files are."""
-    write_text(state / SUMS_FILE, render_sums(_sums(state)))
+            raise ValueError(f"out: {str(self.out)!r} was begun with {change}; expected the same, or another folder")
 
 
 def _sums(state):
@@ -208,16 +156,6 @@ def _is_whole(state):
         return read_sums((state / SUMS_FILE).read_text(encoding="utf-8"), state) == _sums(state)
     except (OSError, ValueError):
         return False
-
-
-def _read_json(path):
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"out: {str(path)!r} is damaged; expected the record of a training run")
-    return content
 
 
 def _first_difference(old, new):

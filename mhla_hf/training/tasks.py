@@ -8,7 +8,6 @@ of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a
 import abc
 import contextlib
 import functools
-import inspect
 
 import numpy
 import torch
@@ -23,15 +22,16 @@ class Task(abc.ABC):
     """One kind of model, bound to a student and a teacher.
 
     given: what `distill` was called with and returns. student: the module that is trained. teacher: the module that is
-    asked, or None; the loop moves it to the device and never trains it. progress: whether bars are shown, as the loop says.
+    asked, or None; the loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; in recipes and records
     unit: str  # what runs count: "tokens", "images", "samples"
     wanted: str  # what student and teacher have to be, for errors
+    equal = ()  # (loss, what the configurations of student and teacher have to agree on for it)
     without_data = False  # whether `data=None` means something
     tool = None  # a tokenizer or an image processor, saved with the model
-    progress = False
+    progress = False  # whether bars are shown, as the loop says
 
     def __init__(self, student, teacher):
         self.given, self.student, self.teacher = student, student, teacher
@@ -41,6 +41,10 @@ class Task(abc.ABC):
         check_model("student", self.student, self.wanted)
         if self.teacher is not None:
             check_model("teacher", self.teacher, self.wanted)
+            for loss, key in self.equal:
+                own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
+                if own != its and any(stage.loss == loss for stage in stages):
+                    raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
@@ -55,17 +59,12 @@ class Task(abc.ABC):
     def reader(self, source, stage, number, seed, state):
         """The `Reader` of stage `number` (0-based), from its start or from what `state()` or `handover()` gave."""
 
-    def try_data(self, source, stages, seed):
-        """Open and close a reader, so that data that cannot be read are known before anything is written."""
-        self.reader(source, stages[0], 0, seed, None).close()
-
     @abc.abstractmethod
     def take(self, reader, stage, rows):
-        """The next batch, as the process that works on its `rows` (a slice) needs it.
+        """The next batch, as the process that works on its `rows` (a slice) needs it: (tensors, shares).
 
-        Returns (tensors, shares): tensors `[rows, ...]`, which the loop cuts into `grad_accum` parts and puts on the
-        device; shares, plain numbers such as 1 / batch_size, which it multiplies by the number of processes. Both are the
-        objective's arguments, in this order.
+        tensors `[rows, ...]`, which the loop cuts into `grad_accum` parts; shares, numbers such as 1 / batch_size, which it
+        multiplies by the number of processes. Both are the objective's arguments, in this order.
         """
 
     @abc.abstractmethod
@@ -138,9 +137,8 @@ def _order(key, count):
 class Objective(nn.Module):
     """The student with the loss of one stage: what Accelerate wraps.
 
-    Its forward gives the loss (scalar with gradient) and a dict of detached scalars, "loss" among them; both add up over
-    the parts of a batch. The teacher is held, not owned: its parameters are none of this module's, so nothing can move or
-    save them.
+    Its forward gives the loss and a dict of detached scalars, "loss" among them; both add up over the parts of a batch. The
+    teacher is held, not owned: its parameters are none of this module's, so nothing can move or save them.
     """
 
     def __init__(self, student, teacher, stage):
@@ -151,8 +149,7 @@ class Objective(nn.Module):
     def transfer(self, ask, attend, size):
         """Sum over samples and MHLA layers of size(student - teacher) / size(teacher), on the teacher's own inputs.
 
-        The student's attention runs inside the teacher's forward pass, where its inputs are, so nothing is kept, and no
-        more of the student runs than its attention.
+        The student's attention runs inside the teacher's forward pass, where its inputs are; nothing else of it runs.
 
         Args:
             ask: runs the teacher. attend: the student's attention and its arguments -> its output. size: elementwise.
@@ -168,18 +165,12 @@ class Objective(nn.Module):
                     got = attend(attention, *args, **kwargs)
                     losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
 
-            return hook
+            return self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
 
-        handles = [
-            self.teacher.get_submodule(name).register_forward_hook(compare(name), with_kwargs=True)
-            for name in mhla_attentions(self.student)
-        ]
-        try:
-            with torch.no_grad():
-                ask()
-        finally:
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            for name in mhla_attentions(self.student):
+                hooks.enter_context(compare(name))
+            ask()
         return sum(losses)
 
 
@@ -192,23 +183,10 @@ def relative_error(got, wanted, size=torch.square):
 
 def find_task(student, teacher, options) -> Task:
     """The task that trains `student`, bound to it. TypeError, one sentence, for an option that it does not know."""
-    kind = _kind_of(student)
-    known = list(inspect.signature(kind).parameters)[2:]
-    for key in options:
-        if key not in known:
-            raise TypeError(f"distill: unknown argument {key!r}; a model for {kind.name} knows {', '.join(known)}")
-    return kind(student, teacher, **options)
-
-
-def _kind_of(student):
     if is_of_diffusers(student):
-        from .diffusion import DiffusionTask
-
-        return DiffusionTask
-    if getattr(student, "main_input_name", None) == "pixel_values":
-        from .images import ImageTask
-
-        return ImageTask
-    from .language import LanguageTask
-
-    return LanguageTask
+        from .diffusion import DiffusionTask as Found
+    elif getattr(student, "main_input_name", None) == "pixel_values":
+        from .images import ImageTask as Found
+    else:
+        from .language import LanguageTask as Found
+    return Found(student, teacher, **options)

@@ -13,12 +13,12 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import write_json
-from .data import open_text
+from .data import TokenRing, open_text
 from .objectives import likeliest_tokens
 from .tasks import Reader
 
 RECORD = "taught.json"
-ARRAYS = ("ids", "tokens", "log_p")
+ARRAYS = {"ids": "int32", "tokens": "int32", "log_p": "float16"}
 
 
 @torch.no_grad()
@@ -30,44 +30,36 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
         out: folder to make. seq_len: tokens in a sequence; the text is cut into as many as it has, from its beginning.
         top_k: likeliest tokens that are kept of each distribution; 6 bytes each.
 
-    Returns:
-        What taught.json holds.
-
-    Raises:
-        ValueError: the text is a stream, or too short, or `out` was begun with something else.
+    Returns what taught.json holds. ValueError: the text is a stream, or too short, or `out` was begun with something else.
     """
     source = open_text(text, tokenizer, vocab_size=teacher.get_input_embeddings().weight.shape[0])
-    ids = getattr(source, "tokens", None)
-    if not isinstance(ids, torch.Tensor):
+    if not isinstance(source, TokenRing):
         raise ValueError(f"text: {source.name!r} is a stream; expected a text file, a folder of them or tokens [N]")
-    rows = len(ids) // seq_len
+    rows = len(source.tokens) // seq_len
     if not rows:
-        raise ValueError(f"seq_len is {seq_len}, and the text has {len(ids)} tokens; expected at most as many")
-    out, top_k = Path(out), min(top_k, teacher.config.vocab_size)
-    record = {"rows": rows, "seq_len": seq_len, "top_k": top_k, "text": source.describe(), "done": 0}
-    record["vocab_size"] = teacher.config.vocab_size
-    record["teacher"] = getattr(teacher.config, "_name_or_path", "")
-    if (out / RECORD).exists():
-        begun = read_record(out)
-        if {**begun, "done": 0} != record:
-            raise ValueError(f"out: {out} was begun with another text, teacher or size; expected a new folder")
-        record = begun
+        raise ValueError(f"seq_len is {seq_len}, and the text has {len(source.tokens)} tokens; expected fewer")
+    out, config = Path(out), teacher.config
+    record = {"rows": rows, "seq_len": seq_len, "top_k": min(top_k, config.vocab_size), "text": source.describe()}
+    record |= {"done": 0, "vocab_size": config.vocab_size, "teacher": getattr(config, "_name_or_path", "")}
+    begun = read_record(out) if (out / RECORD).exists() else record
+    if {**begun, "done": 0} != record:
+        raise ValueError(f"out: {out} was begun with another text, teacher or size; expected a new folder")
     out.mkdir(parents=True, exist_ok=True)
     arrays = open_arrays(out, record)
-    arrays["ids"][:] = ids[: rows * seq_len].view(rows, seq_len).numpy()
+    arrays["ids"][:] = source.tokens[: rows * seq_len].view(rows, seq_len).numpy()
     teacher.eval()
-    with tqdm(total=rows, initial=record["done"], desc="teach", unit="rows", disable=not progress) as bar:
-        for first in range(record["done"], rows, batch_size):
+    with tqdm(total=rows, initial=begun["done"], desc="teach", unit="rows", disable=not progress) as bar:
+        for first in range(begun["done"], rows, batch_size):
             part = slice(first, min(first + batch_size, rows))
             given = torch.from_numpy(arrays["ids"][part].astype("int64")).to(teacher.device)
-            found = likeliest_tokens(teacher(input_ids=given, use_cache=False).logits, top_k)
+            found = likeliest_tokens(teacher(input_ids=given, use_cache=False).logits, record["top_k"])
             arrays["tokens"][part], arrays["log_p"][part] = (x.cpu().numpy() for x in found)
             for array in arrays.values():
                 array.flush()
             record["done"] = part.stop
             write_json(out / RECORD, record)
             bar.update(part.stop - first)
-    return record
+    return record | {"done": rows}
 
 
 def read_record(folder) -> dict:
@@ -77,14 +69,12 @@ def read_record(folder) -> dict:
 
 def open_arrays(folder, record, mode="r+"):
     """The arrays of a folder by name, on disk; made where they are missing and may be written."""
-    shape, found = (record["rows"], record["seq_len"]), {}
-    for name in ARRAYS:
-        file, whole = Path(folder) / f"{name}.npy", shape if name == "ids" else (*shape, record["top_k"])
-        if file.exists():
-            found[name] = numpy.load(file, mmap_mode=mode)
-        else:
-            dtype = "float16" if name == "log_p" else "int32"
-            found[name] = numpy.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=whole)
+    shape, found = (record["rows"], record["seq_len"], record["top_k"]), {}
+    for name, dtype in ARRAYS.items():
+        file = Path(folder) / f"{name}.npy"
+        if not file.exists():
+            numpy.lib.format.open_memmap(file, "w+", dtype, shape[:2] if name == "ids" else shape).flush()
+        found[name] = numpy.load(file, mmap_mode=mode)
     return found
 
 
@@ -93,9 +83,9 @@ class TaughtText:
 
     def __init__(self, folder):
         self.name, self.record = str(folder), read_record(folder)
-        if self.record["done"] < self.record["rows"]:
-            done = f"{self.record['done']} of {self.record['rows']} rows"
-            raise ValueError(f"data: {folder} holds {done}; expected all: the same `mhla-hf teach` goes on there")
+        done, rows = self.record["done"], self.record["rows"]
+        if done < rows:
+            raise ValueError(f"data: {folder} holds {done} of {rows} rows; expected all: `mhla-hf teach` again goes on")
         self.arrays = open_arrays(folder, self.record, "r")
 
     def describe(self):

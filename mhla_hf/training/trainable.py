@@ -2,13 +2,12 @@
 
 MHLA layers are found by name (an attention module with a child called `mhla`), so that models whose code came from the
 Hub are trained as well. A parameter that was frozen before the run stays frozen, whatever a stage names: a uniform, frozen
-mixing is how plain linear attention is trained as a yardstick. And weights are float32 while they are trained, whatever
-they were before and will be after.
+mixing is how plain linear attention is trained as a yardstick.
 """
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
@@ -24,28 +23,22 @@ def mhla_attentions(model):
 
 
 def check_model(argument, model, wanted):
-    """One sentence if `model` cannot be trained or asked: not a model with `save_pretrained`, or without weights."""
+    """One sentence if `model` cannot be trained or asked: it is none with `save_pretrained`."""
     if not (isinstance(model, nn.Module) and hasattr(model, "save_pretrained")):
         raise TypeError(f"{argument}: got {type(model).__name__}; expected {wanted}")
-    if any(value.is_meta for value in model.parameters()):
-        raise ValueError(f"{argument}: its weights are on the meta device; expected loaded weights")
 
 
 def check_student(student, stages):
     """One sentence if the student is quantized, or if a stage would train nothing of it."""
-    for name, value in student.named_parameters():
+    names, given = mhla_attentions(student), dict(student.named_parameters())
+    for name, value in given.items():
         if value.dtype not in FLOATS or type(value.data) is not torch.Tensor:
-            raise ValueError(
-                f"student: {name!r} is a {type(value.data).__name__} of {value.dtype}; expected float weights, so load it "
-                "without quantization"
-            )
-    names = mhla_attentions(student)
+            kind = f"{type(value.data).__name__} of {value.dtype}"
+            raise ValueError(f"student: {name!r} is a {kind}; expected float weights, loaded without quantization")
     for stage in stages:
         if not names and (stage.loss == "transfer" or stage.trainable != "all"):
-            raise ValueError(
-                f"student: has no MHLA layer, which stage {stage.name!r} trains; expected a model from mhla_hf.convert"
-            )
-        if not any(_moves(name, names, stage, value.requires_grad) for name, value in student.named_parameters()):
+            raise ValueError(f"student: has no MHLA layer, which stage {stage.name!r} trains; expected one of convert")
+        if not any(_moves(name, names, stage, value.requires_grad) for name, value in given.items()):
             raise ValueError(f"student: all that stage {stage.name!r} would train ({stage.trainable!r}) is frozen")
 
 
@@ -59,25 +52,18 @@ def check_teacher(student, teacher, stages):
     own = {value.untyped_storage().data_ptr() for value in student.parameters()}
     for name, value in teacher.named_parameters():
         if value.untyped_storage().data_ptr() in own:
-            raise ValueError(
-                f"teacher: shares {name!r} with the student; load it separately, or deepcopy before converting"
-            )
-    modules = dict(teacher.named_modules())
+            raise ValueError(f"teacher: shares {name!r} with the student; expected a copy, made before converting")
+    modules, mixed = dict(teacher.named_modules()), mhla_attentions(teacher)
     for name in mhla_attentions(student) if any(stage.loss == "transfer" for stage in needing) else ():
         if name not in modules:
             raise ValueError(f"teacher: has no module {name!r}, which the student has; expected the student's original")
-        if f"{name}.mhla" in modules or f"{name}.processor.mhla" in modules:
+        if name in mixed:
             raise ValueError(f"teacher: {name!r} is an MHLA layer itself; expected the softmax original")
 
 
 def dtypes_of(model):
     """The dtype of every parameter and buffer, by name."""
     return {name: value.dtype for name, value in _tensors(model)}
-
-
-def dtypes_to_train(model):
-    """float32 for weights in half precision, where small updates vanish; the others as they are."""
-    return {name: torch.float32 if dtype in HALVES else dtype for name, dtype in dtypes_of(model).items()}
 
 
 def dtypes_to_save(model, wanted):
@@ -104,11 +90,7 @@ def _tensors(model):
 def with_dtype_of(model, values):
     """Nested `values` with their float tensors in the model's dtype: what one model was given, for another."""
     dtype = model.dtype
-
-    def change(value):
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return tree_map(change, values)
+    return tree_map_only(torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
 
 def _moves(name, attentions, stage, flag):
@@ -126,18 +108,13 @@ def choose_trainable(student, stage, flags):
 
 def parameter_groups(student, stage):
     """AdamW's groups: MHLA's own rate for `.mhla.`, decay for matrices elsewhere."""
-    groups = {}
+    groups, rates = {}, (stage.lr, stage.lr if stage.lr_mhla is None else stage.lr_mhla)
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
             added = ".mhla." in name
             groups.setdefault((added, parameter.ndim > 1 and not added), []).append(parameter)
     return [
-        {
-            "params": parameters,
-            "lr": 0.0,
-            "top_lr": stage.lr_mhla if added and stage.lr_mhla is not None else stage.lr,
-            "weight_decay": stage.weight_decay if decays else 0.0,
-        }
+        {"params": parameters, "lr": 0.0, "top_lr": rates[added], "weight_decay": stage.weight_decay * decays}
         for (added, decays), parameters in groups.items()
     ]
 

@@ -1,27 +1,11 @@
-"""conversion/language.py as a user runs it: a converted model, and one from scratch, both from the command line."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""conversion/language.py as a user runs it: a converted model, and one from scratch."""
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).parents[2]
-SHORT = "{name: NAME, loss: LOSS, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: WHAT}"
-CONVERT = ["transfer transfer mhla", "distill logits all"]
-SCRATCH = ["pretrain lm all"]
-
-
-def stages(lines):
-    made = []
-    for line in lines:
-        name, loss, what = line.split()
-        made.append(SHORT.replace("NAME", name).replace("LOSS", loss).replace("WHAT", what))
-    return "stages: [" + ", ".join(made) + "]\n"
+STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: {1}}}"
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +23,31 @@ def base(tmp_path_factory):
     return folder
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "conversion" / "language.py"), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def test_convert_distill_save(base, tmp_path):
-    recipe = tmp_path / "short.yaml"
-    recipe.write_text("settings: {layers: all, block_size: 16}\n" + stages(CONVERT))
-    arguments = ["--recipe", recipe, "--model", base / "model", "--text", base / "text.txt", "--out", tmp_path / "out"]
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+def test_convert_distill_save(run, base, tmp_path, capsys):
+    recipe, stages = tmp_path / "short.yaml", [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")]
+    recipe.write_text(f"settings: {{layers: all, block_size: 16}}\nstages: [{', '.join(stages)}]\n")
+    for _ in range(2):
+        run(
+            "language",
+            "--recipe",
+            recipe,
+            "--model",
+            base / "model",
+            "--text",
+            base / "text.txt",
+            "--out",
+            tmp_path / "x",
+        )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     assert (type(model).__name__, model.dtype) == ("MHLALlamaForCausalLM", torch.bfloat16)
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    again = run(*arguments)
-    assert "finished already: nothing to do" in again.stderr
+    assert (tmp_path / "x" / "tokenizer.json").exists()
+    assert "finished already: nothing to do" in capsys.readouterr().err
 
 
-def test_from_scratch_and_what_is_said_of_a_bad_text(base, tmp_path):
-    recipe = tmp_path / "short.yaml"
-    settings = f"settings: {{preset: tiny, vocab_size: 64}}\ntokenizer: {base / 'model'}\n"
-    recipe.write_text(settings + stages(SCRATCH))
-    bad = run("--recipe", recipe, "--text", tmp_path / "none.txt", "--out", tmp_path / "out")
-    assert bad.returncode == 1
-    assert bad.stderr.splitlines()[-1] == f"language.py: data: there is no file or folder '{tmp_path / 'none.txt'}'"
-    assert "Traceback" not in bad.stderr
-    done = run("--recipe", recipe, "--text", base / "text.txt", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+def test_from_scratch_and_what_is_said_of_a_bad_text(run, base, tmp_path):
+    recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 64}"
+    recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
+    with pytest.raises(SystemExit, match=r"^language\.py: data: there is no file or folder '.*none.txt'$"):
+        run("language", "--recipe", recipe, "--text", tmp_path / "none.txt", "--out", tmp_path / "out")
+    run("language", "--recipe", recipe, "--text", base / "text.txt", "--out", tmp_path / "out")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "MHLAForCausalLM"

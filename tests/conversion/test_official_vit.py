@@ -20,11 +20,10 @@ def checkpoint(*, pool_first=True, bias=False):
     state = {"pos_embed": values(1, SIDE**2, WIDTH), "patch_embed.proj.weight": values(WIDTH, 3, PATCH, PATCH)}
     state["patch_embed.proj.bias"] = values(WIDTH)
     for i in range(2):
-        block = {"norm1": WIDTH, "attn.norm": WIDTH, "norm2": WIDTH, "attn.q_norm": WIDTH, "attn.k_norm": WIDTH}
-        for name, width in block.items():
-            state[f"blocks.{i}.{name}.weight"] = 1 + values(width)
+        for name in ("norm1", "attn.norm", "norm2", "attn.q_norm", "attn.k_norm"):
+            state[f"blocks.{i}.{name}.weight"] = 1 + values(WIDTH)
             if "_norm" not in name:
-                state[f"blocks.{i}.{name}.bias"] = values(width)
+                state[f"blocks.{i}.{name}.bias"] = values(WIDTH)
         state[f"blocks.{i}.attn.to_qkv.weight"] = values(3 * WIDTH, WIDTH)
         if bias:
             state[f"blocks.{i}.attn.to_qkv.bias"] = values(3 * WIDTH)
@@ -58,13 +57,8 @@ def formula(state, pixels, *, pool_first=True):
         y = norm(norm(x, f"blocks.{i}.norm1", 1e-6), f"{name}.norm", 1e-5)
         y = F.linear(y, state[f"{name}.to_qkv.weight"], state.get(f"{name}.to_qkv.bias"))
         q, k, v = y.chunk(3, -1)
-        local = F.conv2d(
-            v.mT.unflatten(2, (SIDE, SIDE)),
-            state[f"{name}.lepe.weight"],
-            state[f"{name}.lepe.bias"],
-            padding=2,
-            groups=WIDTH,
-        )
+        image, lepe = v.mT.unflatten(2, (SIDE, SIDE)), (state[f"{name}.lepe.weight"], state[f"{name}.lepe.bias"])
+        local = F.conv2d(image, *lepe, padding=2, groups=WIDTH)
         q, k = (
             z * (z.square().mean(-1, keepdim=True) + 2**-23).rsqrt() * state[f"{name}.{w}_norm.weight"]
             for z, w in ((q, "q"), (k, "k"))
@@ -103,18 +97,13 @@ def test_equal_to_the_formula(pool_first, bias):
     assert ((paper(pixels).logits - expected).norm() / expected.norm()).item() > 1e-3  # the paper's denominator differs
 
 
-def test_released_sizes_are_recognized():
-    state = checkpoint()
-    state["patch_embed.proj.weight"] = torch.zeros(WIDTH, 3, 16, 16)
-    config = official.vit_config(state)
-    assert config.image_size == 224 and config.padded_sides(224, 224) == (256, 256) and config.num_labels == 7
-
-
 @pytest.mark.parametrize(
     "wrap", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"epoch": 3, "state_dict_ema": s}]
 )
 def test_from_a_file_to_a_folder(tmp_path, wrap):
     state = checkpoint()
+    sizes = official.vit_config(state | {"patch_embed.proj.weight": torch.zeros(WIDTH, 3, 16, 16)})
+    assert sizes.image_size == 224 and sizes.padded_sides(224, 224) == (256, 256) and sizes.num_labels == 7
     torch.save(wrap({f"module._orig_mod.{key}": value for key, value in state.items()}), tmp_path / "x.pth")
     model = official.main([str(tmp_path / "x.pth"), "--out", str(tmp_path / "out")])
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out").state_dict()

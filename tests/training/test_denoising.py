@@ -11,6 +11,8 @@ from mhla_hf.training.denoising import DiffusionStep, NoiseProcess, predict, tra
 from mhla_hf.training.latents import own_generator
 from mhla_hf.training.recipe import DiffusionStage
 
+UNIPC = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
+
 
 def dits(layers):
     """A tiny DiT, the same converted, and a batch for them."""
@@ -24,30 +26,20 @@ def dits(layers):
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
 def test_ddpm_is_the_schedulers(prediction):
-    scheduler = DDPMScheduler(prediction_type=prediction)
-    clean, noise, time = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8), 371
-    noisy, target = NoiseProcess(scheduler).mix(clean, noise, float(time))
-    torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, torch.tensor([time])))
-    wanted = {
-        "epsilon": noise,
-        "sample": clean,
-        "v_prediction": scheduler.get_velocity(clean, noise, torch.tensor([time])),
-    }
+    scheduler, time = DDPMScheduler(prediction_type=prediction), torch.tensor([371])
+    clean, noise = torch.randn(2, 1, 4, 8, 8)
+    noisy, target = NoiseProcess(scheduler).mix(clean, noise, 371.0)
+    torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, time))
+    wanted = {"epsilon": noise, "sample": clean, "v_prediction": scheduler.get_velocity(clean, noise, time)}
     torch.testing.assert_close(target, wanted[prediction])
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "shift"),
-    [
-        (FlowMatchEulerDiscreteScheduler(shift=3.0), 3.0),
-        (UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0), 5.0),
-    ],
-)
+@pytest.mark.parametrize(("scheduler", "shift"), [(FlowMatchEulerDiscreteScheduler(shift=3.0), 3.0), (UNIPC, 5.0)])
 def test_flow_is_the_schedulers(scheduler, shift):
     process = NoiseProcess(scheduler)
     assert (process.flow, process.shift) == (True, shift)
     scheduler.set_timesteps(7)
-    clean, noise = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8)
+    clean, noise = torch.randn(2, 1, 4, 8, 8)
     for time, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
         noisy, target = process.mix(clean, noise, 1000 * sigma.item())
         torch.testing.assert_close(noisy, (1 - sigma) * clean + sigma * noise)
@@ -75,9 +67,7 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
     family, _, other = family.partition(" by ")
     pipe = PIPELINES[family]()
     if other:
-        pipe.scheduler = UniPCMultistepScheduler(
-            use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0
-        )
+        pipe.scheduler = UNIPC
     call = {**CALLS[type(pipe).__name__], "num_inference_steps": 4, "guidance_scale": 3.0}
     call["generator"] = torch.Generator().manual_seed(3)
     seen = {}
@@ -100,11 +90,8 @@ def test_trajectory_is_what_the_pipeline_samples(family, monkeypatch):
         start, wanted = seen["start"], seen["end"]
         sizes = {key: call[key] for key in ("max_sequence_length", "complex_human_instruction") if key in call}
         given = pipe.encode_prompt(prompt=["a cat walks"], do_classifier_free_guidance=True, **sizes)
-        names = family_of(pipe.transformer).conditions
-        wished, nothing = (
-            dict(zip(names, part, strict=True))
-            for part in (given[: len(given) // 2], given[len(given) // 2 :])
-        )  # fmt: skip
+        names, half = family_of(pipe.transformer).conditions, len(given) // 2
+        wished, nothing = (dict(zip(names, part, strict=True)) for part in (given[:half], given[half:]))
     points = []
     options = {"steps": 4, "guidance": 3.0, "each": lambda *point: points.append(point)}
     got = trajectory(pipe.transformer, pipe.scheduler, start.float(), wished, nothing, **options)

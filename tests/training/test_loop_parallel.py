@@ -84,7 +84,7 @@ def test_two_processes_go_on_exactly(lab, runs, tmp_path, how, state):
 
 
 def uneven(lab, out):
-    with pytest.raises(ValueError, match="batch_size 5 cannot be shared by 2 processes in 1 equal parts each"):
+    with pytest.raises(ValueError, match="batch_size 5 cannot be shared by 2 processes in grad_accum 1 equal parts"):
         lab.train(out, stages=lab.lm(2, batch_size=5))
 
 

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from mhla_hf.training import objectives
-from mhla_hf.training.loop import Stage
 from mhla_hf.training.objectives import DistillStep, NextToken
 
 
@@ -31,37 +30,24 @@ def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
     (want_grad,) = torch.autograd.grad(3 * want, student)
     torch.testing.assert_close((loss, kl_sum, ce_sum), (want, want_kl, want_ce), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
+    nothing = NextToken.apply(student, teacher, torch.full((11,), -100), kl, ce, temperature)[0]
+    assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
 
 
-def test_no_loss_without_a_label_gives_no_gradient():
-    student = torch.randn(4, 7, requires_grad=True)
-    loss, _, _ = NextToken.apply(student, None, torch.full((4,), -100), 0.0, 1.0, 1.0)
-    loss.backward()
-    assert loss == 0
-    assert not student.grad.any()
-
-
-def test_lm_loss_is_the_models_own(lab):
-    model = lab.teacher()
-    ids = lab.tokens()[: 3 * 20].view(3, 20)
-    labels = ids.clone()
-    labels[0, :7] = -100
-    labels[2, 15:] = -100
-    count = int((labels[:, 1:] != -100).sum())
-    loss, logs = DistillStep(model, None, lab.lm()[0])(ids, labels, 1 / count, 1 / 3)
-    want = model(input_ids=ids, labels=labels).loss
-    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logs["ce"], want.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_lm_loss_has_the_routers_share():
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+def mixtral():
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
-    model = MixtralForCausalLM(config).eval()
-    ids = torch.randint(0, 32, (2, 12))
-    loss, _ = DistillStep(model, None, Stage("lm", "lm", 1, 1e-3, seq_len=12))(ids, ids, 1 / 22, 1 / 2)
-    torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss, rtol=1e-5, atol=1e-6)
+    return MixtralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [None, mixtral])
+def test_lm_loss_is_the_models_own_with_its_routers_share(lab, make):
+    model, ids = (make or lab.teacher)(), lab.tokens()[: 3 * 20].view(3, 20)
+    labels = ids.clone()
+    labels[0, :7] = labels[2, 15:] = -100
+    loss, _ = DistillStep(model, None, lab.lm()[0])(ids, labels, 1 / int((labels[:, 1:] != -100).sum()), 1 / 3)
+    torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss, rtol=1e-5, atol=1e-6)
 
 
 def test_transfer_loss_by_hand(lab):
@@ -70,42 +56,32 @@ def test_transfer_loss_by_hand(lab):
     ids = lab.tokens()[:96].view(2, 48)
     loss, _ = DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 0.5)
 
-    caught = {}
-    attention = teacher.model.layers[1].self_attn
+    caught, attention = {}, teacher.model.layers[1].self_attn
     handle = attention.register_forward_hook(
         lambda module, args, kwargs, output: caught.update(kwargs=kwargs, out=output[0]), with_kwargs=True
     )
-    with torch.no_grad():
+    with handle, torch.no_grad():
         teacher(input_ids=ids, use_cache=False)
-    handle.remove()
     got = student.model.layers[1].self_attn(**(caught["kwargs"] | {"attention_mask": None}))[0]
     per_row = (got - caught["out"]).square().sum((1, 2)) / caught["out"].square().sum((1, 2))
     torch.testing.assert_close(loss, per_row.mean(), rtol=1e-5, atol=1e-7)
     assert not attention._forward_hooks
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_transfer_does_not_depend_on_the_teachers_attention(lab, implementation):
+def test_transfer_runs_no_student_but_its_attention_whatever_the_teachers_is(lab):
     teacher = lab.teacher()
-    student = lab.student(teacher)
-    ids = lab.tokens()[:96].view(2, 48)
-    want, _ = DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 1.0)
-    teacher.set_attn_implementation(implementation)
-    got, _ = DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 1.0)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_transfer_runs_no_student_but_its_attention(lab):
-    teacher = lab.teacher()
-    student = lab.student(teacher)
+    student, ids, losses = lab.student(teacher), lab.tokens()[:96].view(2, 48), []
 
     def fail(*_):
         raise AssertionError("ran")
 
     for module in (student.lm_head, student.model.norm, student.model.layers[0].mlp, teacher.lm_head):
         module.register_forward_pre_hook(fail)
-    ids = lab.tokens()[:96].view(2, 48)
-    DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 1.0)[0].backward()
+    for implementation in ("eager", "sdpa"):
+        teacher.set_attn_implementation(implementation)
+        losses.append(DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 1.0)[0])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    losses[0].backward()
     assert all(value.grad is not None for value in student.model.layers[1].self_attn.mhla.parameters())
 
 

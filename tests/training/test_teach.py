@@ -5,15 +5,11 @@ import copy
 import pytest
 import torch
 
-from mhla_hf.training.loop import Stage, distill
+from mhla_hf.training.loop import Stage
 from mhla_hf.training.objectives import DistillStep
 from mhla_hf.training.teach import TaughtText, teach
 
 TOP = 8
-
-
-class Stopped(Exception):
-    pass
 
 
 def stages(loss, length, **values):
@@ -23,27 +19,20 @@ def stages(loss, length, **values):
 def test_stored_and_online_losses_are_the_same_and_fall(lab, tmp_path):
     teacher, student = lab.teacher(), lab.student(lab.teacher(seed=5), mixing_form="decay", local="softmax")
     teach(teacher, lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, top_k=TOP, progress=False)
-    text = TaughtText(tmp_path / "taught")
-    ids, labels, tokens, log_p = text.reader(lab.length, 0, 0).take(4)
-    online = DistillStep(student, teacher, *stages("logits", lab.length, top_k=TOP, ce_weight=0.5))
-    stored = DistillStep(student, None, *stages("stored", lab.length, ce_weight=0.5))
+    ids, labels, *likeliest = TaughtText(tmp_path / "taught").reader(lab.length, 0, 0).take(4)
     share = 1 / (4 * (lab.length - 1)), 1 / 4
-    (one, logs), (other, stored_logs) = online(ids, labels, *share), stored(ids, labels, tokens, log_p, *share)
-    assert abs(one - other) < 1e-5 and abs(logs["kl"] - stored_logs["kl"]) < 1e-5
-    whole, _ = DistillStep(student, teacher, *stages("logits", lab.length, ce_weight=0.5))(ids, labels, *share)
-    every = DistillStep(student, teacher, *stages("logits", lab.length, top_k=10**6, ce_weight=0.5))
-    assert one < whole and abs(every(ids, labels, *share)[0] - whole) < 1e-5  # merging tokens never adds to a KL
-    before = copy.deepcopy(student.state_dict())
-    distill(
-        student,
-        out=tmp_path / "out",
-        data=str(tmp_path / "taught"),
-        stages=stages("stored", lab.length),
-        progress=False,
-    )
-    assert any(not torch.equal(value, before[name]) for name, value in student.state_dict().items())
-    with torch.no_grad():
-        assert stored(ids, labels, tokens, log_p, *share)[1]["kl"] < stored_logs["kl"]
+    online = {
+        top: DistillStep(student, teacher, *stages("logits", lab.length, top_k=top, ce_weight=0.5))(ids, labels, *share)
+        for top in (TOP, 0, 10**6)
+    }
+    stored = DistillStep(student, None, *stages("stored", lab.length, ce_weight=0.5))
+    (one, logs), (other, before) = online[TOP], stored(ids, labels, *likeliest, *share)
+    assert abs(one - other) < 1e-5 and abs(logs["kl"] - before["kl"]) < 1e-5
+    assert one < online[0][0] and abs(online[10**6][0] - online[0][0]) < 1e-5  # merging tokens never adds to a KL
+    weights = copy.deepcopy(student.state_dict())
+    lab.distill(tmp_path / "x", None, student, data=str(tmp_path / "taught"), stages=stages("stored", lab.length))
+    assert any(not torch.equal(value, weights[name]) for name, value in student.state_dict().items())
+    assert stored(ids, labels, *likeliest, *share)[1]["kl"] < before["kl"]
 
 
 def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
@@ -54,16 +43,15 @@ def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
     def stopping(**given):
         calls.append(given)
         if len(calls) == 3:
-            raise Stopped
+            raise MemoryError
         return forward(**given)
 
     monkeypatch.setattr(teacher, "forward", stopping)
-    with pytest.raises(Stopped):
+    with pytest.raises(MemoryError):
         teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)
     with pytest.raises(ValueError, match="holds 8 of 41 rows; expected all"):
         TaughtText(tmp_path / "cut")
-    monkeypatch.setattr(teacher, "forward", forward)
-    teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)
+    assert teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)["done"] == 41
     for name in ("ids.npy", "tokens.npy", "log_p.npy", "taught.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with pytest.raises(ValueError, match="begun with another"):
@@ -71,13 +59,12 @@ def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_said_before_training(lab, tmp_path):
-    student = lab.student()
+    stored = {"student": lab.student(), "stages": stages("stored", lab.length)}
     with pytest.raises(ValueError, match="expected a folder that `mhla-hf teach` wrote"):
-        distill(student, out=tmp_path / "out", data=lab.tokens(), stages=stages("stored", lab.length), progress=False)
+        lab.distill(tmp_path / "out", None, **stored)
     with pytest.raises(ValueError, match="seq_len is 4000, and the text has 2000 tokens"):
         teach(lab.teacher(), lab.tokens(), None, tmp_path / "taught", seq_len=4000, progress=False)
     assert list(tmp_path.iterdir()) == []
     teach(lab.teacher(vocab_size=80), lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, progress=False)
     with pytest.raises(ValueError, match="is of 80 tokens; expected at most the student's 64"):
-        data = str(tmp_path / "taught")
-        distill(student, out=tmp_path / "out", data=data, stages=stages("stored", lab.length), progress=False)
+        lab.distill(tmp_path / "out", None, **stored, data=str(tmp_path / "taught"))
