@@ -22,10 +22,15 @@ from diffusers.utils import is_accelerate_available
 from torch import nn
 
 from ..nn.core import CORE_LOG
-from ..nn.grid import GridMHLA
+from ..nn.grid import GridMHLA, rotate_pairs
 from ..nn.settings import MHLASettings
 from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
+
+try:
+    from torch.distributed.nn.functional import all_reduce
+except ImportError:  # a torch without torch.distributed
+    all_reduce = None
 
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
 
@@ -63,13 +68,6 @@ class GridCheckpoint:
         return self.function(functools.partial(self.state.run, self.state.grid, block), *args)
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of interleaved pairs: x `[B, N, H, K]`, cos and sin `[1, N, 1, K]` (each number twice), in fp32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-
-
 class MHLAAttnProcessor(nn.Module):
     """Self-attention by MHLA over the model's grid, for the attention modules of Wan, Sana, DiT and PixArt.
 
@@ -96,8 +94,6 @@ class MHLAAttnProcessor(nn.Module):
 
         A child `input_norm` of `attn` comes first (the authors' DiT).
         """
-        if encoder_hidden_states is not None:
-            raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:
@@ -121,12 +117,8 @@ class MHLAAttnProcessor(nn.Module):
         def rotate(x, y):
             return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
 
-        after = self.mhla.settings.rope == "after"
-        if rotary_emb is not None and not after:
-            q, k = rotate(q, k)
-        grid = self.state.grid
+        grid, rotate = self.state.grid, None if rotary_emb is None else rotate
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid, q.shape[1])
-        rotate = rotate if rotary_emb is not None and after else None
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
@@ -138,23 +130,6 @@ def holds_mhla(processor) -> bool:
     return hasattr(processor, "mhla")
 
 
-class AddUp(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        x = x.clone()
-        torch.distributed.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 def shard_of_grid(config, grid, tokens: int) -> tuple:
     """First token and `add_up` of this process, whose shard has `tokens` of the grid's, as diffusers' context parallelism
     cuts them: in order, all shards equal or the first ones longer by one."""
@@ -163,14 +138,14 @@ def shard_of_grid(config, grid, tokens: int) -> tuple:
     size, longer = divmod(total, torch.distributed.get_world_size(group))
     if tokens != size + (rank < longer):
         raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
-    return rank * size + min(rank, longer), lambda x: AddUp.apply(x, group)
+    return rank * size + min(rank, longer), functools.partial(all_reduce, group=group)
 
 
 class MHLATransformerMixin:
     """Before a transformer of diffusers in the bases: `class MHLAX(MHLATransformerMixin, X)`.
 
     The constructor takes the base's arguments by keyword, and `mhla`: settings as `MHLASettings.to_dict` gives them, or some
-    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults` and `mhla_axes`;
+    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults`;
     `mhla_arguments` are further arguments of the constructor with their defaults, which `install_mhla` reads from the
     config.
     """
@@ -181,18 +156,11 @@ class MHLATransformerMixin:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         base = cls.__bases__[-1]
-        own = vars(cls)
-        cls.mhla_defaults, cls.mhla_axes = cls.family.defaults, cls.family.axes
-        if (
-            not cls._repeated_blocks
-        ):  # what torch.compile takes apart; some bases name their blocks only for device maps
-            cls._repeated_blocks = [name for name in base._no_split_modules or [] if name.endswith("Block")]
-        if "__init__" not in own:
-            cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
-        if "forward" not in own:
-            cls.forward = forward_on_grid(base)
-        if hasattr(base, "set_attn_processor"):
-            cls.set_attn_processor = processors_kept(base)
+        cls.mhla_defaults = cls.family.defaults
+        # what torch.compile takes apart; some bases name their blocks only for device maps
+        cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
+        cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
+        cls.forward = forward_on_grid(base)
         if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
         name = source_name(cls.family.entry).removesuffix(".py")
@@ -212,8 +180,7 @@ class MHLATransformerMixin:
         settings = check_diffusion_settings(type(self), self, settings)
         if not hasattr(self, "mhla_state"):
             self.mhla_state = GridState()
-        for index in settings.layers:
-            attn = attentions[index]
+        for attn in (attentions[index] for index in settings.layers):
             widths = {
                 "key_dim": attn.to_q.out_features // attn.heads,
                 "value_dim": attn.to_v.out_features // attn.heads,
@@ -229,10 +196,10 @@ class MHLATransformerMixin:
     def token_grid(self, hidden_states: torch.Tensor) -> tuple:
         """Tokens per axis of latents `[B, C, ...]`; one sentence if they are not this model's."""
         sides, patch = hidden_states.shape[2:], self.config.patch_size
-        if len(sides) != self.mhla_axes or hidden_states.shape[1] != self.config.in_channels:
+        if len(sides) != self.family.axes or hidden_states.shape[1] != self.config.in_channels:
             raise ValueError(
                 f"hidden_states: got latents {list(hidden_states.shape)}, expected [batch, {self.config.in_channels}, "
-                f"{'frames, ' if self.mhla_axes == 3 else ''}height, width]; do they come from this model's own VAE?"
+                f"{'frames, ' if self.family.axes == 3 else ''}height, width]; do they come from this model's own VAE?"
             )
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
@@ -246,8 +213,6 @@ class MHLATransformerMixin:
     @functools.wraps(ModelMixin.save_pretrained, assigned=())  # a pipeline hands on what the signature names
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
         """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
-        if os.path.isfile(save_directory):
-            raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
         self.check_processors()
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
@@ -258,6 +223,20 @@ class MHLATransformerMixin:
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def set_attn_processor(self, processor) -> None:
+        """As the base, but MHLA layers keep their processors, which hold their weights."""
+        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
+        given = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
+        if any(given.get(name, found) is not found for name, found in own.items()):
+            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
+        super().set_attn_processor({**given, **own})
+
+    def unfuse_qkv_projections(self) -> None:
+        """As the base; MHLA layers read from the attention whether it is fused, which some bases leave as it was."""
+        super().unfuse_qkv_projections()
+        for attn in self_attentions(self):
+            attn.fused_projections = False
 
     def check_processors(self) -> None:
         """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
@@ -289,8 +268,6 @@ def constructor_with_mhla(base: type, further: dict):
 
     def __init__(self, *, mhla: dict | None = None, **kwargs):
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
-        if mhla is not None and not isinstance(mhla, dict):
-            raise TypeError(f"mhla: got {type(mhla).__name__}, expected a dictionary of settings.")
         self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
 
     signature = inspect.signature(base.__init__)
@@ -312,27 +289,6 @@ def forward_on_grid(base: type):
     return forward
 
 
-def processors_kept(base: type):
-    """The `set_attn_processor` of `base`, which leaves MHLA layers the processors that hold their weights."""
-
-    @functools.wraps(base.set_attn_processor)
-    def set_attn_processor(self, processor):
-        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
-        if isinstance(processor, dict):
-            taken = next((name for name, found in own.items() if processor.get(name, found) is not found), None)
-            if taken is not None and len(processor) == len(self.attn_processors):  # else the base says what is wrong
-                raise ValueError(
-                    f"processor: got {type(processor[taken]).__name__} for {taken}, expected the MHLAAttnProcessor that is "
-                    "there, which holds the layer's weights."
-                )
-        else:
-            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
-            processor = {**dict.fromkeys(self.attn_processors, processor), **own}
-        base.set_attn_processor(self, processor)
-
-    return set_attn_processor
-
-
 def self_attentions(model: nn.Module) -> list[nn.Module]:
     """The self-attention of each block of a transformer that can become MHLA, in order."""
     blocks = getattr(model, "transformer_blocks", None)
@@ -341,18 +297,10 @@ def self_attentions(model: nn.Module) -> list[nn.Module]:
 
 def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLASettings) -> MHLASettings:
     """The settings with their layers as a list, or one sentence why `model` cannot become `model_class` with them."""
-    axes = model_class.mhla_axes
+    axes = model_class.family.axes
     if settings.layout is None or len(settings.layout) != axes:
         raise ValueError(
             f"layout: got {settings.layout}, expected {axes} counts of blocks for {model_class.__name__}, "
             f"such as {model_class.mhla_defaults['layout']}."
         )
-    attentions = self_attentions(model)
-    layers = settings.resolve_layers(len(attentions))
-    for index in layers:
-        attn = attentions[index]
-        extra = [getattr(attn, name, None) for name in ("group_norm", "spatial_norm", "residual_connection")]
-        rescaled = getattr(attn, "rescale_output_factor", 1.0) != 1.0
-        if any(extra) or rescaled or attn.is_cross_attention:
-            raise ValueError(f"model: layer {index} has an attention with more than projections, norms and rotation.")
-    return replace(settings, layers=layers)
+    return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))

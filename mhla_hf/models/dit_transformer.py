@@ -10,6 +10,7 @@ from diffusers import DiTTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import nn
 
+from ..nn.grid import GridConv
 from ..nn.settings import MHLASettings
 from .diffusion import GridState, MHLATransformerMixin, holds_mhla
 from .families import DIT
@@ -20,23 +21,17 @@ DIT_PATCHES = (2, 4, 8)
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
-class LocalConv(nn.Module):
+class LocalConv(GridConv):
     """A depthwise 3x3 convolution of the tokens of a grid, the identity at the start; it takes the place of what it gets."""
 
     def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        super().__init__(width, 3)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """The identity."""
         nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
         nn.init.zeros_(self.conv.bias)
-
-    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
-        """`[B, T, C]` with T the row-major tokens of `grid` -> the same shape."""
-        return self.conv(x.mT.unflatten(2, tuple(grid))).flatten(2).mT
 
 
 class DiGBlock(BasicTransformerBlock):

@@ -104,9 +104,6 @@ DIT = diffusion_family(
     conditions=("class_labels",),
     fixed_size=True,
 )
-PIXART = diffusion_family(
-    "PixArtTransformer2DModel", entry="pixart", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT
-)
 WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
 SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
 LINEAR_TEXT = {"conditions": TEXT, "linear": True}
@@ -117,8 +114,8 @@ DIFFUSION = (
     diffusion_family("ChronoEditTransformer3DModel", **{**WAN_VIDEO, "task": "image-to-image"}),
     diffusion_family("SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, **LINEAR_TEXT),
     diffusion_family("SanaVideoTransformer3DModel", **SANA_VIDEO, **LINEAR_TEXT),
+    diffusion_family("PixArtTransformer2DModel", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT),
     DIT,
-    PIXART,
 )
 FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
 

@@ -35,7 +35,6 @@ class MHLALanguageMixer(nn.Module):
         settings = MHLASettings.from_dict(config.mhla)
         heads, self.layer_idx = config.num_attention_heads, layer_idx
         self.head_dim, self.value_dim = config.head_dim, config.value_dim
-        self.rotate_features = settings.rope == "after"
         self.q_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, heads * config.value_dim, bias=False)
@@ -61,14 +60,12 @@ class MHLALanguageMixer(nn.Module):
         def rotate(x, y):
             return apply_rotary_pos_emb(x, y, cos, sin, unsqueeze_dim=2)
 
-        if not self.rotate_features:
-            q, k = rotate(q, k)
         cache = mhla_cache_layer(past_key_values, self.layer_idx)
         starts, key_mask = kwargs.get("mhla_padding") or (None, None)
         output = self.mhla(
             *(q, k, v),
             hidden_states=hidden_states,
-            rotate=rotate if self.rotate_features else None,
+            rotate=rotate,
             starts=starts,
             key_mask=key_mask,
             cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,

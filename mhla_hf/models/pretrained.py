@@ -48,7 +48,7 @@ class MHLAPreTrainedMixin:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():
-            if hasattr(module, "check_values"):  # a mixing
+            if hasattr(module, "learned"):  # a mixing
                 for parameter in module.learned():
                     parameter.requires_grad_(module.learn)
         return loaded

@@ -65,6 +65,10 @@ class Mixing(nn.Module):
         learn: bool = True,
     ):
         super().__init__()
+        if form == "decay":
+            raise ValueError(
+                'mixing_form: got "decay", expected "softmax", "direct" or "free": only converted models decay.'
+            )
         self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
@@ -87,14 +91,8 @@ class Mixing(nn.Module):
         return [self.weight]
 
     def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights cannot be a mixing matrix; `name` is the module's."""
-        if self.weight.is_meta:  # offloaded: its values are elsewhere
-            return
-        if not torch.isfinite(self.weight).all():
-            raise ValueError(
-                f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
-            )
-        if self.form == "direct" and (self.weight < 0).any():
+        """One sentence if the loaded weights, all finite, cannot be a mixing matrix; `name` is the module's."""
+        if self.form == "direct" and not self.weight.is_meta and (self.weight < 0).any():
             raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
 
     def core(self) -> torch.Tensor:
