@@ -10,10 +10,6 @@ from transformers.initialization import copy_
 
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
 
-NO_PAGES = (
-    "cache: got continuous batching with paged caches, expected generate() or past_key_values: MHLA has no pages."
-)
-
 
 class MHLAPreTrainedMixin:
     """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model, `auto_name`
@@ -66,7 +62,7 @@ class MHLAPreTrainedMixin:
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refused: its caches are paged."""
-        raise ValueError(NO_PAGES)
+        raise ValueError("cache: got continuous batching with paged caches, expected generate() or past_key_values.")
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""

@@ -17,9 +17,9 @@ from ..nn.settings import MHLASettings, is_layout
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
 
-def staged(widths, depths, heads, layouts) -> list[dict]:
-    """The `stages` of a hierarchical configuration from one list per fact."""
-    return [dict(zip(STAGE_KEYS, facts, strict=True)) for facts in zip(widths, depths, heads, layouts, strict=True)]
+def staged(*facts) -> list[dict]:
+    """The `stages` of a hierarchical configuration, from one list for each of `STAGE_KEYS`."""
+    return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*facts, strict=True)]
 
 
 # What "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635) publishes; its first two stages are linear.
@@ -47,9 +47,7 @@ MHLA_VISION_PRESETS = {
     },
 }
 DIGITS = {"image_size": 32, "patch_size": 2, "num_channels": 1, "hidden_size": 48, "num_hidden_layers": 4}
-DIGITS |= {"num_attention_heads": 3, "num_labels": 10, "drop_path_rate": 0.0, "image_mean": [0.5], "image_std": [0.5]}
-MHLA_VISION_PRESETS["digits"] = DIGITS
-
+MHLA_VISION_PRESETS["digits"] = {**DIGITS, "num_labels": 10, "drop_path_rate": 0.0}
 PAPER_VISION_SETTINGS = {"feature_map": "relu", "layout": [4, 4], "cpe": 3}
 
 

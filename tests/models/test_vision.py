@@ -9,7 +9,8 @@ from small_towers import images, small_classifier
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.models.vision_layers import MHLAVisionMixer, grid_rotation, turn_pairs
+from mhla_hf.models.vision_layers import MHLAVisionMixer, grid_rotation
+from mhla_hf.nn.grid import rotate_pairs
 
 PAPER_MILLIONS = {"deit-t": 5.7, "deit-s": 22, "vlt-t": 16, "vlt-s": 27}  # table 2
 
@@ -67,7 +68,7 @@ def test_linear_stage_is_the_published_formula():
     q, k, v = (p(x).view(2, 30, 2, 32) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k = F.elu(q) + 1, F.elu(k) + 1
     rotation = grid_rotation((5, 6), 32, x.device)
-    weights = torch.einsum("bthd,bshd->bhts", turn_pairs(q, *rotation), turn_pairs(k, *rotation))
+    weights = torch.einsum("bthd,bshd->bhts", rotate_pairs(q, *rotation), rotate_pairs(k, *rotation))
     o = torch.einsum("bhts,bshd->bthd", weights, v) / torch.einsum("bthd,bshd->bth", q, k)[..., None]
     local = F.conv2d(
         v.flatten(2).mT.unflatten(2, (5, 6)), layer.mhla.cpe.conv.weight, layer.mhla.cpe.conv.bias, padding=2, groups=64
