@@ -27,11 +27,6 @@ from ..nn.settings import MHLASettings
 from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
 
-try:
-    from torch.distributed.nn.functional import all_reduce
-except ImportError:  # a torch without torch.distributed
-    all_reduce = None
-
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
 
 
@@ -97,21 +92,17 @@ class MHLAAttnProcessor(nn.Module):
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:
-            raise ValueError(
-                "grid: got none, expected a call of the whole transformer, which tells its layers the grid; to run blocks "
-                "again in the backward pass, use its enable_gradient_checkpointing."
-            )
+            what = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
+            raise ValueError(f"grid: got none, expected {what}.")
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
+        projections = (attn.to_q, attn.to_k, attn.to_v)
         if getattr(attn, "fused_projections", False):
-            widths = [attn.to_q.out_features, attn.to_k.out_features, attn.to_v.out_features]
-            q, k, v = attn.to_qkv(hidden_states).split(widths, dim=-1)
+            q, k, v = attn.to_qkv(hidden_states).split([part.out_features for part in projections], dim=-1)
         else:
-            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        if attn.norm_q is not None:
-            q = attn.norm_q(q)
-        if attn.norm_k is not None:
-            k = attn.norm_k(k)
+            q, k, v = (part(hidden_states) for part in projections)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
 
         def rotate(x, y):
@@ -130,6 +121,21 @@ def holds_mhla(processor) -> bool:
     return hasattr(processor, "mhla")
 
 
+class AddUp(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
+
+    @staticmethod
+    def forward(ctx, group, x):
+        ctx.group = group
+        x = x.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, AddUp.apply(ctx.group, grad)
+
+
 def shard_of_grid(config, grid, tokens: int) -> tuple:
     """First token and `add_up` of this process, whose shard has `tokens` of the grid's, as diffusers' context parallelism
     cuts them: in order, all shards equal or the first ones longer by one."""
@@ -138,7 +144,7 @@ def shard_of_grid(config, grid, tokens: int) -> tuple:
     size, longer = divmod(total, torch.distributed.get_world_size(group))
     if tokens != size + (rank < longer):
         raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
-    return rank * size + min(rank, longer), functools.partial(all_reduce, group=group)
+    return rank * size + min(rank, longer), functools.partial(AddUp.apply, group)
 
 
 class MHLATransformerMixin:
@@ -178,15 +184,10 @@ class MHLATransformerMixin:
         """Give the self-attentions that `settings.layers` lists their MHLA processors, and note the settings."""
         attentions = self_attentions(self)
         settings = check_diffusion_settings(type(self), self, settings)
-        if not hasattr(self, "mhla_state"):
-            self.mhla_state = GridState()
+        self.mhla_state = GridState()
         for attn in (attentions[index] for index in settings.layers):
-            widths = {
-                "key_dim": attn.to_q.out_features // attn.heads,
-                "value_dim": attn.to_v.out_features // attn.heads,
-            }
-            heads = {"num_heads": attn.heads, "num_kv_heads": attn.heads}
-            core = GridMHLA(settings, hidden_size=attn.to_q.in_features, **heads, **widths)
+            widths = {"hidden_size": attn.to_q.in_features, "key_dim": attn.to_q.out_features // attn.heads}
+            core = GridMHLA(settings, num_heads=attn.heads, value_dim=attn.to_v.out_features // attn.heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
         noted = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         noted["mhla"] = settings.to_dict()
@@ -216,10 +217,8 @@ class MHLATransformerMixin:
         self.check_processors()
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
-            raise ValueError(
-                f"save_directory: got a model with {adapted}, expected plain weights; fuse_lora() and unload_lora() come "
-                "first, and what is trained whole is freed by requires_grad_(True), not by PEFT's modules_to_save."
-            )
+            what = "expected plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
+            raise ValueError(f"save_directory: got a model with {adapted}, {what}.")
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
@@ -253,10 +252,8 @@ class MHLATransformerMixin:
         where, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(where, output_loading_info=True, **kwargs)
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"{where}: has no {missing[0]!r} ({len(missing)} missing), expected all weights of {cls.__name__}; "
-                "a model without MHLA layers is for mhla_hf.convert."
-            )
+            what = f"expected all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
+            raise ValueError(f"{where}: has no {missing[0]!r} ({len(missing)} missing), {what}.")
         if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
             raise ValueError(f"{where}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
         check_loaded_weights(model)
@@ -299,8 +296,6 @@ def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLA
     """The settings with their layers as a list, or one sentence why `model` cannot become `model_class` with them."""
     axes = model_class.family.axes
     if settings.layout is None or len(settings.layout) != axes:
-        raise ValueError(
-            f"layout: got {settings.layout}, expected {axes} counts of blocks for {model_class.__name__}, "
-            f"such as {model_class.mhla_defaults['layout']}."
-        )
+        what = f"{axes} counts of blocks for {model_class.__name__}, such as {model_class.mhla_defaults['layout']}"
+        raise ValueError(f"layout: got {settings.layout}, expected {what}.")
     return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))

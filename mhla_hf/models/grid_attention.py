@@ -70,8 +70,11 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = grid_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
-    heads, prefix = config.num_attention_heads, prefix_tokens(config)
-    sizes = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": config.hidden_size, "prefix": prefix}
+    sizes = {
+        "num_heads": config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "prefix": prefix_tokens(config),
+    }
     for index in chosen:
         attention = attentions[index]
         core = GridMHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)

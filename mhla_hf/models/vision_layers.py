@@ -49,11 +49,8 @@ class ConvStem(nn.Sequential):
         channels = [config.num_channels, width // 2, width // 2, width // 2, width]
         layers = []
         for i, stride in enumerate((2, 1, 1, 2)):
-            layers += [
-                nn.Conv2d(channels[i], channels[i + 1], 3, stride, 1),
-                nn.BatchNorm2d(channels[i + 1]),
-                nn.GELU(),
-            ]
+            conv = nn.Conv2d(channels[i], channels[i + 1], 3, stride, 1)
+            layers += [conv, nn.BatchNorm2d(channels[i + 1]), nn.GELU()]
         super().__init__(*layers[:-1])
 
 
@@ -65,11 +62,10 @@ class GridPositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, width, *grid))
 
     def forward(self, grid) -> torch.Tensor:
-        weight = self.weight
-        if tuple(weight.shape[2:]) != tuple(grid):
-            resized = F.interpolate(weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
-            weight = resized.to(weight.dtype)
-        return as_tokens(weight)
+        if tuple(self.weight.shape[2:]) == tuple(grid):
+            return as_tokens(self.weight)
+        resized = F.interpolate(self.weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
+        return as_tokens(resized.to(self.weight.dtype))
 
 
 def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +86,7 @@ class GridSoftmax(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths):
         settings = replace(settings, feature_map="identity")
-        super().__init__(settings, None, num_heads=num_heads, value_dim=value_dim, **widths)
+        super().__init__(settings, None, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, 2)
 
@@ -123,8 +119,7 @@ class MHLAVisionMixer(nn.Module):
         self.q_norm, self.k_norm = norms
         self.product = nn.Linear(width, width, bias=config.qkv_bias) if config.output_product else None
         self.o_proj = nn.Linear(width, width)
-        sizes = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": width}
-        sizes |= {"key_dim": self.head_dim, "value_dim": self.head_dim}
+        sizes = {"num_heads": heads, "hidden_size": width, "key_dim": self.head_dim, "value_dim": self.head_dim}
         if kind == "softmax":
             self.softmax = GridSoftmax(settings, **sizes)
             return

@@ -111,12 +111,13 @@ class PositionConv(GridConv):
 class GridMHLA(MHLACore):
     """Bidirectional multi-head linear attention over the tokens of a grid (sections 4.1 and 4.2).
 
-    Args: as `MHLACore`; `settings.layout` is required. prefix: how many class or register tokens come before the grid.
+    Args: as `MHLACore`, with as many heads for k and v as for q; `settings.layout` is required. prefix: how many class or
+        register tokens come before the grid.
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths):
         mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_choices(settings, num_heads))
-        super().__init__(settings, mixing, num_heads=num_heads, value_dim=value_dim, **widths)
+        super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         self.prefix = prefix
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
@@ -136,7 +137,7 @@ class GridMHLA(MHLACore):
         """Attend.
 
         Args:
-            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`; T is `prefix` tokens, then the grid's, row-major.
+            q, k: `[B, T, H, K]`. v: `[B, T, H, V]`; T is `prefix` tokens, then the grid's, row-major.
             grid: tokens per axis, as many axes as `settings.layout`.
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
             rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
@@ -149,9 +150,7 @@ class GridMHLA(MHLACore):
         """
         blocks = Blocks.grid(grid, self.settings.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
-            raise ValueError(
-                "shard: got tokens of one process, expected all of them for cpe, prefix tokens or a key_mask."
-            )
+            raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)

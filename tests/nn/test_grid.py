@@ -53,7 +53,7 @@ def by_hand(core, q, k, v, grid, hidden):
 def make_core(settings, prefix=0, heads=2, width=5):
     torch.manual_seed(0)
     core = GridMHLA(
-        settings, num_heads=heads, num_kv_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix
+        settings, num_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix
     )
     with torch.no_grad():
         for p in core.parameters():
@@ -90,7 +90,7 @@ def test_grid_core_is_the_paper(grid, layout, prefix, options):
 def test_uniform_mixing_is_plain_linear_attention_on_every_grid():
     core = GridMHLA(
         MHLASettings(layout=[2, 3], feature_map="relu", mixing_start="uniform"),
-        num_heads=2, num_kv_heads=2, key_dim=4, value_dim=4, hidden_size=8,
+        num_heads=2, key_dim=4, value_dim=4, hidden_size=8,
     )  # fmt: skip
     for grid in ((2, 3), (5, 8), (1, 7), (4, 2)):
         q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 4)
@@ -144,7 +144,7 @@ def test_padding_may_hold_anything(options, impl):
 
 def test_half_precision_sums_do_not_overflow():
     settings = MHLASettings(layout=[4], feature_map="relu", normalize=False, output_norm=True, mixing_start="uniform")
-    core = GridMHLA(settings, num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
+    core = GridMHLA(settings, num_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
     x = torch.full((1, 4096, 1, 8), 12.0, dtype=torch.float16)
     out = core(x, x, x, grid=(4096,))
     assert out.dtype == torch.float16 and torch.isfinite(out).all()
