@@ -66,9 +66,8 @@ class Mixing(nn.Module):
     ):
         super().__init__()
         if form == "decay":
-            raise ValueError(
-                'mixing_form: got "decay", expected "softmax", "direct" or "free": only converted models decay.'
-            )
+            what = '"softmax", "direct" or "free" for a model from scratch'
+            raise ValueError(f'mixing_form: got "decay", expected {what}.')
         self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)

@@ -127,6 +127,10 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
+        if self.mixing_form == "decay" and self.layout is not None:
+            raise ValueError(
+                'mixing_form: got "decay" with a layout, expected "softmax", "direct" or "free" for grids.'
+            )
         if self.local is not None and self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
         if self.local is not None and self.mixing_form != "decay":

@@ -10,7 +10,7 @@ from small_models import converted_model, tokens
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
 from mhla_hf.nn.features import FeatureMap
-from mhla_hf.nn.mixing import MIXING_FLOOR, Mixing, extend_causal, locality_start
+from mhla_hf.nn.mixing import Mixing, extend_causal
 
 
 def by_hand(core, q, k, v, hidden=None):
@@ -45,12 +45,16 @@ def by_hand(core, q, k, v, hidden=None):
     return out
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "relu", "elu", "identity"])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("extra", [{}, {"per_head": True}, {"gate": True, "output_norm": True}])
+@pytest.mark.parametrize(
+    ("feature_map", "normalize", "extra"),
+    [
+        ("hedgehog", True, {}),
+        ("relu", False, {"gate": True, "output_norm": True}),
+        ("elu", True, {"per_head": True}),
+        ("identity", False, {"per_head": True}),
+    ],
+)
 def test_core_is_the_paper(feature_map, normalize, extra):
-    if feature_map == "identity" and normalize:
-        pytest.skip("signed features have no meaningful normaliser")
     settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, normalize=normalize, **extra)
     core = MHLA(settings, num_heads=4, num_kv_heads=2, key_dim=6, value_dim=5, hidden_size=7).double()
     with torch.no_grad():
@@ -65,20 +69,14 @@ def test_core_is_the_paper(feature_map, normalize, extra):
 
 
 def test_hedgehog_starts_as_two_softmaxes_of_x():
-    feature_map = FeatureMap("hedgehog", 3, 8)
     x = torch.randn(2, 5, 3, 8)
-    assert feature_map.num_features == 16
-    torch.testing.assert_close(feature_map(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
-    assert feature_map(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(FeatureMap("hedgehog", 3, 8)(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
 
 
-def test_relu_is_never_all_zero():
-    assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
-
-
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("feature_map", ["hedgehog", "relu"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("side", "feature_map", "impl"),
+    [("left", "hedgehog", "triton"), ("right", "relu", "torch"), ("left", "relu", "reference")],
+)
 def test_padding_may_hold_anything(side, feature_map, impl):
     """Outputs of real tokens and every gradient are those of padding that holds zeros."""
     core = MHLA(
@@ -137,7 +135,7 @@ def test_output_norm_rounds_once(dtype):
     assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
     """In one pass, and in one that fills a cache with steps after it."""
     settings = MHLASettings(
@@ -161,10 +159,6 @@ def test_locality_start_is_the_papers(form):
     core = Mixing(5, form=form).core()
     start = torch.tensor([[1 - abs(i - j) / 5 if j <= i else 0.0 for j in range(5)] for i in range(5)])
     torch.testing.assert_close(core, start / start.sum(-1, keepdim=True))
-
-
-def test_locality_start_never_reaches_zero():
-    assert locality_start(torch.tensor([[0.0, 5.0]]), 5.0).min() == MIXING_FLOOR
 
 
 def test_training_keeps_the_mixing_nonnegative():
