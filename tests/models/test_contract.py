@@ -127,8 +127,8 @@ def test_softmax_classes_refuse_the_folder(family, tmp_path):
     """They would load all but `mhla.*` with a warning; tokenizers, which read the configuration too, are not stopped."""
     model = scratch_model() if family == "scratch" else converted_model(family, layers=[1])
     model.save_pretrained(tmp_path)
-    name = FAMILIES.get(family, FAMILIES["llama"])[1].__name__
-    for stock in (name, name.replace("ForCausalLM", "Model")):
+    name = FAMILIES.get(family, FAMILIES["llama"])[0]
+    for stock in (f"{name}ForCausalLM", f"{name}Model"):
         with pytest.raises(ValueError, match="these are no weights of a softmax model"):
             getattr(transformers, stock).from_pretrained(tmp_path)
     assert transformers.PreTrainedConfig.from_pretrained(tmp_path).mhla["layers"] == model.config.mhla["layers"]

@@ -172,14 +172,6 @@ def test_training_keeps_the_mixing_nonnegative():
         assert (mixing(9) >= 0).all() and mixing(9).isfinite().all()
 
 
-def test_tail_of_a_matrix_with_an_empty_oldest_block():
-    core = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]], requires_grad=True)
-    longer = extend_causal(core, 7)
-    assert longer.isfinite().all() and (longer[6, :4] < 1e-30).all()
-    longer.sum().backward()
-    assert core.grad.isfinite().all()
-
-
 def test_mixing_beyond_its_rows():
     mixing = Mixing(6)
     core, longer = mixing(6), mixing(20)
