@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import transformers
@@ -28,34 +27,21 @@ def check_tower(settings: MHLASettings) -> None:
         raise ValueError('normalize: got "official", whose denominator has no class tokens, expected true or false.')
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How one kind of transformers model becomes MHLA: its attention modules, what is put in, what is refused."""
-
-    attentions: Callable
-    install: Callable
-    check: Callable
-
-
-LANGUAGE_MODELS = Kind(softmax_attentions, install_by_form, check_causal)
-VISION_TOWERS = Kind(grid_attentions, install_grid_mhla, check_tower)
-
-
 def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
     """The work of `convert` for a model of transformers."""
     family = convertible_family(model)
-    kind = VISION_TOWERS if family in VISION else LANGUAGE_MODELS
+    language = (softmax_attentions, install_by_form, check_causal)
+    find, install, check = (grid_attentions, install_grid_mhla, check_tower) if family in VISION else language
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
-    kind.check(settings)
+    check(settings)
     config = model.config
     settings = replace(settings, layers=settings.resolve_layers(config.num_hidden_layers))
-    attentions = kind.attentions(model)
-    if away := [
-        i for i in settings.layers if attentions[i].q_proj.weight.is_meta and hasattr(attentions[i], "_hf_hook")
-    ]:
-        raise ValueError(f"model: layer {away[0]} is offloaded, expected its weights on a device.")
+    attentions = find(model)
+    for index in settings.layers:
+        if hasattr(attentions[index], "_hf_hook") and attentions[index].q_proj.weight.is_meta:
+            raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
     check_what_is_lost(config, attentions, settings.layers)
 
     model_class = mhla_class(family, type(model))
@@ -67,7 +53,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
             module.config = own
     model.__class__ = model_class
     own.architectures = [model_class.__name__]
-    kind.install(model, settings)
+    install(model, settings)
     for index in settings.layers:
         match_device_and_dtype(attentions[index].mhla, attentions[index].q_proj.weight.device, model.dtype)
     return model
@@ -96,10 +82,8 @@ def check_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
     for index in layers:
         window = getattr(attentions[index], "sliding_window", getattr(config, "sliding_window", None))
         if window is not None:
-            what = "expected a base loaded with sliding_window=None, or layers without it"
-            raise ValueError(
-                f"sliding_window: layer {index} sees the last {window} tokens, MHLA layers cannot; {what}."
-            )
+            what = "expected a base loaded with sliding_window=None, or other layers"
+            raise ValueError(f"sliding_window: layer {index} sees the last {window} tokens, not MHLA; {what}.")
     if getattr(config, "is_causal", True) is False and family_of_type(config.model_type) in LANGUAGE:
         raise ValueError("is_causal: the base's configuration says False, expected a causal language model.")
     for name in ("attention_dropout", "attention_probs_dropout_prob"):

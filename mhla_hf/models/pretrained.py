@@ -44,9 +44,9 @@ class MHLAPreTrainedMixin:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():
-            if hasattr(module, "learned"):  # a mixing
-                for parameter in module.learned():
-                    parameter.requires_grad_(module.learn)
+            if not getattr(module, "learn", True):  # a frozen mixing
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(name == "balance")
         return loaded
 
     @classmethod
@@ -55,9 +55,8 @@ class MHLAPreTrainedMixin:
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
         if distributed_config is not None and distributed_config.tp_size > 1:
-            raise ValueError(
-                f"tp_plan: got tensor-parallel size {distributed_config.tp_size}, expected 1: mhla.* cannot be split yet."
-            )
+            size = distributed_config.tp_size
+            raise ValueError(f"tp_plan: got tensor-parallel size {size}, expected 1: mhla.* cannot be split yet.")
         return super().prepare_distribute_model(distributed_config, device_map=device_map)
 
     def init_continuous_batching(self, *args, **kwargs):

@@ -52,10 +52,8 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
 def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
     """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        sentence = (
-            "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
-            "or use_cache=False: no gradient flows through an MHLA cache."
-        )
+        sentence = "past_key_values: got a cache that holds tokens, expected torch.no_grad() or use_cache=False: "
+        sentence += "no gradient flows through an MHLA cache."
         if core.training:
             raise ValueError(sentence)
         warnings.warn(sentence, stacklevel=3)
@@ -98,16 +96,7 @@ class MHLACore(nn.Module):
     """
 
     def __init__(
-        self,
-        settings: MHLASettings,
-        mixing: nn.Module,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        hidden_size: int,
-        norm_eps: float = 1e-6,
+        self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
     ):
         super().__init__()
         self.settings = settings
@@ -170,17 +159,17 @@ class MHLA(MHLACore):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q,
+        k,
+        v,
         *,
-        hidden_states: torch.Tensor | None = None,
+        hidden_states=None,
         rotate=None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+        starts=None,
+        key_mask=None,
+        cu_seqlens=None,
         cache=None,
-        scale: float | None = None,
+        scale=None,
     ) -> torch.Tensor:
         """Attend.
 

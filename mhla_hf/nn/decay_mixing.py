@@ -21,7 +21,7 @@ class DecayMixing(nn.Module):
         num_kv_heads: key/value heads G.
         num_decays: R.
         balance: its start, or None without a local softmax.
-        learn: False freezes w and lambda at their start, plain linear attention.
+        learn: False freezes w and lambda, not the balance, at their start, plain linear attention.
     """
 
     def __init__(
@@ -50,16 +50,9 @@ class DecayMixing(nn.Module):
             values["balance"] = torch.full(self.balance.shape, self.start)
         return values
 
-    def learned(self) -> list[nn.Parameter]:
-        """What `learn` is about: the balance is learned always."""
-        return [self.weight] if self.num_decays == 1 else [self.weight, self.rate]
-
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
         log_rate = self.weight.new_zeros(self.num_kv_heads, 1).float()
         if self.num_decays > 1:
             log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
-
-    def extra_repr(self) -> str:
-        return f"{self.num_decays} decays"

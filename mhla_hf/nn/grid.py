@@ -122,18 +122,7 @@ class GridMHLA(MHLACore):
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        grid,
-        hidden_states: torch.Tensor | None = None,
-        rotate=None,
-        key_mask: torch.Tensor | None = None,
-        shard: tuple | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q, k, v, *, grid, hidden_states=None, rotate=None, key_mask=None, shard=None) -> torch.Tensor:
         """Attend.
 
         Args:
