@@ -41,10 +41,8 @@ def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int |
     kept, steps = [], []
     while len(kept) < keep:
         left = [index for index in everything if index not in kept]
-        rows = [
-            {"layer": i, **row}
-            for i, row in zip(left, damages(model, batches, [[*kept, i] for i in left]), strict=True)
-        ]
+        measured = damages(model, batches, [[*kept, index] for index in left])
+        rows = [{"layer": index, **row} for index, row in zip(left, measured, strict=True)]
         steps.append(min(rows, key=lambda row: row["kl"] + max(row["recall"], 0.0)))
         kept.append(steps[-1]["layer"])
     layers = [index for index in everything if index not in kept]
@@ -86,10 +84,8 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
     softmax = (key.nbytes + value.nbytes) * context
     left = cache_bytes - len(found) * state
     if softmax <= state or left < softmax - state:
-        raise ValueError(
-            f"cache_bytes: got {cache_bytes}, expected at least {(len(found) - 1) * state + softmax} for one softmax layer "
-            f"({softmax} bytes at {context} tokens) beside MHLA layers of {state} bytes."
-        )
+        what = f"one softmax layer of {softmax} bytes at {context} tokens beside MHLA layers of {state}"
+        raise ValueError(f"cache_bytes: got {cache_bytes}, expected {(len(found) - 1) * state + softmax}: {what}.")
     return left // (softmax - state)
 
 

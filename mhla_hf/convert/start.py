@@ -202,9 +202,8 @@ class FarMass:
         powers = RATES.double()[:, None] ** distance
         basis = powers * self.features[:, None]  # [H, L, M]
         cross = (basis @ self.teacher[..., None])[..., 0]
-        chosen, weight = best_decays(
-            basis @ basis.mT, cross, core.num_kv_heads, mixing.num_decays if mixing.learn else 1
-        )
+        count = mixing.num_decays if mixing.learn else 1
+        chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
         weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
         set_decays(mixing, weight, RATES[chosen])
         far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)

@@ -152,10 +152,8 @@ def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
     real = allowed.any(1)
     wanted = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
     if bool(((wanted != allowed) & real[:, seen:, None]).any()):
-        raise ValueError(
-            "attention_mask: got four axes that hide more than padding and the future, which MHLA layers cannot do; "
-            "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1."
-        )
+        what = "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
+        raise ValueError(f"attention_mask: got four axes that hide more than padding and the future; {what}.")
 
 
 def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
@@ -170,9 +168,7 @@ def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
     return find_borders(position_ids, 1, batch)
 
 
-@torch.compiler.disable(
-    reason="position_ids or seq_idx came, which are read by value, expected cu_seq_lens_q beside them."
-)
+@torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q beside them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
     """Borders int32 `[N + 1]` where ids `[1, T]` do not go on by `step`; None if they always do."""
     new = ids.diff() != step

@@ -70,11 +70,6 @@ class MHLAConfig(PreTrainedConfig):
         """As the base, and what stops softmax classes, as in a converted model's."""
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
-    def validate_architecture(self):
-        """Part of the strict validation: heads have even widths (RoPE rotates pairs)."""
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even number of at least 2.")
-
     @classmethod
     def preset(cls, name: str, **overrides) -> "MHLAConfig":
         """A named configuration ("340M", "tiny"), with any argument replaced."""

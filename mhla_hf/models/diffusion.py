@@ -198,10 +198,9 @@ class MHLATransformerMixin:
         """Tokens per axis of latents `[B, C, ...]`; one sentence if they are not this model's."""
         sides, patch = hidden_states.shape[2:], self.config.patch_size
         if len(sides) != self.family.axes or hidden_states.shape[1] != self.config.in_channels:
-            raise ValueError(
-                f"hidden_states: got latents {list(hidden_states.shape)}, expected [batch, {self.config.in_channels}, "
-                f"{'frames, ' if self.family.axes == 3 else ''}height, width]; do they come from this model's own VAE?"
-            )
+            axes = f"{self.config.in_channels}, {'frames, ' if self.family.axes == 3 else ''}height, width"
+            what = f"expected [batch, {axes}]; do they come from this model's own VAE?"
+            raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, {what}")
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 

@@ -116,5 +116,5 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin, attentio
             module = sys.modules[getattr(transformers, family.classes[0]).__module__]
             return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; converted families are {[each.base for each in families]}."
+        f"module {__name__!r} has no attribute {name!r}, expected one of {[f.base for f in families]}."
     )

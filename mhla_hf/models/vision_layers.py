@@ -31,15 +31,12 @@ def as_tokens(image: torch.Tensor) -> torch.Tensor:
     return image.flatten(2).mT
 
 
-class PatchStem(nn.Module):
+class PatchStem(nn.Sequential):
     """Non-overlapping patches by one convolution: `[B, C, H, W]` to `[B, width, H / patch, W / patch]`."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
         self.proj = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.proj(pixels)
 
 
 class ConvStem(nn.Sequential):
