@@ -60,24 +60,6 @@ def test_any_grid_equals_the_reference(name):
         assert close(output, output_of(reference, pixels, **resizing(name))) < 1e-5
 
 
-def test_class_token_attends_as_the_definition_says():
-    """One layer by hand: relu features, weights times the mixing between blocks, the class token in a block of its own."""
-    model = converted_tower("ViTForImageClassification")
-    attention = grid_attentions(model)[0]
-    x = torch.randn(2, 1 + 5 * 7, 32)
-    shape = (2, 36, 4, 8)
-    q, k, v = (p(x).view(shape) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k = q.relu() + 1e-6, k.relu() + 1e-6
-    rows = torch.tensor([0, 0, 1, 2, 3])  # 5 rows in 4 blocks: the first has one more
-    columns = torch.tensor([0, 0, 1, 1, 2, 2, 3])
-    block = torch.cat([torch.zeros(1, dtype=torch.long), (rows[:, None] * 4 + columns[None, :]).flatten() + 1])
-    mixing = attention.mhla.mixing.weight.softmax(-1)[block][:, block]
-    weights = torch.einsum("bthd,bshd->bhts", q, k) * mixing
-    o = torch.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdim=True), v)
-    expected = attention.o_proj(o.flatten(2))
-    assert close(attention(x, mhla_grid=(5, 7))[0], expected) < 1e-5
-
-
 @pytest.mark.parametrize("name", TOWERS)
 def test_saved_loaded_copied_pickled(name, tmp_path):
     model = converted_tower(name, per_head=True)
