@@ -105,7 +105,7 @@ def recorded_attention(model: nn.Module):
 
 def is_core(module: nn.Module) -> bool:
     """True for the core of an MHLA layer, whether from this package or from a checkpoint's own source."""
-    return all(hasattr(module, name) for name in ("mixing", "settings", "q_map", "k_map"))
+    return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
 def layer_of(core: str) -> str:
@@ -144,7 +144,10 @@ def _keep_core(found, layer, core, args, kwargs):
         found.append(_local_attention(layer, core, given, key_mask))
         return
     rotate, normalize = given.get("rotate"), core.settings.normalize
-    q, k = without_padding(key_mask, given["q"], given["k"])
+    q, k = given["q"], given["k"]
+    if rotate is not None and core.settings.rope == "before":
+        (q, k), rotate = rotate(q, k), None
+    q, k = without_padding(key_mask, q, k)
     q, k = core.q_map(q), core.k_map(k)
     q_den, k_den = (_kept(q), _kept(k)) if rotate is not None and normalize else (None, None)
     q, k = map(_kept, (q, k) if rotate is None else rotate(q, k))

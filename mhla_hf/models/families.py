@@ -80,14 +80,8 @@ SANA_DEFAULTS = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": 
 
 SANA_VIDEO_DEFAULTS = {**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}
 
-DIT = diffusion_family(
-    "DiTTransformer2DModel",
-    entry="dit",
-    task="unconditional-image-generation",
-    defaults=IMAGE_DEFAULTS,
-    conditions=("class_labels",),
-    fixed_size=True,
-)
+DIT_FACTS = {"conditions": ("class_labels",), "fixed_size": True, "task": "unconditional-image-generation"}
+DIT = diffusion_family("DiTTransformer2DModel", entry="dit", defaults=IMAGE_DEFAULTS, **DIT_FACTS)
 WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
 SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
 LINEAR_TEXT = {"conditions": TEXT, "linear": True}
