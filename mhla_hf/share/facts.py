@@ -243,7 +243,7 @@ def make_facts(measured: dict, person: Person, where) -> Facts:
 
 def read_records(folder, weights: bool = True) -> list[Result]:
     """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
-    records = Results.read(folder).records
+    records = Results.read(folder)
     if not records:
         raise ValueError(f"{folder} holds no results.json with scores: evaluate the model first")
     local = [record for record in records if weights and record.fingerprint.startswith("files:")]
