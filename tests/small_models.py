@@ -1,53 +1,30 @@
 """Small models of each family, made in a second, with fixed weights."""
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
 
 import mhla_hf
 
 VOCAB = 64
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2}
+SIZES |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "sliding_window": None}),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "olmo2": ("Olmo2", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
 }
 
 
 def softmax_model(family: str = "llama", **overrides):
     """An ordinary softmax model with random weights, in eval mode."""
     torch.manual_seed(7)
-    config_class, model_class, extra = FAMILIES[family]
-    return model_class(config_class(**{**SIZES, **extra, **overrides})).eval()
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **extra, **overrides})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
 def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, **settings):
@@ -66,25 +43,15 @@ def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """The from-scratch model with random new parameters."""
     torch.manual_seed(7)
     mhla = {
-        **mhla_hf.MHLAConfig.preset("tiny").mhla,
+        **mhla_hf.MHLAConfig().mhla,
         "block_size": block_size,
         "num_blocks": num_blocks,
         "layers": "all",
         **settings,
     }
-    config = mhla_hf.MHLAConfig.preset(
-        "tiny",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        mhla=mhla,
-        pad_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    return shaken(mhla_hf.MHLAForCausalLM(config).eval())
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": None}
+    return shaken(mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig(**sizes, mhla=mhla)).eval())
 
 
 def shaken(model):

@@ -7,16 +7,8 @@ from small_models import shaken
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 4,
-    "num_channels": 3,
-    "initializer_range": 0.2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"image_size": 32, "patch_size": 4, "num_channels": 3, "initializer_range": 0.2}
 TOWERS = {
     "ViTForImageClassification": ("ViTConfig", {"num_labels": 5}),
     "ViTModel": ("ViTConfig", {}),

@@ -38,48 +38,16 @@ from transformers import (
 
 PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-WAN = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 32,
-    "freq_dim": 64,
-    "ffn_dim": 32,
-    "num_layers": 3,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 32,
-}
-SANA = {
-    "patch_size": 1,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 8,
-    "cross_attention_dim": 16,
-    "caption_channels": 8,
-    "sample_size": 32,
-}
+WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32}
+WAN |= {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32}
+SANA = {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32}
+SANA |= {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
+SANA |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
 SANA_VIDEO = {**SANA, "patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "attention_head_dim": 12}
 SANA_VIDEO |= {"cross_attention_head_dim": 12, "cross_attention_dim": 24, "rope_max_seq_len": 32, "sample_size": 8}
-DIT = {
-    "sample_size": 16,
-    "num_layers": 2,
-    "patch_size": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 2,
-    "in_channels": 4,
-    "out_channels": 8,
-    "attention_bias": True,
-    "num_embeds_ada_norm": 1000,
-}
-PIXART = {**DIT, "norm_type": "ada_norm_single", "caption_channels": 32}
-PIXART |= {"cross_attention_dim": 16, "norm_eps": 1e-6}
+DIT = {"sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2}
+DIT |= {"in_channels": 4, "out_channels": 8}
+PIXART = {**DIT, "caption_channels": 32, "cross_attention_dim": 16}
 TRANSFORMERS = {
     "wan": (WanTransformer3DModel, WAN),
     "wan-i2v": (WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
@@ -110,51 +78,40 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
-        return torch.randn(shape, generator=generator)
+        return torch.randn(batch, *shape, generator=generator)
 
-    timestep = torch.full((batch,), 500)
-    if family.startswith(("wan", "skyreels")):
-        given = {"hidden_states": noise(batch, TRANSFORMERS[family][1]["in_channels"], *(size or (3, 8, 10)))}
-        if family == "wan-i2v":
-            given["encoder_hidden_states_image"] = noise(batch, 7, 16)
-        if family == "wan-vace":
-            given["control_hidden_states"] = noise(batch, 8, *(size or (3, 8, 10)))
-        return {**given, "timestep": timestep, "encoder_hidden_states": noise(batch, 512, 32)}
-    if family == "sana":
-        given = {"hidden_states": noise(batch, 4, *(size or (16, 16))), "encoder_hidden_states": noise(batch, 6, 8)}
-        return {**given, "timestep": timestep}
-    if family == "sana-video":
-        given = {"hidden_states": noise(batch, 16, *(size or (3, 8, 10))), "encoder_hidden_states": noise(batch, 6, 8)}
-        return {**given, "timestep": timestep}
-    given = {"hidden_states": noise(batch, 4, *(size or (16, 16))), "timestep": timestep}
+    sizes = TRANSFORMERS[family][1]
+    size = size or ((3, 8, 10) if isinstance(sizes["patch_size"], tuple) else (16, 16))
+    given = {"hidden_states": noise(sizes["in_channels"], *size), "timestep": torch.full((batch,), 500)}
+    if family == "wan-i2v":
+        given["encoder_hidden_states_image"] = noise(7, 16)
+    if family == "wan-vace":
+        given["control_hidden_states"] = noise(8, *size)
     if family == "dit":
         return {**given, "class_labels": torch.arange(batch) % 10}
-    return {**given, "encoder_hidden_states": noise(batch, 6, 32), "added_cond_kwargs": {}}
+    if family == "pixart":
+        given["added_cond_kwargs"] = {}
+    text = (512, sizes["text_dim"]) if "text_dim" in sizes else (6, sizes["caption_channels"])
+    return {**given, "encoder_hidden_states": noise(*text)}
 
 
-def letters_tokenizer(**options):
-    """A T5 tokenizer of single letters."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, **options)
-
-
-def gemma_tokenizer():
-    """A Gemma tokenizer of single letters."""
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *LETTERS]
-    return GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
-
-
-def gemma_encoder():
+def gemma():
+    """A tokenizer of single letters and a text encoder."""
     torch.manual_seed(1)
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *LETTERS]
     sizes = {"head_dim": 4, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "initializer_range": 0.5}
     config = Gemma2Config(num_attention_heads=2, num_hidden_layers=1, num_key_value_heads=2, **sizes)
-    return Gemma2Model(config).eval()
+    tokenizer = GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    return {"tokenizer": tokenizer, "text_encoder": Gemma2Model(config).eval()}
 
 
-def t5_encoder(model_class, config_class):
+def t5(model_class, config_class):
+    """A tokenizer of single letters and a text encoder."""
     torch.manual_seed(1)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    return model_class(config_class(**sizes)).eval()
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
+    tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
+    return {"tokenizer": tokenizer, "text_encoder": model_class(config_class(**sizes)).eval()}
 
 
 def wan_vae():
@@ -171,52 +128,31 @@ def image_vae():
     return AutoencoderKL(down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind).eval()
 
 
+def sana_vae():
+    torch.manual_seed(2)
+    blocks = {f"{side}_block_types": ("ResBlock", "EfficientViTBlock") for side in ("encoder", "decoder")}
+    sides = {"block_out_channels": (8, 8), "qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)}
+    blocks |= {f"{side}_{name}": value for name, value in sides.items() for side in ("encoder", "decoder")}
+    samples = {"downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_norm_types": "rms_norm"}
+    samples |= {"decoder_act_fns": "silu", "scaling_factor": 0.41407}
+    return AutoencoderDC(latent_channels=4, attention_head_dim=2, **blocks, **samples).eval()
+
+
+def flow():
+    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
 def wan_pipeline() -> WanPipeline:
-    return WanPipeline(
-        tokenizer=letters_tokenizer(),
-        text_encoder=t5_encoder(UMT5EncoderModel, UMT5Config),
-        vae=wan_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=tiny_transformer("wan"),
-    )
+    text = t5(UMT5EncoderModel, UMT5Config)
+    return WanPipeline(**text, vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("wan"))
 
 
 def sana_pipeline() -> SanaPipeline:
-    torch.manual_seed(2)
-    vae = AutoencoderDC(
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-    ).eval()
-    return SanaPipeline(
-        tokenizer=gemma_tokenizer(),
-        text_encoder=gemma_encoder(),
-        vae=vae,
-        transformer=tiny_transformer("sana"),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-    )
+    return SanaPipeline(**gemma(), vae=sana_vae(), scheduler=flow(), transformer=tiny_transformer("sana"))
 
 
 def sana_video_pipeline() -> SanaVideoPipeline:
-    return SanaVideoPipeline(
-        tokenizer=gemma_tokenizer(),
-        text_encoder=gemma_encoder(),
-        vae=wan_vae(),
-        transformer=tiny_transformer("sana-video"),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-    )
+    return SanaVideoPipeline(**gemma(), vae=wan_vae(), scheduler=flow(), transformer=tiny_transformer("sana-video"))
 
 
 def dit_pipeline() -> DiTPipeline:
@@ -224,13 +160,8 @@ def dit_pipeline() -> DiTPipeline:
 
 
 def pixart_pipeline() -> PixArtSigmaPipeline:
-    return PixArtSigmaPipeline(
-        tokenizer=letters_tokenizer(),
-        text_encoder=t5_encoder(T5EncoderModel, T5Config),
-        vae=image_vae(),
-        transformer=tiny_transformer("pixart"),
-        scheduler=DDIMScheduler(),
-    )
+    parts = {"vae": image_vae(), "scheduler": DDIMScheduler(), "transformer": tiny_transformer("pixart")}
+    return PixArtSigmaPipeline(**t5(T5EncoderModel, T5Config), **parts)
 
 
 PIPELINES = {

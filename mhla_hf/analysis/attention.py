@@ -104,7 +104,7 @@ def recorded_attention(model: nn.Module):
 
 def is_core(module: nn.Module) -> bool:
     """True for the core of an MHLA layer, whether from this package or from a checkpoint's own source."""
-    return all(hasattr(module, name) for name in ("mixing", "settings", "q_map", "k_map"))
+    return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
 def layer_of(core: str) -> str:
@@ -138,11 +138,11 @@ def _keep_core(found, layer, core, args, kwargs):
     given = {**dict(zip(("q", "k", "v"), args, strict=False)), **kwargs}
     if given.get("cu_seqlens") is not None or given.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    plain, grid, settings = (
-        without_padding(given.get("key_mask"), given["q"], given["k"]),
-        given.get("grid"),
-        core.settings,
-    )
+    grid, settings, rotate = given.get("grid"), core.settings, given.get("rotate")
+    plain = given["q"], given["k"]
+    if rotate is not None and settings.rope == "before":
+        plain, rotate = rotate(*plain), None
+    plain = without_padding(given.get("key_mask"), *plain)
     mapped = core.q_map(plain[0]), core.k_map(plain[1])
     options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")} | {"causal": grid is None}
     blocks = Blocks.sequence(plain[0].shape[1], settings.block_size) if grid is None else None
@@ -153,7 +153,7 @@ def _keep_core(found, layer, core, args, kwargs):
         options |= {"mixing": _kept(decays.matrix(blocks.num_blocks)), "blocks": blocks, "form": form, "near": near}
         found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
         return
-    rotate, grid = given.get("rotate"), grid and tuple(grid)
+    grid = grid and tuple(grid)
     if rotate is not None and settings.normalize:
         options |= dict(zip(("q_den", "k_den"), map(_kept, mapped), strict=True))
     blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)

@@ -24,16 +24,12 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
     `mhla_hf.distill`. Only Sana is the same at once: its attention is linear already, and its mixing starts uniform.
 
     Args:
-        model: a causal language model of transformers (Llama, Mistral, Mixtral, OLMo 2, Qwen2, Qwen3), a vision tower or
-            classifier (ViT, DeiT, DINOv2 with and without registers, DINOv3, and the towers of CLIP and SigLIP), a
-            transformer of diffusers (Wan, ChronoEdit, Sana, Sana Video, DiT, PixArt), or a pipeline with one (both of Wan
-            2.2's are converted). A tower
-            inside a larger model, such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger
-            model's folder would load as softmax, with a warning of unexpected weights.
-        settings: all choices at once. Default for language models: layers "2/3" (models without any softmax layer lose
-            recall), blocks of 64, 32 of them, learnable Hedgehog-style feature map after RoPE, normalized. For vision
-            towers: all layers, 4 x 4 blocks, relu, normalized. For diffusers: `mhla_defaults` of the MHLA class, such as
-            `MHLAWanTransformer3DModel.mhla_defaults`.
+        model: a causal language model or a vision tower or classifier of transformers, a transformer of diffusers, or a
+            pipeline with one or two, of the families in `models/families.py`. A tower inside a larger model, such as
+            `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger model's folder would load as
+            softmax, with a warning of unexpected weights.
+        settings: all choices at once. Default: those of the family's record, in layers "2/3" for language models (models
+            without any softmax layer lose recall).
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
         **overrides: single fields of `MHLASettings`; they win over `settings`.
 

@@ -7,7 +7,6 @@ know its pipelines, so those that hold it are found among the objects that Pytho
 import gc
 import types
 
-import torch
 from diffusers import DiffusionPipeline
 
 from ..models.diffusion import check_diffusion_settings, self_attentions
@@ -21,21 +20,13 @@ CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
 
 def convert_diffusion(model, settings: MHLASettings | None, layers, overrides: dict):
     """The work of `convert` for a pipeline, whose transformers are all checked before the first is touched, or one model."""
-    if not hasattr(model, "components"):
-        convert_transformers([model], settings, layers, overrides)
-        return model
-    named = {name: getattr(model, name, None) for name in ("transformer", "transformer_2")}
-    named = {name: found for name, found in named.items() if found is not None}
-    if not named:
-        raise ValueError(
-            f"model: got {type(model).__name__}, which has no transformer, expected a pipeline of one of {CONVERTIBLE}."
-        )
-    convert_transformers(list(named.values()), settings, layers, overrides)
-    return model
-
-
-def convert_transformers(transformers: list, settings: MHLASettings | None, layers, overrides: dict) -> None:
-    """Check all, then convert each in place."""
+    transformers = [model]
+    if hasattr(model, "components"):
+        transformers = [getattr(model, name, None) for name in ("transformer", "transformer_2")]
+        transformers = [found for found in transformers if found is not None]
+    if not transformers:
+        what = f"which has no transformer, expected a pipeline of one of {CONVERTIBLE}"
+        raise ValueError(f"model: got {type(model).__name__}, {what}.")
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
@@ -54,6 +45,7 @@ def convert_transformers(transformers: list, settings: MHLASettings | None, laye
         if transformer.is_gradient_checkpointing:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
     tell_pipelines(transformers)
+    return model
 
 
 def tell_pipelines(transformers: list) -> None:
@@ -68,9 +60,7 @@ def check_at_rest(transformer) -> None:
     """One sentence if hooks or offloading would not know of the new modules."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
-        raise ValueError(
-            "model: has hooks of diffusers (a cache, casting or offloading), expected none yet; convert first."
-        )
+        raise ValueError("model: has hooks of diffusers (a cache, casting, offloading), expected none; convert first.")
     away = next((name for name, value in transformer.named_parameters() if value.is_meta), None)
     if away is not None:
         raise ValueError(f"model: {away} is offloaded, expected its weights on a device; convert first.")
@@ -82,11 +72,6 @@ def mhla_transformer_class(transformer) -> type:
     if hasattr(transformer, "mhla_state"):
         raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")
     family = transformer_family(base)
-    if family is None and base.__name__ in CONVERTIBLE:
-        raise ValueError(f"model: got a {base.__name__} of {base.__module__}, expected that of diffusers.")
     if family is None:
-        modules = transformer.modules() if isinstance(transformer, torch.nn.Module) else ()
-        joint = any(getattr(module, "add_q_proj", None) is not None for module in modules)
-        why = ", whose attention joins text and image tokens into one sequence without a grid" if joint else ""
-        raise ValueError(f"model: got {base.__name__}{why}; expected one of {CONVERTIBLE}.")
+        raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected one of diffusers' {CONVERTIBLE}.")
     return mhla_class(family, base)

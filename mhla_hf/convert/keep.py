@@ -23,8 +23,8 @@ def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int |
 
     Returns:
         kept and layers: the indices that are softmax and those that stay MHLA; start: the damage as the model is; single:
-        of each layer the damage when only it is converted and when only it is kept; steps: the damage after each choice;
-        tokens: all that were read. A damage is {"kl", "recall"}. Plain values, for a configuration or a card.
+        the damage of each layer when only it is converted; steps: the damage after each choice. A damage is {"kl",
+        "recall"}. Plain values, for a configuration or a card.
 
     Raises:
         TypeError, ValueError: one sentence.
@@ -37,29 +37,17 @@ def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int |
         raise ValueError(f"keep: got {keep} layers, expected at least 1 of {len(found)}, and not all.")
     everything = sorted(found)
     alone = [[other for other in everything if other != index] for index in everything]
-    start, *converted = damages(model, batches, [[], *alone])
-    kept, steps, measured = [], [], len(everything) + 1
+    start, *single = damages(model, batches, [[], *alone])
+    kept, steps = [], []
     while len(kept) < keep:
-        candidates = [index for index in everything if index not in kept]
-        left = damages(model, batches, [[*kept, index] for index in candidates])
-        measured += len(left)
-        if not kept:
-            first = left
-        best = min(range(len(left)), key=lambda n: left[n]["kl"] + max(left[n]["recall"], 0.0))
-        kept.append(candidates[best])
-        steps.append({"layer": candidates[best], **left[best]})
-    rounds = measured + keep + 1  # the teacher answers once in every round
-    return {
-        "kept": sorted(kept),
-        "layers": [index for index in everything if index not in kept],
-        "start": start,
-        "single": [
-            {"layer": index, "converted": one, "kept": other}
-            for index, one, other in zip(everything, converted, first, strict=True)
-        ],
-        "steps": steps,
-        "tokens": 2 * rounds * sum(ids.numel() for ids in batches),
-    }
+        left = [index for index in everything if index not in kept]
+        measured = damages(model, batches, [[*kept, index] for index in left])
+        rows = [{"layer": index, **row} for index, row in zip(left, measured, strict=True)]
+        steps.append(min(rows, key=lambda row: row["kl"] + max(row["recall"], 0.0)))
+        kept.append(steps[-1]["layer"])
+    layers = [index for index in everything if index not in kept]
+    single = [{"layer": index, **row} for index, row in zip(everything, single, strict=True)]
+    return {"kept": sorted(kept), "layers": layers, "start": start, "single": single, "steps": steps}
 
 
 def damages(model, batches, choices) -> list[dict]:
@@ -96,10 +84,8 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
     softmax = (key.nbytes + value.nbytes) * context
     left = cache_bytes - len(found) * state
     if softmax <= state or left < softmax - state:
-        raise ValueError(
-            f"cache_bytes: got {cache_bytes}, expected at least {(len(found) - 1) * state + softmax} for one softmax layer "
-            f"({softmax} bytes at {context} tokens) beside MHLA layers of {state} bytes."
-        )
+        what = f"one softmax layer of {softmax} bytes at {context} tokens beside MHLA layers of {state}"
+        raise ValueError(f"cache_bytes: got {cache_bytes}, expected {(len(found) - 1) * state + softmax}: {what}.")
     return left // (softmax - state)
 
 

@@ -106,35 +106,31 @@ def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
         lr: of those steps, falling to zero.
 
     Returns:
-        kl_start and kl, before and behind it (`kl_to_teacher` on the batch that was held out); steps; tokens, all that were
-        read; layers: for each the error of its output before and behind it, relative to the output's square.
+        kl_start and kl, before and behind it (`kl_to_teacher` on the batch that was held out); steps; and tokens, all that
+        were read.
 
     Raises:
         TypeError, ValueError: one sentence; the model is then unchanged.
     """
-    cores = {index: attention.mhla for index, attention in mhla_layers(model).items()}
-    if any(getattr(core, "settings", None) is None or core.settings.local is None for core in cores.values()):
+    cores = [attention.mhla for attention in mhla_layers(model).values()]
+    if any(core.settings.local is None for core in cores):
         raise ValueError('local: got None, expected "softmax" in the model that is calibrated.')
     if len(batches) < 2:
         raise ValueError(f"batches: got {len(batches)}, expected at least two: the last one is held out.")
-    window = max((core.form.lag + 1) * core.settings.block_size for core in cores.values())
+    window = max((core.form.lag + 1) * core.settings.block_size for core in cores)
     if any(ids.shape != batches[0].shape or ids.shape[1] <= window for ids in batches):
         raise ValueError(f"batches: got {[tuple(ids.shape) for ids in batches]}, expected one [B, T], T over {window}.")
     *fitted, held_out = batches
     report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
-    errors = [output_errors(model, held_out)]
-    masses = {core: FarMass() for core in cores.values()}
+    masses = {core: FarMass() for core in cores}
     for ids in fitted[:MASS_BATCHES]:
         ask_teacher(model, ids, lambda core, *seen: masses[core].read(core, *seen))
     for core, mass in masses.items():
         mass.fit(core)
     if steps:
-        learn_outputs(model, cores.values(), fitted, steps, lr)
-    errors.append(output_errors(model, held_out))
-    report["kl"] = kl_to_teacher(model, [held_out])
-    report["tokens"] = fitted[0].numel() * (min(len(fitted), MASS_BATCHES) + steps)
-    report["layers"] = {index: [error[core] for error in errors] for index, core in cores.items()}
-    return report
+        learn_outputs(model, cores, fitted, steps, lr)
+    tokens = fitted[0].numel() * (min(len(fitted), MASS_BATCHES) + steps)
+    return {**report, "kl": kl_to_teacher(model, [held_out]), "tokens": tokens}
 
 
 @torch.no_grad()
@@ -144,30 +140,18 @@ def ask_teacher(model, ids, see) -> None:
         model.base_model(input_ids=ids.to(model.device), use_cache=False)
 
 
-def output_error(core, q, k, v, o, options) -> torch.Tensor:
-    """|core's output - o|^2 / |o|^2."""
-    return (core(q, k, v, **options).float() - o.float()).square().sum() / o.float().square().sum()
-
-
-def output_errors(model, ids) -> dict[nn.Module, float]:
-    """`output_error` of every core on the teacher's inputs."""
-    errors = {}
-    ask_teacher(model, ids, lambda core, *seen: errors.update({core: float(output_error(core, *seen))}))
-    return errors
-
-
 def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
     """Feature maps and mixing of every core take `steps` steps of Adam towards its teacher's output, in fp32."""
-    learned = {core: [x for part in (core.q_map, core.k_map, core.mixing) for x in part.parameters()] for core in cores}
-    learned = {core: [x for x in parameters if x.requires_grad] for core, parameters in learned.items()}
+    parts = {core: nn.ModuleList([core.q_map, core.k_map, core.mixing]) for core in cores}
+    learned = {core: [x for x in part.parameters() if x.requires_grad] for core, part in parts.items()}
     dtypes = {x: x.dtype for parameters in learned.values() for x in parameters}
     for x in dtypes:
         x.data = x.data.float()
     optimizers = {core: torch.optim.Adam(parameters, lr=lr) for core, parameters in learned.items()}
 
-    def learn(core, *seen):
+    def learn(core, q, k, v, o, options):
         with torch.enable_grad():
-            error = output_error(core, *seen)
+            error = (core(q, k, v, **options).float() - o.float()).square().sum() / o.float().square().sum()
             gradients = torch.autograd.grad(error, learned[core])
         for x, gradient in zip(learned[core], gradients, strict=True):
             x.grad = gradient
@@ -218,9 +202,8 @@ class FarMass:
         powers = RATES.double()[:, None] ** distance
         basis = powers * self.features[:, None]  # [H, L, M]
         cross = (basis @ self.teacher[..., None])[..., 0]
-        chosen, weight = best_decays(
-            basis @ basis.mT, cross, core.num_kv_heads, mixing.num_decays if mixing.learn else 1
-        )
+        count = mixing.num_decays if mixing.learn else 1
+        chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
         weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
         set_decays(mixing, weight, RATES[chosen])
         far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
@@ -292,45 +275,26 @@ def fit_decays(model, num_decays: int, batches=()) -> dict:
         TypeError, ValueError: one sentence; the model is then unchanged.
     """
     layers = mhla_layers(model)
-    old = {index: attention.mhla for index, attention in layers.items()}
-    new, r2 = {}, {}
     settings = MHLASettings.from_dict(model.config.mhla)
     if settings.mixing_form not in ("softmax", "direct"):
         raise ValueError(f'mixing_form: got {settings.mixing_form!r}, expected "softmax" or "direct".')
     if settings.normalize is not True:
-        raise ValueError(
-            f"normalize: got {settings.normalize}, expected true: decays know their weights up to a factor."
-        )
+        raise ValueError(f"normalize: got {settings.normalize}, expected true: decays know weights up to a factor.")
     settings = replace(settings, mixing_form="decay", num_decays=num_decays, local=None)
-    for index, core in old.items():
-        new[index], r2[index] = with_decays(core, settings, layers[index].head_dim, model.config)
-        match_device_and_dtype(new[index], layers[index].q_proj.weight.device, model.dtype)
-
-    def put(cores):
-        for index, core in cores.items():
-            layers[index].mhla = core
-
-    total = 0.0
-    for ids in batches:
-        wanted = log_probabilities(model, ids)
-        put(new)
-        total += mean_kl(wanted, log_probabilities(model, ids))
-        put(old)
-    put(new)
+    wanted = [log_probabilities(model, ids) for ids in batches]
+    r2 = {}
+    for index, attention in layers.items():
+        attention.mhla, r2[index] = with_decays(attention.mhla, settings, attention.head_dim, model.config)
+        match_device_and_dtype(attention.mhla, attention.q_proj.weight.device, model.dtype)
     model.config.mhla = settings.to_dict()
-    return {"r2": r2, **({"kl": total / len(batches)} if batches else {})}
+    kls = [mean_kl(before, log_probabilities(model, ids)) for before, ids in zip(wanted, batches, strict=True)]
+    return {"r2": r2, "kl": sum(kls) / len(kls)} if kls else {"r2": r2}
 
 
 def with_decays(core: MHLA, settings: MHLASettings, key_dim: int, config):
     """The core with decays in the place of its matrix, and the R^2 of the worst of its heads."""
-    own = DecayMHLA(
-        settings,
-        num_heads=core.num_heads,
-        num_kv_heads=core.num_kv_heads,
-        key_dim=key_dim,
-        value_dim=core.value_dim,
-        hidden_size=config.hidden_size,
-    ).train(core.training)
+    sizes = {"num_heads": core.num_heads, "num_kv_heads": core.num_kv_heads, "hidden_size": config.hidden_size}
+    own = DecayMHLA(settings, key_dim=key_dim, value_dim=core.value_dim, **sizes).train(core.training)
     matrix = core.mixing.core().double().cpu().expand(core.num_heads, -1, -1)
     size = matrix.shape[-1]
     rows = torch.arange(size // 2, size)

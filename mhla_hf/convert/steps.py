@@ -12,9 +12,7 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
         raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
-    known = settings.to_dict()
-    unknown = sorted(set(overrides) - set(known))
-    if unknown:
+    if unknown := sorted(set(overrides) - set(settings.to_dict())):
         raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}

@@ -2,8 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import transformers
@@ -24,51 +23,25 @@ def check_tower(settings: MHLASettings) -> None:
     """What only a vision tower refuses."""
     if settings.layout is None or len(settings.layout) != 2:
         raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
-    for name in ("block_size", "num_blocks"):
-        if getattr(settings, name) != getattr(MHLASettings, name):
-            raise ValueError(
-                f"{name}: got {getattr(settings, name)}, expected none: a vision tower's blocks are its layout."
-            )
     if settings.normalize == "official":
-        raise ValueError(
-            'normalize: got "official", expected true or false: class tokens have no place in the authors\' denominator.'
-        )
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How one kind of transformers model becomes MHLA: its attention modules, what is put in, what is refused."""
-
-    attentions: Callable
-    install: Callable
-    check: Callable
-
-
-LANGUAGE_MODELS = Kind(softmax_attentions, install_by_form, check_causal)
-VISION_TOWERS = Kind(grid_attentions, install_grid_mhla, check_tower)
+        raise ValueError('normalize: got "official", whose denominator has no class tokens, expected true or false.')
 
 
 def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
     """The work of `convert` for a model of transformers."""
     family = convertible_family(model)
-    kind = VISION_TOWERS if family in VISION else LANGUAGE_MODELS
+    language = (softmax_attentions, install_by_form, check_causal)
+    find, install, check = (grid_attentions, install_grid_mhla, check_tower) if family in VISION else language
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
-        raise ValueError(
-            'rope: got "after", expected "before": a converted model\'s base rotates q and k before the map.'
-        )
-    kind.check(settings)
+        raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
+    check(settings)
     config = model.config
     settings = replace(settings, layers=settings.resolve_layers(config.num_hidden_layers))
-    attentions = kind.attentions(model)
-    missing = [i for i in settings.layers if i not in attentions]
-    if missing:
-        raise ValueError(f"model: layer {missing[0]} of {type(model).__name__} has no attention that can become MHLA.")
-    away = [i for i in settings.layers if hasattr(attentions[i], "_hf_hook") and attentions[i].q_proj.weight.is_meta]
-    if away:
-        raise ValueError(
-            f"model: layer {away[0]} is offloaded, expected its weights on a device; load it without offloading."
-        )
+    attentions = find(model)
+    for index in settings.layers:
+        if hasattr(attentions[index], "_hf_hook") and attentions[index].q_proj.weight.is_meta:
+            raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
     check_what_is_lost(config, attentions, settings.layers)
 
     model_class = mhla_class(family, type(model))
@@ -80,7 +53,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
             module.config = own
     model.__class__ = model_class
     own.architectures = [model_class.__name__]
-    kind.install(model, settings)
+    install(model, settings)
     for index in settings.layers:
         match_device_and_dtype(attentions[index].mhla, attentions[index].q_proj.weight.device, model.dtype)
     return model
@@ -91,13 +64,10 @@ def convertible_family(model) -> Family:
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(model_type, str):
-        raise TypeError(
-            f"model: got {type(model).__name__}, expected a language model or vision tower of transformers, or a pipeline."
-        )
+        what = "a language model or vision tower of transformers, or a pipeline"
+        raise TypeError(f"model: got {type(model).__name__}, expected {what}.")
     if getattr(config, "mhla", None) is not None:
-        raise ValueError(
-            f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax model."
-        )
+        raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax one.")
     family = family_of_type(model_type)
     if family is None:
         known = [family.base for family in (*LANGUAGE, *VISION)]
@@ -112,10 +82,8 @@ def check_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
     for index in layers:
         window = getattr(attentions[index], "sliding_window", getattr(config, "sliding_window", None))
         if window is not None:
-            raise ValueError(
-                f"sliding_window: layer {index} sees the last {window} tokens only, which MHLA layers cannot do; "
-                "expected a base loaded with sliding_window=None, or layers without it."
-            )
+            what = "expected a base loaded with sliding_window=None, or other layers"
+            raise ValueError(f"sliding_window: layer {index} sees the last {window} tokens, not MHLA; {what}.")
     if getattr(config, "is_causal", True) is False and family_of_type(config.model_type) in LANGUAGE:
         raise ValueError("is_causal: the base's configuration says False, expected a causal language model.")
     for name in ("attention_dropout", "attention_probs_dropout_prob"):

@@ -2,7 +2,8 @@
 
 The base module keeps its projections, its norms on q and k and its RoPE, and calls "the attention function" as for any
 other implementation; the function is ours (`mhla_attention`), chosen by a private copy of the configuration in that one
-module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword arguments.
+module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword
+arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
 """
 
 import torch
@@ -14,7 +15,6 @@ from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
 from .overlay import overlay_class, swap_attention
-from .pretrained import NO_PAGES
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what other attention functions take and obey
@@ -26,28 +26,18 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
     T x T numbers.
     """
-    refuse_softmax_only(kwargs)
-    starts, key_mask = kwargs.get("mhla_padding") or (None, None)
-    cache = kwargs.get("mhla_cache")
-    output = module.mhla(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        hidden_states=kwargs.get("mhla_hidden_states"),
-        starts=starts,
-        key_mask=key_mask,
-        cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,
-        cache=cache,
-        scale=scaling,
-    )
-    return output, None
-
-
-def refuse_softmax_only(kwargs: dict) -> None:
-    """One sentence if the arguments of an attention function hold what only softmax attention can do."""
     for name in SOFTMAX_ONLY:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    starts, key_mask = kwargs.get("mhla_padding") or (None, None)
+    cache = kwargs.get("mhla_cache")
+    options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
+    options |= {"rotate": kwargs["mhla_rotate"]} if "mhla_rotate" in kwargs else {}
+    borders = kwargs.get("cu_seq_lens_q") if cache is None else None
+    return module.mhla(q, k, v, starts=starts, key_mask=key_mask, cu_seqlens=borders, **options), None
 
 
 def padding_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
@@ -76,8 +66,7 @@ class MHLAMixer:
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a decoder that can become MHLA, by layer index."""
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
-    found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
-    return {module.layer_idx: module for module in found}
+    return {module.layer_idx: module for module in model.modules() if all(hasattr(module, name) for name in needed)}
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:
@@ -112,8 +101,6 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
     kwargs = {**dict(zip(BODY_ARGUMENTS, args, strict=False)), **kwargs}
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
-    if kwargs.get("cache") is not None:
-        raise ValueError(NO_PAGES)
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
@@ -159,20 +146,14 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
 
-@torch.compiler.disable(
-    reason="attention_mask came with four axes, which are checked by value, expected [batch, length]."
-)
+@torch.compiler.disable(reason="attention_mask came with four axes, checked by value, expected [batch, length].")
 def check_only_padding(allowed: torch.Tensor, seen: int) -> None:
     """One sentence if a mask `[B, T, S]` says more than "causal, without these padded tokens", which MHLA would not see."""
-    length, columns = allowed.shape[1:]
-    rows = seen + torch.arange(length, device=allowed.device)[:, None]
     real = allowed.any(1)
-    wanted = (torch.arange(columns, device=allowed.device) <= rows) & real[:, None]
+    wanted = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
     if bool(((wanted != allowed) & real[:, seen:, None]).any()):
-        raise ValueError(
-            "attention_mask: got four axes that hide more than padding and the future, which MHLA layers cannot do; "
-            "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1."
-        )
+        what = "expected [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
+        raise ValueError(f"attention_mask: got four axes that hide more than padding and the future; {what}.")
 
 
 def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
@@ -182,15 +163,12 @@ def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
     if kwargs.get("seq_idx") is not None:
         return find_borders(kwargs["seq_idx"], 0, batch)
     position_ids = kwargs.get("position_ids")
-    if position_ids is None or kwargs.get("attention_mask") is not None or seen:
+    if position_ids is None or kwargs.get("attention_mask") is not None or seen or position_ids.ndim != 2:
         return None
-    return find_borders(position_ids, 1, batch) if position_ids.ndim == 2 and position_ids.shape[1] > 1 else None
+    return find_borders(position_ids, 1, batch)
 
 
-@torch.compiler.disable(
-    reason="position_ids or seq_idx came, in which packed sequences are found by value, expected cu_seq_lens_q beside them "
-    "in one graph."
-)
+@torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q beside them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
     """Borders int32 `[N + 1]` where ids `[1, T]` do not go on by `step`; None if they always do."""
     new = ids.diff() != step
@@ -206,9 +184,7 @@ def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
     """What a body gets of packed sequences: their borders, positions that start anew in each, and no cache."""
     for name in ("attention_mask", "past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(
-                f"{name}: it came with packed sequences, expected none: they have no padding and no cache."
-            )
+            raise ValueError(f"{name}: it came with packed sequences, expected none: they have no padding, no cache.")
     token, edges = torch.arange(length, device=borders.device), borders.long()
     position_ids = kwargs.get("position_ids")
     if position_ids is None:

@@ -56,17 +56,9 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Nothing to do: the first forward pass makes the state."""
 
     def update(self, *args, **kwargs):
-        raise ValueError(
-            "past_key_values: a softmax layer wrote to an MHLA layer's cache; expected one model's layers."
-        )
+        raise ValueError("past_key_values: a layer without MHLA wrote to an MHLA cache; expected one model's layers.")
 
-    def update_conv_state(self, *args, **kwargs):
-        raise ValueError("past_key_values: a convolution wrote to an MHLA layer's cache; expected one model's layers.")
-
-    def update_recurrent_state(self, *args, **kwargs):
-        raise ValueError(
-            "past_key_values: a recurrent layer wrote to an MHLA layer's cache; expected one model's layers."
-        )
+    update_conv_state = update_recurrent_state = update
 
     def offload(self) -> None:
         """Stays where it is: transformers offloads before the layer has read its state."""
@@ -92,16 +84,13 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected a negative number.")
-        if self.state is not None and -tokens_to_remove > self.state.block_size:
-            what = (
-                f"at least {-self.state.block_size}: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
-            )
+        if self.state is None or tokens_to_remove == 0:
+            return
+        if not 0 < -tokens_to_remove <= self.state.block_size:
+            what = f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
-        if tokens_to_remove and self.state is not None:
-            self.state.crop(-tokens_to_remove)
-            self.seen_tokens += tokens_to_remove
+        self.state.crop(-tokens_to_remove)
+        self.seen_tokens += tokens_to_remove
 
 
 def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACacheLayer | None:

@@ -5,6 +5,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
 
+PAPER_SETTINGS = {"feature_map": "relu", "normalize": False, "output_norm": True, "gate": True, "rope": "after"}
 MHLA_PRESETS = {
     "340M": {},
     "tiny": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
@@ -56,13 +57,11 @@ class MHLAConfig(PreTrainedConfig):
             self.head_dim = int(self.hidden_size * self.expand_k) // heads
         if self.value_dim is None:
             self.value_dim = int(self.hidden_size * self.expand_v) // heads
-        settings = MHLASettings.from_dict(paper_language_settings() if self.mhla is None else self.mhla)
+        settings = MHLASettings.from_dict(PAPER_SETTINGS if self.mhla is None else self.mhla)
         every = list(range(self.num_hidden_layers))
         if settings.resolve_layers(len(every)) != every:
-            raise ValueError(
-                f'layers: got {settings.layers!r}, expected "all": a from-scratch MHLA model has no softmax layers; '
-                "convert a base model for a hybrid."
-            )
+            what = "a from-scratch MHLA model has no softmax layers; convert a base model for a hybrid"
+            raise ValueError(f'layers: got {settings.layers!r}, expected "all": {what}.')
         settings.layers = every
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
@@ -71,21 +70,9 @@ class MHLAConfig(PreTrainedConfig):
         """As the base, and what stops softmax classes, as in a converted model's."""
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
-    def validate_architecture(self):
-        """Part of the strict validation: heads must have even, positive widths (RoPE rotates pairs)."""
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even number of at least 2.")
-        if self.value_dim < 1:
-            raise ValueError(f"value_dim: got {self.value_dim}, expected at least 1.")
-
     @classmethod
     def preset(cls, name: str, **overrides) -> "MHLAConfig":
         """A named configuration ("340M", "tiny"), with any argument replaced."""
         if name not in MHLA_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_PRESETS)}.")
         return cls(**{**MHLA_PRESETS[name], **overrides})
-
-
-def paper_language_settings() -> dict:
-    """The attention of the paper's language model, as `config.json` holds it."""
-    return MHLASettings(feature_map="relu", normalize=False, output_norm=True, gate=True, rope="after").to_dict()

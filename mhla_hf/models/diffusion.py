@@ -22,7 +22,7 @@ from diffusers.utils import is_accelerate_available
 from torch import nn
 
 from ..nn.core import CORE_LOG
-from ..nn.grid import GridMHLA
+from ..nn.grid import GridMHLA, rotate_pairs
 from ..nn.settings import MHLASettings
 from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
@@ -63,13 +63,6 @@ class GridCheckpoint:
         return self.function(functools.partial(self.state.run, self.state.grid, block), *args)
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of interleaved pairs: x `[B, N, H, K]`, cos and sin `[1, N, 1, K]` (each number twice), in fp32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-
-
 class MHLAAttnProcessor(nn.Module):
     """Self-attention by MHLA over the model's grid, for the attention modules of Wan, Sana, DiT and PixArt.
 
@@ -96,37 +89,27 @@ class MHLAAttnProcessor(nn.Module):
 
         A child `input_norm` of `attn` comes first (the authors' DiT).
         """
-        if encoder_hidden_states is not None:
-            raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:
-            raise ValueError(
-                "grid: got none, expected a call of the whole transformer, which tells its layers the grid; to run blocks "
-                "again in the backward pass, use its enable_gradient_checkpointing."
-            )
+            what = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
+            raise ValueError(f"grid: got none, expected {what}.")
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
+        projections = (attn.to_q, attn.to_k, attn.to_v)
         if getattr(attn, "fused_projections", False):
-            widths = [attn.to_q.out_features, attn.to_k.out_features, attn.to_v.out_features]
-            q, k, v = attn.to_qkv(hidden_states).split(widths, dim=-1)
+            q, k, v = attn.to_qkv(hidden_states).split([part.out_features for part in projections], dim=-1)
         else:
-            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        if attn.norm_q is not None:
-            q = attn.norm_q(q)
-        if attn.norm_k is not None:
-            k = attn.norm_k(k)
+            q, k, v = (part(hidden_states) for part in projections)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
 
         def rotate(x, y):
             return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
 
-        after = self.mhla.settings.rope == "after"
-        if rotary_emb is not None and not after:
-            q, k = rotate(q, k)
-        grid = self.state.grid
+        grid, rotate = self.state.grid, None if rotary_emb is None else rotate
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid, q.shape[1])
-        rotate = rotate if rotary_emb is not None and after else None
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
@@ -142,17 +125,15 @@ class AddUp(torch.autograd.Function):
     """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, group, x):
         ctx.group = group
-        x = x.clone()
+        x = x.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return None, AddUp.apply(ctx.group, grad)
 
 
 def shard_of_grid(config, grid, tokens: int) -> tuple:
@@ -163,14 +144,14 @@ def shard_of_grid(config, grid, tokens: int) -> tuple:
     size, longer = divmod(total, torch.distributed.get_world_size(group))
     if tokens != size + (rank < longer):
         raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
-    return rank * size + min(rank, longer), lambda x: AddUp.apply(x, group)
+    return rank * size + min(rank, longer), functools.partial(AddUp.apply, group)
 
 
 class MHLATransformerMixin:
     """Before a transformer of diffusers in the bases: `class MHLAX(MHLATransformerMixin, X)`.
 
     The constructor takes the base's arguments by keyword, and `mhla`: settings as `MHLASettings.to_dict` gives them, or some
-    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults` and `mhla_axes`;
+    of them; the family's defaults fill the rest. `family` is the record, which gives `mhla_defaults`;
     `mhla_arguments` are further arguments of the constructor with their defaults, which `install_mhla` reads from the
     config.
     """
@@ -181,18 +162,11 @@ class MHLATransformerMixin:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         base = cls.__bases__[-1]
-        own = vars(cls)
-        cls.mhla_defaults, cls.mhla_axes = cls.family.defaults, cls.family.axes
-        if (
-            not cls._repeated_blocks
-        ):  # what torch.compile takes apart; some bases name their blocks only for device maps
-            cls._repeated_blocks = [name for name in base._no_split_modules or [] if name.endswith("Block")]
-        if "__init__" not in own:
-            cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
-        if "forward" not in own:
-            cls.forward = forward_on_grid(base)
-        if hasattr(base, "set_attn_processor"):
-            cls.set_attn_processor = processors_kept(base)
+        cls.mhla_defaults = cls.family.defaults
+        # what torch.compile takes apart; some bases name their blocks only for device maps
+        cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
+        cls.__init__ = register_to_config(constructor_with_mhla(base, cls.mhla_arguments))
+        cls.forward = forward_on_grid(base)
         if base._keep_in_fp32_modules or is_accelerate_available():  # without accelerate diffusers could not load it
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
         name = source_name(cls.family.entry).removesuffix(".py")
@@ -210,16 +184,10 @@ class MHLATransformerMixin:
         """Give the self-attentions that `settings.layers` lists their MHLA processors, and note the settings."""
         attentions = self_attentions(self)
         settings = check_diffusion_settings(type(self), self, settings)
-        if not hasattr(self, "mhla_state"):
-            self.mhla_state = GridState()
-        for index in settings.layers:
-            attn = attentions[index]
-            widths = {
-                "key_dim": attn.to_q.out_features // attn.heads,
-                "value_dim": attn.to_v.out_features // attn.heads,
-            }
-            heads = {"num_heads": attn.heads, "num_kv_heads": attn.heads}
-            core = GridMHLA(settings, hidden_size=attn.to_q.in_features, **heads, **widths)
+        self.mhla_state = GridState()
+        for attn in (attentions[index] for index in settings.layers):
+            widths = {"hidden_size": attn.to_q.in_features, "key_dim": attn.to_q.out_features // attn.heads}
+            core = GridMHLA(settings, num_heads=attn.heads, value_dim=attn.to_v.out_features // attn.heads, **widths)
             attn.set_processor(MHLAAttnProcessor(core, self.mhla_state).train(attn.training))
         noted = {name: self.config.get(name, value) for name, value in self.mhla_arguments.items()}
         noted["mhla"] = settings.to_dict()
@@ -229,11 +197,10 @@ class MHLATransformerMixin:
     def token_grid(self, hidden_states: torch.Tensor) -> tuple:
         """Tokens per axis of latents `[B, C, ...]`; one sentence if they are not this model's."""
         sides, patch = hidden_states.shape[2:], self.config.patch_size
-        if len(sides) != self.mhla_axes or hidden_states.shape[1] != self.config.in_channels:
-            raise ValueError(
-                f"hidden_states: got latents {list(hidden_states.shape)}, expected [batch, {self.config.in_channels}, "
-                f"{'frames, ' if self.mhla_axes == 3 else ''}height, width]; do they come from this model's own VAE?"
-            )
+        if len(sides) != self.family.axes or hidden_states.shape[1] != self.config.in_channels:
+            axes = f"{self.config.in_channels}, {'frames, ' if self.family.axes == 3 else ''}height, width"
+            what = f"expected [batch, {axes}]; do they come from this model's own VAE?"
+            raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, {what}")
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
 
@@ -246,18 +213,28 @@ class MHLATransformerMixin:
     @functools.wraps(ModelMixin.save_pretrained, assigned=())  # a pipeline hands on what the signature names
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
         """As diffusers, with the model's source beside the weights: the folder loads with `trust_remote_code=True`."""
-        if os.path.isfile(save_directory):
-            raise ValueError(f"save_directory: got the file {save_directory}, expected a folder.")
         self.check_processors()
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
-            raise ValueError(
-                f"save_directory: got a model with {adapted}, expected plain weights; fuse_lora() and unload_lora() come "
-                "first, and what is trained whole is freed by requires_grad_(True), not by PEFT's modules_to_save."
-            )
+            what = "expected plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
+            raise ValueError(f"save_directory: got a model with {adapted}, {what}.")
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    def set_attn_processor(self, processor) -> None:
+        """As the base, but MHLA layers keep their processors, which hold their weights."""
+        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
+        given = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
+        if any(given.get(name, found) is not found for name, found in own.items()):
+            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
+        super().set_attn_processor({**given, **own})
+
+    def unfuse_qkv_projections(self) -> None:
+        """As the base; MHLA layers read from the attention whether it is fused, which some bases leave as it was."""
+        super().unfuse_qkv_projections()
+        for attn in self_attentions(self):
+            attn.fused_projections = False
 
     def check_processors(self) -> None:
         """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
@@ -274,10 +251,8 @@ class MHLATransformerMixin:
         where, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(where, output_loading_info=True, **kwargs)
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(
-                f"{where}: has no {missing[0]!r} ({len(missing)} missing), expected all weights of {cls.__name__}; "
-                "a model without MHLA layers is for mhla_hf.convert."
-            )
+            what = f"expected all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
+            raise ValueError(f"{where}: has no {missing[0]!r} ({len(missing)} missing), {what}.")
         if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
             raise ValueError(f"{where}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
         check_loaded_weights(model)
@@ -289,8 +264,6 @@ def constructor_with_mhla(base: type, further: dict):
 
     def __init__(self, *, mhla: dict | None = None, **kwargs):
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
-        if mhla is not None and not isinstance(mhla, dict):
-            raise TypeError(f"mhla: got {type(mhla).__name__}, expected a dictionary of settings.")
         self.install_mhla(MHLASettings.from_dict({**self.mhla_defaults, **(mhla or {})}))
 
     signature = inspect.signature(base.__init__)
@@ -312,27 +285,6 @@ def forward_on_grid(base: type):
     return forward
 
 
-def processors_kept(base: type):
-    """The `set_attn_processor` of `base`, which leaves MHLA layers the processors that hold their weights."""
-
-    @functools.wraps(base.set_attn_processor)
-    def set_attn_processor(self, processor):
-        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
-        if isinstance(processor, dict):
-            taken = next((name for name, found in own.items() if processor.get(name, found) is not found), None)
-            if taken is not None and len(processor) == len(self.attn_processors):  # else the base says what is wrong
-                raise ValueError(
-                    f"processor: got {type(processor[taken]).__name__} for {taken}, expected the MHLAAttnProcessor that is "
-                    "there, which holds the layer's weights."
-                )
-        else:
-            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
-            processor = {**dict.fromkeys(self.attn_processors, processor), **own}
-        base.set_attn_processor(self, processor)
-
-    return set_attn_processor
-
-
 def self_attentions(model: nn.Module) -> list[nn.Module]:
     """The self-attention of each block of a transformer that can become MHLA, in order."""
     blocks = getattr(model, "transformer_blocks", None)
@@ -341,18 +293,8 @@ def self_attentions(model: nn.Module) -> list[nn.Module]:
 
 def check_diffusion_settings(model_class: type, model: nn.Module, settings: MHLASettings) -> MHLASettings:
     """The settings with their layers as a list, or one sentence why `model` cannot become `model_class` with them."""
-    axes = model_class.mhla_axes
+    axes = model_class.family.axes
     if settings.layout is None or len(settings.layout) != axes:
-        raise ValueError(
-            f"layout: got {settings.layout}, expected {axes} counts of blocks for {model_class.__name__}, "
-            f"such as {model_class.mhla_defaults['layout']}."
-        )
-    attentions = self_attentions(model)
-    layers = settings.resolve_layers(len(attentions))
-    for index in layers:
-        attn = attentions[index]
-        extra = [getattr(attn, name, None) for name in ("group_norm", "spatial_norm", "residual_connection")]
-        rescaled = getattr(attn, "rescale_output_factor", 1.0) != 1.0
-        if any(extra) or rescaled or attn.is_cross_attention:
-            raise ValueError(f"model: layer {index} has an attention with more than projections, norms and rotation.")
-    return replace(settings, layers=layers)
+        what = f"{axes} counts of blocks for {model_class.__name__}, such as {model_class.mhla_defaults['layout']}"
+        raise ValueError(f"layout: got {settings.layout}, expected {what}.")
+    return replace(settings, layers=settings.resolve_layers(len(self_attentions(model))))

@@ -10,8 +10,9 @@ from diffusers import DiTTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import nn
 
+from ..nn.grid import GridConv
 from ..nn.settings import MHLASettings
-from .diffusion import GridState, MHLATransformerMixin, holds_mhla
+from .diffusion import MHLATransformerMixin, holds_mhla
 from .families import DIT
 
 DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16)}  # depth, width, heads
@@ -20,23 +21,17 @@ DIT_PATCHES = (2, 4, 8)
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
-class LocalConv(nn.Module):
+class LocalConv(GridConv):
     """A depthwise 3x3 convolution of the tokens of a grid, the identity at the start; it takes the place of what it gets."""
 
     def __init__(self, width: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        super().__init__(width, 3)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """The identity."""
         nn.init.dirac_(self.conv.weight, groups=self.conv.groups)
         nn.init.zeros_(self.conv.bias)
-
-    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
-        """`[B, T, C]` with T the row-major tokens of `grid` -> the same shape."""
-        return self.conv(x.mT.unflatten(2, tuple(grid))).flatten(2).mT
 
 
 class DiGBlock(BasicTransformerBlock):
@@ -47,11 +42,8 @@ class DiGBlock(BasicTransformerBlock):
         return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
 
 
-def become_dig_block(block: BasicTransformerBlock, grid_state) -> None:
-    """Turn a DiT block with new weights into DiG's, in place: its attention is still to become MHLA.
-
-    grid_state: of the model, whose `grid` is that of the running call.
-    """
+def become_dig_block(block: BasicTransformerBlock) -> None:
+    """Turn a DiT block with new weights into DiG's, in place: its attention is still to become MHLA."""
     attn = block.attn1
     width = attn.to_q.in_features
     narrow = width // 2
@@ -62,7 +54,6 @@ def become_dig_block(block: BasicTransformerBlock, grid_state) -> None:
     hidden = 256 * -(-int(width * 8 / 3) // 256)  # two thirds of four times the width, in full 256s
     block.ff = FeedForward(width, inner_dim=hidden, activation_fn="swiglu", bias=False)
     block.local = LocalConv(width)
-    block.grid_state = grid_state
     block.__class__ = DiGBlock
 
 
@@ -97,16 +88,15 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
     def install_mhla(self, settings: MHLASettings) -> None:
         """As every model, and what the further arguments ask for."""
-        self.mhla_state = GridState()
-        if self.config.get("dig_block", False):
-            for block in self.transformer_blocks:
-                become_dig_block(block, self.mhla_state)
+        for block in self.transformer_blocks if self.config.get("dig_block", False) else ():
+            become_dig_block(block)
         if self.config.get("shared_embeddings", False):
             for block in self.transformer_blocks[1:]:
                 block.norm1.emb = self.transformer_blocks[0].norm1.emb
             self.register_state_dict_post_hook(_copy_embeddings)
         super().install_mhla(settings)
         for block in self.transformer_blocks:
+            block.grid_state = self.mhla_state  # read by DiG's
             block.norm1.emb.time_proj.downscale_freq_shift = self.config.get("timestep_freq_shift", 1)
             if self.config.get("input_norm", False) and holds_mhla(block.attn1.processor):
                 block.attn1.input_norm = nn.LayerNorm(self.inner_dim)
@@ -139,14 +129,12 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         for name, module in self.named_modules():
             if ".mhla." in name:
                 continue
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-            elif isinstance(module, nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight.flatten(1))
-            elif isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         for module in self.modules():
             if isinstance(module, LocalConv):
                 module.reset_parameters()
@@ -162,10 +150,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         """As every model; the base puts its patches back as a square, so nothing else is let in."""
         grid = super().token_grid(hidden_states)
         if grid[0] != grid[1]:
-            sides = f"{hidden_states.shape[-2]} by {hidden_states.shape[-1]}"
-            raise ValueError(
-                f"hidden_states: got latents of {sides}, expected a square, as diffusers' DiT makes of them."
-            )
+            raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
         return grid
 
 

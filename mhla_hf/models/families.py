@@ -20,6 +20,9 @@ class Family:
     conditions: what it is told beside the time, in the order in which training data hold it; without any, it cannot be
         trained as a transformer of diffusers.
     linear: its attention is linear before the conversion, which then loses nothing.
+    prefix: tokens before the grid of a vision tower; registers come after them.
+    axes: how many axes the grid of a transformer of diffusers has.
+    fixed_size: it takes square latents of its `sample_size` only.
     """
 
     base: str
@@ -29,26 +32,7 @@ class Family:
     defaults: dict = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
     linear: bool = False
-
-
-@dataclass(frozen=True)
-class VisionFamily(Family):
-    """A family of vision towers of transformers.
-
-    prefix: tokens before the grid; registers come after them.
-    """
-
     prefix: int = 1
-
-
-@dataclass(frozen=True)
-class DiffusionFamily(Family):
-    """A family of transformers of diffusers.
-
-    axes: how many axes its grid has.
-    fixed_size: it takes square latents of its `sample_size` only.
-    """
-
     axes: int = 2
     fixed_size: bool = False
 
@@ -59,15 +43,15 @@ def language_family(base: str, *classes: str) -> Family:
     return Family(base, classes, "models.converted", "text-generation", defaults)
 
 
-def vision_family(base: str, *classes: str, prefix: int = 1) -> VisionFamily:
+def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
     """A family of vision towers of transformers."""
     defaults = {"layout": [4, 4], "feature_map": "relu"}
-    return VisionFamily(base, classes, "models.converted_vision", "image-feature-extraction", defaults, prefix=prefix)
+    return Family(base, classes, "models.converted_vision", "image-feature-extraction", defaults, prefix=prefix)
 
 
-def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "converted", **facts) -> DiffusionFamily:
+def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "converted", **facts) -> Family:
     """A family of transformers of diffusers; `entry` is the start of its module's name."""
-    return DiffusionFamily(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
+    return Family(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
 
 
 LANGUAGE = (
@@ -96,17 +80,8 @@ SANA_DEFAULTS = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": 
 
 SANA_VIDEO_DEFAULTS = {**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}
 
-DIT = diffusion_family(
-    "DiTTransformer2DModel",
-    entry="dit",
-    task="unconditional-image-generation",
-    defaults=IMAGE_DEFAULTS,
-    conditions=("class_labels",),
-    fixed_size=True,
-)
-PIXART = diffusion_family(
-    "PixArtTransformer2DModel", entry="pixart", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT
-)
+DIT_FACTS = {"conditions": ("class_labels",), "fixed_size": True, "task": "unconditional-image-generation"}
+DIT = diffusion_family("DiTTransformer2DModel", entry="dit", defaults=IMAGE_DEFAULTS, **DIT_FACTS)
 WAN_VIDEO = {"task": "text-to-video", "defaults": WAN_DEFAULTS, "axes": 3}
 SANA_VIDEO = {"task": "text-to-video", "defaults": SANA_VIDEO_DEFAULTS, "axes": 3}
 LINEAR_TEXT = {"conditions": TEXT, "linear": True}
@@ -117,8 +92,8 @@ DIFFUSION = (
     diffusion_family("ChronoEditTransformer3DModel", **{**WAN_VIDEO, "task": "image-to-image"}),
     diffusion_family("SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, **LINEAR_TEXT),
     diffusion_family("SanaVideoTransformer3DModel", **SANA_VIDEO, **LINEAR_TEXT),
+    diffusion_family("PixArtTransformer2DModel", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT),
     DIT,
-    PIXART,
 )
 FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
 

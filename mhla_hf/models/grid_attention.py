@@ -56,8 +56,7 @@ class MHLAGridMixer:
 def grid_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a vision tower that can become MHLA, by their place in it."""
     needed = ("q_proj", "k_proj", "v_proj", "head_dim", "config")
-    found = [module for module in model.modules() if all(hasattr(module, attribute) for attribute in needed)]
-    return dict(enumerate(found))
+    return dict(enumerate(module for module in model.modules() if all(hasattr(module, name) for name in needed)))
 
 
 def prefix_tokens(config) -> int:
@@ -71,8 +70,11 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
     config = model.config
     attentions = grid_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
-    heads, prefix = config.num_attention_heads, prefix_tokens(config)
-    sizes = {"num_heads": heads, "num_kv_heads": heads, "hidden_size": config.hidden_size, "prefix": prefix}
+    sizes = {
+        "num_heads": config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "prefix": prefix_tokens(config),
+    }
     for index in chosen:
         attention = attentions[index]
         core = GridMHLA(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
@@ -84,13 +86,10 @@ def install_grid_mhla(model: nn.Module, settings: MHLASettings) -> None:
 
 def pass_grid(body: nn.Module, args: tuple, kwargs: dict):
     """Before a vision tower runs: `mhla_grid`, rows and columns of whole patches, to the layers below."""
-    pixels = kwargs.get("pixel_values", args[0] if args else None)
+    pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:
         got = "None" if pixels is None else f"{pixels.ndim} axes"
         raise ValueError(f"pixel_values: got {got}, expected [batch, channels, height, width].")
-    patch = body.config.patch_size
     patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     grid = tuple(int(side) // int(part) for side, part in zip(pixels.shape[2:], patch, strict=True))
-    if min(grid) < 1:
-        raise ValueError(f"pixel_values: got {tuple(pixels.shape[2:])}, expected at least a patch of {tuple(patch)}.")
     return args, {**kwargs, "mhla_grid": grid}

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, pass_padding, refuse_softmax_only
+from .attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .pretrained import MHLAPreTrainedMixin
@@ -35,7 +35,6 @@ class MHLALanguageMixer(nn.Module):
         settings = MHLASettings.from_dict(config.mhla)
         heads, self.layer_idx = config.num_attention_heads, layer_idx
         self.head_dim, self.value_dim = config.head_dim, config.value_dim
-        self.rotate_features = settings.rope == "after"
         self.q_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, heads * config.value_dim, bias=False)
@@ -44,36 +43,19 @@ class MHLALanguageMixer(nn.Module):
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Cache | None = None,
-        **kwargs,
+        self, hidden_states, position_embeddings, past_key_values: Cache | None = None, **kwargs
     ) -> torch.Tensor:
-        """One layer's attention; `mhla_padding` and `cu_seq_lens_q` in `kwargs` as `pass_padding` gives them."""
-        refuse_softmax_only(kwargs)
-        shape = (*hidden_states.shape[:-1], -1)
-        q = self.q_proj(hidden_states).view(*shape, self.head_dim)
-        k = self.k_proj(hidden_states).view(*shape, self.head_dim)
-        v = self.v_proj(hidden_states).view(*shape, self.value_dim)
-        cos, sin = position_embeddings
+        """One layer's attention; position_embeddings: cosines and sines. What else `mhla_attention` reads is in `kwargs`."""
+        widths = (self.head_dim, self.head_dim, self.value_dim)
+        projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        heads = [x.unflatten(-1, (-1, width)).transpose(1, 2) for x, width in zip(projected, widths, strict=True)]
 
         def rotate(x, y):
-            return apply_rotary_pos_emb(x, y, cos, sin, unsqueeze_dim=2)
+            return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
-        if not self.rotate_features:
-            q, k = rotate(q, k)
         cache = mhla_cache_layer(past_key_values, self.layer_idx)
-        starts, key_mask = kwargs.get("mhla_padding") or (None, None)
-        output = self.mhla(
-            *(q, k, v),
-            hidden_states=hidden_states,
-            rotate=rotate if self.rotate_features else None,
-            starts=starts,
-            key_mask=key_mask,
-            cu_seqlens=kwargs.get("cu_seq_lens_q") if cache is None else None,
-            cache=cache,
-        )
+        own = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
+        output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **own})
         if cache is not None:
             cache.count(hidden_states)
         return self.o_proj(output.flatten(2))

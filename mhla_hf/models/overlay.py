@@ -17,8 +17,6 @@ from ..nn.settings import NO_SOFTMAX, MHLASettings
 from .families import Family
 from .pretrained import MHLAPreTrainedMixin
 
-OVERLAY_PREFIX = "mhla_"
-
 
 class MHLAOverlayConfig:
     """What a converted model's configuration adds to its base's: `mhla`, checked when made and when loaded.
@@ -28,13 +26,12 @@ class MHLAOverlayConfig:
     """
 
     def __post_init__(self, **kwargs):
-        settings = kwargs.pop("mhla", None)
-        if settings is not None:
+        values = kwargs.pop("mhla", None)
+        if values is not None:
             kwargs.pop("transformers_weights", None)
         super().__post_init__(**kwargs)
-        if settings is not None:
-            values = settings.to_dict() if isinstance(settings, MHLASettings) else settings
-            settings = MHLASettings.from_dict(values)
+        if values is not None:
+            settings = MHLASettings.from_dict(values.to_dict() if isinstance(values, MHLASettings) else values)
             settings.layers = settings.resolve_layers(self.num_hidden_layers)
             self.mhla = settings.to_dict()
 
@@ -72,7 +69,7 @@ def overlay_class(base: type, mixin: type, entry: str, **namespace) -> type:
 def overlay_config_class(family: Family) -> type:
     """The configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
     base = CONFIG_MAPPING[family.base]
-    types = {"model_type": OVERLAY_PREFIX + family.base, "base_model_type": family.base}
+    types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
     doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
     return overlay_class(base, MHLAOverlayConfig, family.entry, __doc__=doc, **types)
 
@@ -119,5 +116,5 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin, attentio
             module = sys.modules[getattr(transformers, family.classes[0]).__module__]
             return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; converted families are {[each.base for each in families]}."
+        f"module {__name__!r} has no attribute {name!r}, expected one of {[f.base for f in families]}."
     )

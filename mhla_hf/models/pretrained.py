@@ -4,15 +4,10 @@ and a look at the loaded weights before anyone trusts them.
 
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
 
-from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
-
-NO_PAGES = (
-    "cache: got continuous batching with paged caches, expected generate() or past_key_values: MHLA has no pages."
-)
+from .saving import SOURCE_FILE, check_loaded_weights, write_source
 
 
 class MHLAPreTrainedMixin:
@@ -40,17 +35,13 @@ class MHLAPreTrainedMixin:
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """As transformers; damaged MHLA weights (NaN, negative mixing) are refused, and a frozen mixing is frozen again."""
-        try:
-            loaded = super().from_pretrained(*args, **kwargs)
-        except SafetensorError:
-            check_whole_files(args[0] if args else kwargs["pretrained_model_name_or_path"])  # says which file
-            raise
+        loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():
-            if hasattr(module, "check_values"):  # a mixing
-                for parameter in module.learned():
-                    parameter.requires_grad_(module.learn)
+            if not getattr(module, "learn", True):  # a frozen mixing
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(name == "balance")
         return loaded
 
     @classmethod
@@ -59,14 +50,13 @@ class MHLAPreTrainedMixin:
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
         if distributed_config is not None and distributed_config.tp_size > 1:
-            raise ValueError(
-                f"tp_plan: got tensor-parallel size {distributed_config.tp_size}, expected 1: mhla.* cannot be split yet."
-            )
+            size = distributed_config.tp_size
+            raise ValueError(f"tp_plan: got tensor-parallel size {size}, expected 1: mhla.* cannot be split yet.")
         return super().prepare_distribute_model(distributed_config, device_map=device_map)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refused: its caches are paged."""
-        raise ValueError(NO_PAGES)
+        raise ValueError("cache: got continuous batching with paged caches, expected generate() or past_key_values.")
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""

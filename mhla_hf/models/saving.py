@@ -53,13 +53,11 @@ def check_whole_files(folder: str | os.PathLike) -> None:
 def check_loaded_weights(model: torch.nn.Module) -> None:
     """One sentence if a loaded model's MHLA weights cannot be right (negative or non-finite mixing, non-finite others)."""
     for name, module in model.named_modules():
+        for parameter in module.initial_values() if hasattr(module, "initial_values") else ():
+            value = module.get_parameter(parameter)
+            plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor  # not quantized
+            if plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
+                what = "expected finite ones; the checkpoint is damaged"
+                raise ValueError(f"{name}.{parameter}: got NaN or infinite values, {what}.")
         if hasattr(module, "check_values"):
             module.check_values(name)
-        elif hasattr(module, "initial_values"):
-            for parameter in module.initial_values():
-                value = module.get_parameter(parameter)
-                plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor  # not quantized
-                if plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
-                    raise ValueError(
-                        f"{name}.{parameter}: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
-                    )

@@ -84,22 +84,12 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(
-        self, pixel_values: torch.Tensor | None = None, interpolate_pos_encoding: bool = True, **kwargs
-    ) -> BaseModelOutputWithPooling:
-        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches).
-
-        interpolate_pos_encoding: False refuses sizes that the learned positions would have to be resized for.
-        """
+    def forward(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
+        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches)."""
         x = self.stem(self.padded(pixel_values))
         grid = tuple(x.shape[2:])
         x = as_tokens(x)
         if self.positions is not None:
-            known = tuple(self.positions.weight.shape[2:])
-            if not interpolate_pos_encoding and grid != known:
-                raise ValueError(
-                    f"pixel_values: got a grid of {grid} tokens, expected {known}, or interpolate_pos_encoding=True."
-                )
             x = x + self.positions(grid)
         for stage in self.stages:
             x, grid = stage(x, grid, **kwargs)
@@ -114,21 +104,14 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """The images in the stem's dtype, padded with zeros on all sides as the configuration says; checked."""
-        config = self.config
-        shape = None if pixel_values is None else tuple(pixel_values.shape)
-        if shape is None or len(shape) != 4 or shape[1] != config.num_channels:
+        """The images in the stem's dtype, padded with zeros on all sides as the configuration says."""
+        height, width = pixel_values.shape[-2:]
+        unit = self.config.patch_size if self.config.stem == "patch" and not self.config.pad_to_blocks else 1
+        if height % unit or width % unit:  # the stem would leave out the rest
             raise ValueError(
-                f"pixel_values: got {'None' if shape is None else f'shape {shape}'}, "
-                f"expected [batch, {config.num_channels}, height, width]."
+                f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {unit}."
             )
-        height, width = shape[2:]
-        unit = config.patch_size if config.stem == "patch" and not config.pad_to_blocks else 1
-        if min(height, width) < 1 or height % unit or width % unit:
-            raise ValueError(
-                f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {config.patch_size}."
-            )
-        rows, columns = config.padded_sides(height, width)
+        rows, columns = self.config.padded_sides(height, width)
         above, before = rows - height, columns - width
         x = pixel_values.to(self.dtype)
         return F.pad(x, (before // 2, before - before // 2, above // 2, above - above // 2))
@@ -149,14 +132,10 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        interpolate_pos_encoding: bool = True,
-        **kwargs,
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
     ) -> ImageClassifierOutput:
         """As any image classifier of transformers: `labels` `[B]` are class indices."""
-        outputs = self.model(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        outputs = self.model(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -7,30 +7,19 @@ is spelt out, and `hidden_size`, `num_attention_heads` and `num_hidden_layers` s
 
 import math
 from copy import deepcopy
+from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..nn.settings import MHLASettings, is_layout, is_whole, one_of
+from ..nn.settings import MHLASettings, is_layout
 
 STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
-COUNT = ((lambda value: is_whole(value, 1)), "a whole number of at least 1")
-KERNEL = ((lambda value: value == 0 or (is_whole(value, 1) and value % 2 == 1)), "0 or an odd kernel size")
-VISION_RULES = {  # of each argument: whether a value is right, and what is
-    "attention": one_of("mhla", "linear", "softmax"),
-    "stem": one_of("patch", "conv"),
-    "positions": one_of("learned", "rope"),
-    **dict.fromkeys(("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT),
-    **dict.fromkeys(("mlp_conv", "position_conv"), KERNEL),
-    "feature_size": ((lambda value: value >= 0), "a whole number of at least 0"),
-    "drop_path_rate": ((lambda value: 0 <= value < 1), "a number from 0 to below 1"),
-    "mlp_ratio": ((lambda value: value > 0), "a number above 0"),
-}
 
 
-def staged(widths, depths, heads, layouts) -> list[dict]:
-    """The `stages` of a hierarchical configuration from one list per fact."""
-    return [dict(zip(STAGE_KEYS, facts, strict=True)) for facts in zip(widths, depths, heads, layouts, strict=True)]
+def staged(*facts) -> list[dict]:
+    """The `stages` of a hierarchical configuration, from one list for each of `STAGE_KEYS`."""
+    return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*facts, strict=True)]
 
 
 # What "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635) publishes; its first two stages are linear.
@@ -57,16 +46,9 @@ MHLA_VISION_PRESETS = {
         "mhla": {**VLT_MHLA, "layers": list(range(8))},
     },
 }
-DIGITS = {
-    "image_size": 32,
-    "patch_size": 2,
-    "num_channels": 1,
-    "hidden_size": 48,
-    "num_hidden_layers": 4,
-    "num_labels": 10,
-}
-DIGITS |= {"num_attention_heads": 3, "drop_path_rate": 0.0, "image_mean": [0.5], "image_std": [0.5]}
-MHLA_VISION_PRESETS["digits"] = DIGITS
+DIGITS = {"image_size": 32, "patch_size": 2, "num_channels": 1, "hidden_size": 48, "num_hidden_layers": 4}
+MHLA_VISION_PRESETS["digits"] = {**DIGITS, "num_labels": 10, "drop_path_rate": 0.0}
+PAPER_VISION_SETTINGS = {"feature_map": "relu", "layout": [4, 4], "cpe": 3}
 
 
 @strict
@@ -110,12 +92,12 @@ class MHLAVisionConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 3
     stages: list[dict] | None = None
-    attention: str = "mhla"
+    attention: Literal["mhla", "linear", "softmax"] = "mhla"
     mlp_ratio: float = 4.0
     mlp_conv: int = 0
     hidden_act: str = "gelu"
-    stem: str = "patch"
-    positions: str = "learned"
+    stem: Literal["patch", "conv"] = "patch"
+    positions: Literal["learned", "rope"] = "learned"
     position_conv: int = 0
     qk_norm: bool = True
     qkv_bias: bool = True
@@ -134,15 +116,24 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if self.stages is not None:
-            self.stages = checked_stages(self.stages)
+            for stage in self.stages:
+                layout = stage.get("layout") or [1, 1]
+                if (
+                    not set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
+                    or not is_layout(layout)
+                    or len(layout) != 2
+                ):
+                    what = f"{list(STAGE_KEYS)}, the last with blocks per row and column"
+                    raise ValueError(f"stages: got {stage!r}, expected the keys {what}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
             self.num_hidden_layers = sum(stage["depth"] for stage in self.stages)
+        gray = [0.5] * self.num_channels
         if self.image_mean is None:
-            self.image_mean = [0.485, 0.456, 0.406] if self.num_channels == 3 else [0.5] * self.num_channels
+            self.image_mean = [0.485, 0.456, 0.406] if self.num_channels == 3 else gray
         if self.image_std is None:
-            self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else [0.5] * self.num_channels
-        settings = MHLASettings.from_dict({**paper_vision_settings(), **(self.mhla or {})})
+            self.image_std = [0.229, 0.224, 0.225] if self.num_channels == 3 else gray
+        settings = MHLASettings.from_dict({**PAPER_VISION_SETTINGS, **(self.mhla or {})})
         if settings.layout is None or len(settings.layout) != 2:
             raise ValueError(f"layout: got {settings.layout!r}, expected blocks per row and column, such as [4, 4].")
         settings.layers = settings.resolve_layers(self.num_hidden_layers)
@@ -150,34 +141,19 @@ class MHLAVisionConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Part of the strict validation: each choice known, each size possible."""
-        for name, (is_right, expected) in VISION_RULES.items():
-            if not is_right(getattr(self, name)):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
+        """Part of the strict validation: sizes that fit each other."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
-        for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != self.num_channels:
-                raise ValueError(f"{name}: got {list(getattr(self, name))}, expected {self.num_channels} numbers.")
         unit = 4 if self.positions == "rope" else 1  # 2-D RoPE turns pairs by row and by column
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:
                 what = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
                 raise ValueError(f"num_attention_heads: got {heads}, expected {what}.")
-        self.image_sides()
 
     def image_sides(self) -> tuple[int, int]:
-        """Height and width of `image_size`, checked."""
-        sides = self.image_size if isinstance(self.image_size, (list, tuple)) else (self.image_size, self.image_size)
-        if len(sides) != 2:
-            raise ValueError(f"image_size: got {self.image_size!r}, expected pixels or [height, width].")
-        for side in sides:
-            if not is_whole(side, self.patch_size):
-                raise ValueError(f"image_size: got {side!r}, expected a whole number of at least {self.patch_size}.")
-            if not self.pad_to_blocks and self.stem == "patch" and side % self.patch_size:
-                raise ValueError(f"image_size: got {side}, expected a multiple of the patch size {self.patch_size}.")
-        return tuple(sides)
+        """Height and width of `image_size`."""
+        return (self.image_size,) * 2 if isinstance(self.image_size, int) else tuple(self.image_size)
 
     def padded_sides(self, height: int, width: int) -> tuple[int, int]:
         """The size that an image of `height` x `width` pixels is padded to."""
@@ -188,10 +164,8 @@ class MHLAVisionConfig(PreTrainedConfig):
 
     def stage_list(self) -> list[dict]:
         """The stages, also of a plain model, each with its own layout."""
-        plain = dict(
-            zip(STAGE_KEYS, (self.hidden_size, self.num_hidden_layers, self.num_attention_heads), strict=False)
-        )
-        stages = deepcopy(self.stages) if self.stages is not None else [plain]
+        sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
+        stages = [dict(zip(STAGE_KEYS, sizes, strict=False))] if self.stages is None else self.stages
         return [{**stage, "layout": list(stage.get("layout") or self.mhla["layout"])} for stage in stages]
 
     def preprocessing(self) -> dict:
@@ -200,9 +174,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         return {
             "image_processor_type": "ViTImageProcessor",
             "do_convert_rgb": True if self.num_channels == 3 else None,
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
+            **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
             "image_mean": list(self.image_mean),
             "image_std": list(self.image_std),
             "resample": 3,
@@ -218,31 +190,5 @@ class MHLAVisionConfig(PreTrainedConfig):
         """
         if name not in MHLA_VISION_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_VISION_PRESETS)}.")
-        values = {**deepcopy(MHLA_VISION_PRESETS[name]), **overrides}
-        settings = {**MHLA_VISION_PRESETS[name].get("mhla", {}), **(overrides.get("mhla") or {})}
-        return cls(**values | ({"mhla": settings} if settings else {}))
-
-
-def paper_vision_settings() -> dict:
-    """The attention of the paper's DeiT, as `config.json` holds it."""
-    return MHLASettings(feature_map="relu", layout=[4, 4], cpe=3).to_dict()
-
-
-def checked_stages(stages) -> list[dict]:
-    """`stages`, each with every number and nothing unknown."""
-    if not isinstance(stages, (list, tuple)) or not stages:
-        raise ValueError(f"stages: got {stages!r}, expected a list with at least one stage.")
-    for number, stage in enumerate(stages):
-        if not isinstance(stage, dict) or not set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS):
-            raise ValueError(f"stages: got {stage!r} as number {number}, expected the keys {list(STAGE_KEYS)}.")
-        for name in STAGE_KEYS[:3]:
-            if not is_whole(stage[name], 1):
-                raise ValueError(
-                    f"stages[{number}].{name}: got {stage[name]!r}, expected a whole number of at least 1."
-                )
-        layout = stage.get("layout", [1, 1])
-        if not is_layout(layout) or layout is None or len(layout) != 2:
-            raise ValueError(
-                f"layout: got {layout!r} in stage {number}, expected blocks per row and column, at least 1."
-            )
-    return [dict(stage) for stage in stages]
+        preset = deepcopy(MHLA_VISION_PRESETS[name])
+        return cls(**{**preset, **overrides, "mhla": {**preset.get("mhla", {}), **(overrides.get("mhla") or {})}})

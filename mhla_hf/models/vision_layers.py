@@ -13,8 +13,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..nn.core import MHLACore, OutputGate, OutputNorm
-from ..nn.grid import GridMHLA, PositionConv
+from ..nn.core import MHLACore
+from ..nn.grid import GridConv, GridMHLA, PositionConv, rotate_pairs
 from ..nn.settings import MHLASettings
 from .vision_configuration import MHLAVisionConfig
 
@@ -31,15 +31,12 @@ def as_tokens(image: torch.Tensor) -> torch.Tensor:
     return image.flatten(2).mT
 
 
-class PatchStem(nn.Module):
+class PatchStem(nn.Sequential):
     """Non-overlapping patches by one convolution: `[B, C, H, W]` to `[B, width, H / patch, W / patch]`."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
         self.proj = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.proj(pixels)
 
 
 class ConvStem(nn.Sequential):
@@ -49,11 +46,8 @@ class ConvStem(nn.Sequential):
         channels = [config.num_channels, width // 2, width // 2, width // 2, width]
         layers = []
         for i, stride in enumerate((2, 1, 1, 2)):
-            layers += [
-                nn.Conv2d(channels[i], channels[i + 1], 3, stride, 1),
-                nn.BatchNorm2d(channels[i + 1]),
-                nn.GELU(),
-            ]
+            conv = nn.Conv2d(channels[i], channels[i + 1], 3, stride, 1)
+            layers += [conv, nn.BatchNorm2d(channels[i + 1]), nn.GELU()]
         super().__init__(*layers[:-1])
 
 
@@ -65,11 +59,10 @@ class GridPositions(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, width, *grid))
 
     def forward(self, grid) -> torch.Tensor:
-        weight = self.weight
-        if tuple(weight.shape[2:]) != tuple(grid):
-            resized = F.interpolate(weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
-            weight = resized.to(weight.dtype)
-        return as_tokens(weight)
+        if tuple(self.weight.shape[2:]) == tuple(grid):
+            return as_tokens(self.weight)
+        resized = F.interpolate(self.weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
+        return as_tokens(resized.to(self.weight.dtype))
 
 
 def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,27 +75,15 @@ def grid_rotation(grid, head_dim: int, device) -> tuple[torch.Tensor, torch.Tens
     return angles.cos(), angles.sin()
 
 
-def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs of `[B, T, H, K]` by the angles of their tokens."""
-    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    return (x * cos + turned * sin).to(x.dtype)
-
-
-class GridSoftmax(nn.Module):
+class GridSoftmax(MHLACore):
     """Softmax attention with what MHLA's core has around it (norm, gate, position convolution): the yardstick.
 
-    Takes and gives what `GridMHLA` does; the feature map and the mixing of `settings` have no meaning here.
+    Takes and gives what `GridMHLA` does, without its feature map and mixing.
     """
 
-    finish_output = MHLACore.finish_output
-
-    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, hidden_size: int):
-        super().__init__()
-        self.settings = settings
-        if settings.output_norm:
-            self.norm = OutputNorm(value_dim, 1e-6)
-        if settings.gate:
-            self.gate = OutputGate(hidden_size, num_heads * value_dim)
+    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths):
+        settings = replace(settings, feature_map="identity")
+        super().__init__(settings, None, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, 2)
 
@@ -127,22 +108,21 @@ class MHLAVisionMixer(nn.Module):
     def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str):
         super().__init__()
         width, heads = stage["hidden_size"], stage["num_heads"]
-        self.num_heads, self.head_dim, self.kind = heads, width // heads, kind
+        self.num_heads, self.head_dim = heads, width // heads
         settings = replace(MHLASettings.from_dict(config.mhla), layout=stage["layout"])
-        self.rotate_features = settings.rope == "after"
         self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
         norms = (nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity() for _ in range(2))
         self.q_norm, self.k_norm = norms
         self.product = nn.Linear(width, width, bias=config.qkv_bias) if config.output_product else None
         self.o_proj = nn.Linear(width, width)
-        sizes = {"num_heads": heads, "value_dim": self.head_dim, "hidden_size": width}
+        sizes = {"num_heads": heads, "hidden_size": width, "key_dim": self.head_dim, "value_dim": self.head_dim}
         if kind == "softmax":
             self.softmax = GridSoftmax(settings, **sizes)
             return
         if kind == "linear":
             settings = replace(settings, layout=[1, 1], mixing_start="uniform", learn_mixing=False)
-        self.mhla = GridMHLA(settings, num_kv_heads=heads, key_dim=self.head_dim, **sizes)
+        self.mhla = GridMHLA(settings, **sizes)
 
     def forward(self, hidden_states: torch.Tensor, grid, rotation=None) -> torch.Tensor:
         """grid: (rows, columns). rotation: cosines and sines of `grid_rotation`, or None."""
@@ -152,28 +132,20 @@ class MHLAVisionMixer(nn.Module):
         v = self.v_proj(x).view(shape)
 
         def rotate(a, b):
-            return turn_pairs(a, *rotation), turn_pairs(b, *rotation)
+            return rotate_pairs(a, *rotation), rotate_pairs(b, *rotation)
 
-        after = self.rotate_features or self.kind == "softmax"
-        if rotation is not None and not after:
-            q, k = rotate(q, k)
-        core = self.softmax if self.kind == "softmax" else self.mhla
-        o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate if rotation is not None and after else None)
-        o = o.flatten(2)
+        core = self.softmax if hasattr(self, "softmax") else self.mhla
+        o = core(q, k, v, grid=grid, hidden_states=x, rotate=None if rotation is None else rotate).flatten(2)
         if self.product is not None:
             o = o * self.product(x)
         return self.o_proj(o)
 
 
-class VisionConv(nn.Module):
+class VisionConv(GridConv):
     """A depthwise convolution of tokens over their grid, added to them."""
 
-    def __init__(self, width: int, kernel: int):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=width)
-
     def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
-        return x + as_tokens(self.conv(as_map(x, grid)))
+        return x + super().forward(x, grid)
 
 
 class VisionMLP(nn.Module):
@@ -208,23 +180,8 @@ class BranchScale(nn.Module):
         return x * self.weight
 
 
-class DropBranch(nn.Module):
-    """Stochastic depth: in training, a row of the batch loses the branch with probability `rate`."""
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.rate == 0.0:
-            return x
-        keep = 1.0 - self.rate
-        kept = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) < keep
-        return x * kept.to(x.dtype) / keep
-
-
 class MHLAVisionBlock(GradientCheckpointingLayer):
-    """Norm, attention, norm, MLP, each with its residual."""
+    """Norm, attention, norm, MLP, each with its residual, which a row of a training batch goes alone at the rate `drop`."""
 
     def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str, drop: float):
         super().__init__()
@@ -236,12 +193,16 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         self.norm2 = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = VisionMLP(config, width)
         self.scale2 = nn.Identity() if scale is None else BranchScale(width, scale)
-        self.drop = DropBranch(drop)
+        self.drop = drop
 
     def forward(self, hidden_states: torch.Tensor, grid, rotation=None, **kwargs) -> torch.Tensor:
         x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
-        x = x + self.drop(self.scale1(self.attn(self.norm1(x), grid, rotation)))
-        return x + self.drop(self.scale2(self.mlp(self.norm2(x), grid)))
+        x = x + self.kept(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
+        return x + self.kept(x) * self.scale2(self.mlp(self.norm2(x), grid))
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """The factor of a branch for each row `[B, 1, 1]` (stochastic depth): 0, or what keeps the mean."""
+        return F.dropout(x.new_ones(len(x), 1, 1), self.drop, self.training)
 
 
 class MHLAVisionStage(nn.Module):

@@ -52,10 +52,8 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
 def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
     """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        sentence = (
-            "past_key_values: a cache that holds tokens came while gradients are recorded, expected torch.no_grad() "
-            "or use_cache=False: no gradient flows through an MHLA cache."
-        )
+        sentence = "past_key_values: got a cache that holds tokens, expected torch.no_grad() or use_cache=False: "
+        sentence += "no gradient flows through an MHLA cache."
         if core.training:
             raise ValueError(sentence)
         warnings.warn(sentence, stacklevel=3)
@@ -77,9 +75,10 @@ class OutputGate(nn.Linear):
             self.get_parameter(name).data.copy_(value)
 
 
-def mixing_choices(settings: MHLASettings) -> dict:
+def mixing_choices(settings: MHLASettings, num_heads: int) -> dict:
     """What a mixing matrix takes of the settings."""
-    return {"start": settings.mixing_start, "form": settings.mixing_form, "learn": settings.learn_mixing}
+    choices = {"start": settings.mixing_start, "form": settings.mixing_form, "learn": settings.learn_mixing}
+    return {"num_heads": num_heads if settings.per_head else None, **choices}
 
 
 class MHLACore(nn.Module):
@@ -87,7 +86,7 @@ class MHLACore(nn.Module):
 
     Args:
         settings: the choices.
-        mixing: the module that holds the mixing matrix.
+        mixing: the module that holds the mixing.
         num_heads: query heads H.
         num_kv_heads: key/value heads G; query head h uses head h // (H // G).
         key_dim: width K of q and k.
@@ -97,16 +96,7 @@ class MHLACore(nn.Module):
     """
 
     def __init__(
-        self,
-        settings: MHLASettings,
-        mixing: nn.Module,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        hidden_size: int,
-        norm_eps: float = 1e-6,
+        self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
     ):
         super().__init__()
         self.settings = settings
@@ -123,16 +113,17 @@ class MHLACore(nn.Module):
     def operands(self, q, k, v, key_mask, rotate) -> tuple:
         """Features of q and k, v, and the operator's options that follow from them and the settings.
 
-        The rotation comes after the maps if there is one here. All features are in v's dtype: under autocast a rotation
-        leaves fp32, which softmax attention would cast back, too.
+        `settings.rope` says whether `rotate`, if there is one, comes before the maps or after. All features are in v's
+        dtype: under autocast a rotation leaves fp32, which softmax attention would cast back, too.
         """
-        normalize = self.settings.normalize
+        if rotate is not None and self.settings.rope == "before":
+            (q, k), rotate = rotate(q, k), None
         q, k, v = without_padding(key_mask, q, k, v)
         q, k = self.q_map(q), *without_padding(key_mask, self.k_map(k))
-        options = {"normalize": normalize, "unrounded": self.settings.output_norm, "q_den": None, "k_den": None}
-        if rotate is not None and normalize:
-            options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
+        options = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
         if rotate is not None:
+            if self.settings.normalize:
+                options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
             q, k = rotate(q, k)
         return q.to(v.dtype), k.to(v.dtype), v, options
 
@@ -163,29 +154,29 @@ class MHLA(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
         check_causal(settings)
-        mixing = Mixing(settings.num_blocks, num_heads if settings.per_head else None, **mixing_choices(settings))
+        mixing = Mixing(settings.num_blocks, **mixing_choices(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q,
+        k,
+        v,
         *,
-        hidden_states: torch.Tensor | None = None,
+        hidden_states=None,
         rotate=None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+        starts=None,
+        key_mask=None,
+        cu_seqlens=None,
         cache=None,
-        scale: float | None = None,
+        scale=None,
     ) -> torch.Tensor:
         """Attend.
 
         Args:
             q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`.
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
-            rotate: with `rope="after"`, what rotates q's and k's features: a function of both.
+            rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
             starts: int64 `[B]`, first real token of each row of a left-padded batch.
             key_mask: bool `[B, T]`, False where a token is padding.
             cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
@@ -209,6 +200,6 @@ class MHLA(MHLACore):
             refuse_gradients(self, q, k, v)
             if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
                 cache.state, cache.mixing = cache.state.clone(), None
-            mixing = cache.mixing_for(self.mixing, q.shape[1], self.settings.block_size)
+            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)

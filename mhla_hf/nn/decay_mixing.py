@@ -21,7 +21,7 @@ class DecayMixing(nn.Module):
         num_kv_heads: key/value heads G.
         num_decays: R.
         balance: its start, or None without a local softmax.
-        learn: False freezes w and lambda at their start, plain linear attention.
+        learn: False freezes w and lambda, not the balance, at their start, plain linear attention.
     """
 
     def __init__(
@@ -40,9 +40,8 @@ class DecayMixing(nn.Module):
     def initial_values(self) -> dict[str, torch.Tensor]:
         """The start of each own parameter, for models that are built empty and filled later."""
         others = self.num_decays - 1
-        weight = torch.full((self.num_decays,), START_WEIGHT)
-        weight[0] = 1.0 - START_WEIGHT * others if self.learn else 1.0
-        weight[1:] = START_WEIGHT if self.learn else 1e-30
+        share = START_WEIGHT if self.learn else 1e-30
+        weight = torch.tensor([1.0 - share * others, *[share] * others])
         values = {"weight": weight.log().expand(self.weight.shape)}
         if others:
             rates = torch.tensor([*START_RATES, *(0.4 / 2**n for n in range(1, others))][:others])
@@ -51,24 +50,9 @@ class DecayMixing(nn.Module):
             values["balance"] = torch.full(self.balance.shape, self.start)
         return values
 
-    def learned(self) -> list[nn.Parameter]:
-        """What `learn` is about: the balance is learned always."""
-        return [self.weight] if self.num_decays == 1 else [self.weight, self.rate]
-
-    def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights cannot be decays."""
-        for own, value in self.named_parameters():
-            if not value.is_meta and not torch.isfinite(value).all():
-                raise ValueError(
-                    f"{name}.{own}: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
-                )
-
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
         log_rate = self.weight.new_zeros(self.num_kv_heads, 1).float()
         if self.num_decays > 1:
             log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
-
-    def extra_repr(self) -> str:
-        return f"{self.num_decays} decays"

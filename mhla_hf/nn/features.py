@@ -48,6 +48,3 @@ class FeatureMap(nn.Module):
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.kind}, head_dim={self.head_dim}"

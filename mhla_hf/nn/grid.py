@@ -16,6 +16,12 @@ from .mixing import Mixing, locality_start
 from .settings import MHLASettings
 
 
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of neighboring pairs: x `[B, T, H, K]`, cos and sin `[.., T, 1, K]`, each number twice; in fp32."""
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return (x * cos.float() + turned * sin.float()).to(x.dtype)
+
+
 def block_overlap(new: int, old: int) -> torch.Tensor:
     """How much of each of `new` equal parts of an axis lies in each of `old`: fp32 `[new, old]`, rows sum to 1."""
     starts, size = torch.arange(new, dtype=torch.float32) / new, 1.0 / new
@@ -65,8 +71,7 @@ class GridMixing(Mixing):
         weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
         if self.form == "direct":
             weight = weight.clamp_min(0.0)
-        counts = tuple(counts)
-        if counts == self.layout:
+        if tuple(counts) == self.layout:
             return weight
         overlap = torch.ones(1, 1)
         for new, old in zip(counts, self.layout, strict=True):
@@ -77,19 +82,24 @@ class GridMixing(Mixing):
         return overlap @ weight @ overlap.mT
 
 
-class PositionConv(nn.Module):
-    """A depthwise convolution of v over the grid, zero at the start (the paper's CPE, appendix F.2).
+class GridConv(nn.Module):
+    """A depthwise convolution of tokens over their grid, with an odd kernel size, the same on each of 1, 2 or 3 axes."""
 
-    Args:
-        channels: heads times width of v.
-        kernel: odd kernel size, the same on every axis.
-        axes: 1, 2 or 3.
-    """
-
-    def __init__(self, channels: int, kernel: int, axes: int):
+    def __init__(self, channels: int, kernel: int, axes: int = 2):
         super().__init__()
         kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
         self.conv = kind(channels, channels, kernel, padding=kernel // 2, groups=channels)
+
+    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
+        """`[B, T, C]` or `[B, T, H, V]` with T the row-major tokens of `grid` -> the same shape."""
+        return self.conv(x.flatten(2).mT.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
+
+
+class PositionConv(GridConv):
+    """The paper's CPE (appendix F.2): a convolution of v that is zero at the start."""
+
+    def __init__(self, channels: int, kernel: int, axes: int):
+        super().__init__(channels, kernel, axes)
         for value in self.conv.parameters():
             value.data.zero_()
 
@@ -97,55 +107,29 @@ class PositionConv(nn.Module):
         """The start of each parameter, for models that are built empty and filled later."""
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
-    def forward(self, v: torch.Tensor, grid) -> torch.Tensor:
-        """`[B, T, H, V]` with T the row-major tokens of `grid` -> the same shape."""
-        x = v.flatten(2).mT.unflatten(2, tuple(grid))
-        return self.conv(x).flatten(2).mT.reshape(v.shape)
-
 
 class GridMHLA(MHLACore):
     """Bidirectional multi-head linear attention over the tokens of a grid (sections 4.1 and 4.2).
 
-    Args: as `MHLACore`; `settings.layout` is required. prefix: how many class or register tokens come before the grid.
+    Args: as `MHLACore`, with as many heads for k and v as for q; `settings.layout` is required. prefix: how many class or
+        register tokens come before the grid.
     """
 
-    def __init__(
-        self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, value_dim: int, prefix: int = 0, **widths
-    ):
-        if settings.layout is None:
-            raise ValueError("layout: got None, expected blocks per axis of the grid, such as [4, 4].")
-        if settings.cpe and num_heads != num_kv_heads:
-            raise ValueError(
-                f"cpe: got {settings.cpe} with {num_kv_heads} value heads for {num_heads}, expected as many."
-            )
-        mixing = GridMixing(
-            settings.layout, num_heads if settings.per_head else None, prefix=prefix > 0, **mixing_choices(settings)
-        )
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "value_dim": value_dim}
-        super().__init__(settings, mixing, **heads, **widths)
+    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths):
+        mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_choices(settings, num_heads))
+        super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         self.prefix = prefix
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        grid,
-        hidden_states: torch.Tensor | None = None,
-        rotate=None,
-        key_mask: torch.Tensor | None = None,
-        shard: tuple | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q, k, v, *, grid, hidden_states=None, rotate=None, key_mask=None, shard=None) -> torch.Tensor:
         """Attend.
 
         Args:
-            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`; T is `prefix` tokens, then the grid's, row-major.
+            q, k: `[B, T, H, K]`. v: `[B, T, H, V]`; T is `prefix` tokens, then the grid's, row-major.
             grid: tokens per axis, as many axes as `settings.layout`.
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
-            rotate: with `rope="after"`, what rotates q's and k's features: a function of both.
+            rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
             key_mask: bool `[B, T]`, False where a token is padding.
             shard: where tokens are spread over processes, the number of the first one here and the `add_up` of
                 `sharded_mhla`; then neither prefix, key_mask nor cpe.
@@ -155,9 +139,7 @@ class GridMHLA(MHLACore):
         """
         blocks = Blocks.grid(grid, self.settings.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
-            raise ValueError(
-                "shard: got tokens of one process, expected all of them for cpe, prefix tokens or a key_mask."
-            )
+            raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)

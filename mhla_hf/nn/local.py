@@ -44,36 +44,25 @@ class DecayMHLA(MHLACore):
         )
 
     def forward(
-        self,
-        q,
-        k,
-        v,
-        *,
-        hidden_states=None,
-        rotate=None,
-        starts=None,
-        key_mask=None,
-        cu_seqlens=None,
-        cache=None,
-        scale=None,
+        self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None
     ) -> torch.Tensor:
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale is None else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
-        decays, balance = self.mixing()
+        fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing()
+        if mixing[1] is None:  # without a balance the near part reads features, too
+            q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
         dropped = (cache is None or cache.state is None) and self.drops_window()
-        if cache is not None and dropped:
+        if dropped and cache is not None:
             with torch.no_grad():
-                self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
+                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
         if cache is not None and not dropped:
-            o = self.continue_cache(q, k, v, decays, balance, form, starts, key_mask, cache)
+            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
         else:
             form = replace(form, lag=1) if dropped else form
-            fq, fk = self.q_map(q), self.k_map(k)
-            q, k = (fq, fk) if balance is None else (q, k)
-            options = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+            fk, padding = map_keys(k), {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
-                o = local_attention(q, k, v, fq, fk, decays, balance, form, **options)
+                o = local_attention(q, k, v, fq, fk, *mixing, form, **padding)
         return self.finish_output(o, hidden_states, v.dtype)
 
     def drops_window(self) -> bool:
@@ -81,17 +70,13 @@ class DecayMHLA(MHLACore):
         share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
         return share > 0 and float(torch.rand(())) < share
 
-    def continue_cache(self, q, k, v, decays, balance, form, starts, key_mask, cache):
+    def continue_cache(self, q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache):
         """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
-        if cache.state is not None:
-            refuse_gradients(self, q, k, v)
-        fq, map_keys, fresh = self.q_map(q), self.k_map, cache.state is None
-        if balance is None:  # the near part reads features, too
-            q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
+        fresh, (decays, balance) = cache.state is None, mixing
         if fresh:
-            features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, self.k_map.num_features, form)
         else:
+            refuse_gradients(self, q, k, v)
             cache.state.leave_inference_mode()
         state = cache.state
         if state.cropped:

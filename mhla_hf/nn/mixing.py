@@ -55,16 +55,11 @@ class Mixing(nn.Module):
         learn: False freezes the matrix.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        num_heads: int | None = None,
-        *,
-        start: str = "locality",
-        form: str = "softmax",
-        learn: bool = True,
-    ):
+    def __init__(self, num_blocks: int, num_heads=None, *, start="locality", form="softmax", learn: bool = True):
         super().__init__()
+        if form == "decay":
+            what = '"softmax", "direct" or "free" for a model from scratch'
+            raise ValueError(f'mixing_form: got "decay", expected {what}.')
         self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
@@ -82,19 +77,9 @@ class Mixing(nn.Module):
         start = start.tril()
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
-    def learned(self) -> list[nn.Parameter]:
-        """What `learn` is about."""
-        return [self.weight]
-
     def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights cannot be a mixing matrix; `name` is the module's."""
-        if self.weight.is_meta:  # offloaded: its values are elsewhere
-            return
-        if not torch.isfinite(self.weight).all():
-            raise ValueError(
-                f"{name}.weight: got NaN or infinite values, expected finite ones; the checkpoint is damaged."
-            )
-        if self.form == "direct" and (self.weight < 0).any():
+        """One sentence if the loaded weights, all finite, cannot be a mixing matrix; `name` is the module's."""
+        if self.form == "direct" and not self.weight.is_meta and (self.weight < 0).any():
             raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
 
     def core(self) -> torch.Tensor:
@@ -108,6 +93,3 @@ class Mixing(nn.Module):
     def forward(self, num_blocks: int) -> torch.Tensor:
         """The weights for a sequence of `num_blocks` blocks: `[n, n]` or `[H, n, n]`, fp32, lower triangular."""
         return extend_causal(self.core(), num_blocks)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, start={self.start}, form={self.form}"

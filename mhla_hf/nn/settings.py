@@ -4,7 +4,7 @@ A setting that cannot be right is refused where it is made, whether by a person 
 """
 
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import prod
 
 from ..ops.checks import IMPLEMENTATIONS
@@ -127,6 +127,10 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
+        if self.mixing_form == "decay" and self.layout is not None:
+            raise ValueError(
+                'mixing_form: got "decay" with a layout, expected "softmax", "direct" or "free" for grids.'
+            )
         if self.local is not None and self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
         if self.local is not None and self.mixing_form != "decay":
@@ -155,17 +159,12 @@ class MHLASettings:
     def from_dict(cls, values: dict) -> "MHLASettings":
         """The settings that `to_dict` wrote. A newer format, or a key this version does not know, is refused."""
         if not isinstance(values, dict):
-            raise ValueError(
-                f"mhla: got {type(values).__name__}, expected the dictionary of settings of an MHLA model."
-            )
-        version = values.get("format_version", FORMAT_VERSION)
+            raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
+        values = dict(values)
+        version = values.pop("format_version", FORMAT_VERSION)
         if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise ValueError(
-                f"format_version: got {version!r}, expected at most {FORMAT_VERSION}; "
-                "update mhla_hf to load this checkpoint."
-            )
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known - {"format_version"})
-        if unknown:
-            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(known)}.")
-        return cls(**{name: value for name, value in values.items() if name in known})
+            what = f"expected at most {FORMAT_VERSION}; update mhla_hf to load this checkpoint"
+            raise ValueError(f"format_version: got {version!r}, {what}.")
+        if unknown := sorted(set(values) - set(RULES)):
+            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(RULES)}.")
+        return cls(**values)

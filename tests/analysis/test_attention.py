@@ -29,7 +29,7 @@ class GridLayer(nn.Module):
     def __init__(self, prefix=0, heads=2, width=6, **settings):
         super().__init__()
         settings = MHLASettings(**{"layout": [2, 3], "feature_map": "relu", "per_head": True, **settings})
-        sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": width, "value_dim": width, "hidden_size": 8}
+        sizes = {"num_heads": heads, "key_dim": width, "value_dim": width, "hidden_size": 8}
         self.mhla = GridMHLA(settings, prefix=prefix, **sizes)
         with torch.no_grad():
             for parameter in self.parameters():

@@ -72,7 +72,7 @@ def test_a_bundle_holds_nothing_of_other_models(bundles):
         for word in (*words, "GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
             assert not re.search(rf"(class|def) {word}\b", language), word
     for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):
-        assert word not in bundles["models.pixart_transformer"], word
+        assert word not in bundles["models.converted_transformer"], word
 
 
 def test_all_bundles_run_in_one_process_where_the_package_is_missing(bundles, clean_python, tmp_path):

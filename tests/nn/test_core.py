@@ -5,52 +5,47 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import converted_model, tokens
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
 from mhla_hf.nn.features import FeatureMap
-from mhla_hf.nn.mixing import MIXING_FLOOR, Mixing, extend_causal, locality_start
+from mhla_hf.nn.mixing import Mixing, extend_causal
 
 
-def by_hand(core, q, k, v, hidden=None):
-    """o_t = sum over s <= t of m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s, normalised or not; fp64, loops."""
-    settings, block = core.settings, core.settings.block_size
-    phi = {"q": core.q_map, "k": core.k_map}
-    features = {}
-    for name, x in (("q", q), ("k", k)):
+def by_hand(core, q, k, v, hidden):
+    """o_t = sum over s <= t of m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s, normalized or not; fp64."""
+    settings = core.settings
+
+    def phi(x, feature_map):
         if settings.feature_map == "hedgehog":
-            y = torch.stack([x[:, :, h] @ phi[name].weight[h] for h in range(x.shape[2])], 2)
-            features[name] = torch.cat([F.softmax(y, -1), F.softmax(-y, -1)], -1)
-        elif settings.feature_map == "relu":
-            features[name] = x.clamp_min(0) + 1e-6
-        else:
-            features[name] = x if settings.feature_map == "identity" else F.elu(x) + 1
-    length, heads = q.shape[1], q.shape[2]
-    mixing = core.mixing(-(-length // block)).double()
-    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
-    for h in range(heads):
-        m = mixing[h] if mixing.ndim == 3 else mixing
-        g = h // (heads // k.shape[2])
-        for t in range(length):
-            total, weights = 0.0, 0.0
-            for s in range(t + 1):
-                w = m[t // block, s // block] * (features["q"][:, t, h] * features["k"][:, s, g]).sum(-1)
-                total, weights = total + w[:, None] * v[:, s, g], weights + w
-            out[:, t, h] = total / weights[:, None] if settings.normalize else total * features["q"].shape[-1] ** -0.5
+            y = torch.einsum("bthk,hkf->bthf", x, feature_map.weight)
+            return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+        return {"relu": x.clamp_min(0) + 1e-6, "identity": x, "elu": F.elu(x) + 1}[settings.feature_map]
+
+    each = q.shape[2] // k.shape[2]
+    fq, fk, v = phi(q, core.q_map), phi(k, core.k_map).repeat_interleave(each, 2), v.repeat_interleave(each, 2)
+    block = torch.arange(q.shape[1]) // settings.block_size
+    m = core.mixing(int(block[-1]) + 1).double()[..., block, :][..., block]
+    w = (torch.einsum("bthk,bshk->bhts", fq, fk) * m).tril()
+    o = torch.einsum("bhts,bshv->bthv", w, v)
+    o = o / w.sum(-1).transpose(1, 2)[..., None] if settings.normalize else o * fq.shape[-1] ** -0.5
     if settings.output_norm:
-        out = out * (out.pow(2).mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
+        o = o * (o.pow(2).mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
     if settings.gate:
-        out = out * F.silu(F.linear(hidden, core.gate.weight, core.gate.bias)).view_as(out)
-    return out
+        o = o * F.silu(F.linear(hidden, core.gate.weight, core.gate.bias)).view_as(o)
+    return o
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "relu", "elu", "identity"])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("extra", [{}, {"per_head": True}, {"gate": True, "output_norm": True}])
+@pytest.mark.parametrize(
+    ("feature_map", "normalize", "extra"),
+    [
+        ("hedgehog", True, {}),
+        ("relu", False, {"gate": True, "output_norm": True}),
+        ("elu", True, {"per_head": True}),
+        ("identity", False, {"per_head": True}),
+    ],
+)
 def test_core_is_the_paper(feature_map, normalize, extra):
-    if feature_map == "identity" and normalize:
-        pytest.skip("signed features have no meaningful normaliser")
     settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, normalize=normalize, **extra)
     core = MHLA(settings, num_heads=4, num_kv_heads=2, key_dim=6, value_dim=5, hidden_size=7).double()
     with torch.no_grad():
@@ -65,20 +60,14 @@ def test_core_is_the_paper(feature_map, normalize, extra):
 
 
 def test_hedgehog_starts_as_two_softmaxes_of_x():
-    feature_map = FeatureMap("hedgehog", 3, 8)
     x = torch.randn(2, 5, 3, 8)
-    assert feature_map.num_features == 16
-    torch.testing.assert_close(feature_map(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
-    assert feature_map(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(FeatureMap("hedgehog", 3, 8)(x), torch.cat([x.softmax(-1), (-x).softmax(-1)], -1))
 
 
-def test_relu_is_never_all_zero():
-    assert FeatureMap("relu", 1, 4)(-torch.ones(1, 1, 1, 4)).min() > 0
-
-
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("feature_map", ["hedgehog", "relu"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("side", "feature_map", "impl"),
+    [("left", "hedgehog", "triton"), ("right", "relu", "torch"), ("left", "relu", "reference")],
+)
 def test_padding_may_hold_anything(side, feature_map, impl):
     """Outputs of real tokens and every gradient are those of padding that holds zeros."""
     core = MHLA(
@@ -101,27 +90,6 @@ def test_padding_may_hold_anything(side, feature_map, impl):
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_embedding_may_be_nan(side):
-    """Real tokens have the logits of their row alone, also of the token after, from the cache."""
-    model = converted_model()
-    model.get_input_embeddings().weight.data[0] = float("nan")  # tied: the padding token's own logit is NaN
-    row, new = tokens(1, 11), tokens(2, 1, seed=1)
-    padding = torch.zeros(1, 5, dtype=torch.long)
-    rows = torch.cat([tokens(1, 16, seed=2), torch.cat([padding, row] if side == "left" else [row, padding], 1)])
-    mask = (rows != 0).long()
-    with torch.no_grad():
-        together = model(rows, attention_mask=mask, use_cache=True)
-        alone = model(row, use_cache=True)
-        got = together.logits[1][mask[1].bool()]
-        torch.testing.assert_close(got[:, 1:], alone.logits[0, :, 1:], rtol=1e-4, atol=1e-5)
-        if side == "left":
-            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-            got = model(new, attention_mask=mask, past_key_values=together.past_key_values).logits[1]
-            alone = model(new[1:], past_key_values=alone.past_key_values).logits[0]
-            torch.testing.assert_close(got[:, 1:], alone[:, 1:], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_output_norm_rounds_once(dtype):
     """Whatever the dtypes, it computes in fp32; in that of a whole model in half precision it answers in that."""
@@ -137,7 +105,7 @@ def test_output_norm_rounds_once(dtype):
     assert (gradient - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
     """In one pass, and in one that fills a cache with steps after it."""
     settings = MHLASettings(
@@ -161,29 +129,6 @@ def test_locality_start_is_the_papers(form):
     core = Mixing(5, form=form).core()
     start = torch.tensor([[1 - abs(i - j) / 5 if j <= i else 0.0 for j in range(5)] for i in range(5)])
     torch.testing.assert_close(core, start / start.sum(-1, keepdim=True))
-
-
-def test_locality_start_never_reaches_zero():
-    assert locality_start(torch.tensor([[0.0, 5.0]]), 5.0).min() == MIXING_FLOOR
-
-
-def test_training_keeps_the_mixing_nonnegative():
-    for form in ("softmax", "direct"):
-        mixing = Mixing(4, form=form)
-        optimizer = torch.optim.SGD(mixing.parameters(), lr=50.0)
-        for _ in range(5):
-            optimizer.zero_grad()
-            (mixing(6) * torch.randn(6, 6)).sum().backward()
-            optimizer.step()
-        assert (mixing(9) >= 0).all() and mixing(9).isfinite().all()
-
-
-def test_tail_of_a_matrix_with_an_empty_oldest_block():
-    core = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]], requires_grad=True)
-    longer = extend_causal(core, 7)
-    assert longer.isfinite().all() and (longer[6, :4] < 1e-30).all()
-    longer.sum().backward()
-    assert core.grad.isfinite().all()
 
 
 def test_mixing_beyond_its_rows():

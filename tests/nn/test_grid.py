@@ -52,29 +52,23 @@ def by_hand(core, q, k, v, grid, hidden):
 
 def make_core(settings, prefix=0, heads=2, width=5):
     torch.manual_seed(0)
-    core = GridMHLA(
-        settings, num_heads=heads, num_kv_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix
-    )
+    core = GridMHLA(settings, num_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix)
     with torch.no_grad():
         for p in core.parameters():
             p += 0.3 * torch.randn_like(p).abs()
     return core.double()
 
 
-GRIDS = [((6, 6), [3, 3], 0), ((13, 17), [4, 4], 1), ((1, 9), [4, 4], 5), ((5, 7, 9), [3, 5, 10], 0), ((11,), [4], 2)]
+CASES = [
+    ((6, 6), [3, 3], 0, {}),
+    ((13, 17), [4, 4], 1, {"cpe": 3, "gate": True, "mixing_form": "direct"}),
+    ((1, 9), [4, 4], 5, {"feature_map": "plain_relu", "per_head": True}),
+    ((5, 7, 9), [3, 5, 10], 0, {"normalize": False, "output_norm": True, "gate": True}),
+    ((11,), [4], 2, {"mixing_form": "free", "normalize": False}),
+]
 
 
-@pytest.mark.parametrize(("grid", "layout", "prefix"), GRIDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"feature_map": "plain_relu", "per_head": True},
-        {"normalize": False, "output_norm": True, "gate": True},
-        {"cpe": 3, "gate": True, "mixing_form": "direct"},
-        {"mixing_form": "free", "normalize": False},
-    ],
-)
+@pytest.mark.parametrize(("grid", "layout", "prefix", "options"), CASES)
 def test_grid_core_is_the_paper(grid, layout, prefix, options):
     settings = MHLASettings(**{"layout": layout, "feature_map": "relu", **options})
     core = make_core(settings, prefix)
@@ -90,7 +84,7 @@ def test_grid_core_is_the_paper(grid, layout, prefix, options):
 def test_uniform_mixing_is_plain_linear_attention_on_every_grid():
     core = GridMHLA(
         MHLASettings(layout=[2, 3], feature_map="relu", mixing_start="uniform"),
-        num_heads=2, num_kv_heads=2, key_dim=4, value_dim=4, hidden_size=8,
+        num_heads=2, key_dim=4, value_dim=4, hidden_size=8,
     )  # fmt: skip
     for grid in ((2, 3), (5, 8), (1, 7), (4, 2)):
         q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 4)
@@ -118,17 +112,11 @@ def test_start_is_local_and_rows_sum_to_one():
         assert (inner[0, 1] > inner[0, 2]) and (inner > 0).all()
 
 
-def test_gradients_reach_every_parameter():
-    core = make_core(MHLASettings(layout=[2, 2], feature_map="hedgehog", output_norm=True, gate=True, cpe=3), prefix=1)
-    x = torch.randn(1, 17, 2, 5, dtype=torch.float64)
-    core(x, x, x, grid=(4, 4), hidden_states=torch.randn(1, 17, 7, dtype=torch.float64)).square().sum().backward()
-    for name, parameter in core.named_parameters():
-        assert parameter.grad.norm() > 0, name
-
-
-@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
-@pytest.mark.parametrize("options", [{"cpe": 3}, {"feature_map": "hedgehog"}, {"normalize": "official"}])
-def test_padding_may_hold_anything(options, impl):
+@pytest.mark.parametrize(
+    ("impl", "options"),
+    [("triton", {"cpe": 3}), ("torch", {"feature_map": "hedgehog"}), ("reference", {"normalize": "official"})],
+)
+def test_padding_may_hold_anything(impl, options):
     """Outputs of real tokens and every gradient are those of padding that holds zeros."""
     core = make_core(MHLASettings(**{"layout": [2, 2], "feature_map": "relu", "impl": impl, **options})).float()
     inputs, real = torch.randn(3, 1, 24, 2, 5), torch.arange(24)[None] % 6 < 4
@@ -144,21 +132,10 @@ def test_padding_may_hold_anything(options, impl):
 
 def test_half_precision_sums_do_not_overflow():
     settings = MHLASettings(layout=[4], feature_map="relu", normalize=False, output_norm=True, mixing_start="uniform")
-    core = GridMHLA(settings, num_heads=1, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
+    core = GridMHLA(settings, num_heads=1, key_dim=8, value_dim=8, hidden_size=8).half()
     x = torch.full((1, 4096, 1, 8), 12.0, dtype=torch.float16)
     out = core(x, x, x, grid=(4096,))
     assert out.dtype == torch.float16 and torch.isfinite(out).all()
-
-
-@pytest.mark.parametrize("shard", [None, (0, lambda sums: sums)])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_output_norm_rounds_once(normalize, shard):
-    """One rounding to bf16 is an error of 1.7e-3, two are one of 2.3e-3."""
-    core = make_core(MHLASettings(layout=[2, 2], feature_map="relu", normalize=normalize, output_norm=True)).bfloat16()
-    x = torch.randn(3, 2, 120, 2, 5).bfloat16()
-    got = core(*x, grid=(10, 12), shard=shard)
-    want = core.double()(*x.double(), grid=(10, 12))
-    assert (got - want).norm() < 2e-3 * want.norm()
 
 
 @pytest.mark.parametrize(
@@ -168,9 +145,7 @@ def test_output_norm_rounds_once(normalize, shard):
         (lambda: MHLASettings(layout=[1, 2, 3, 4]), "layout: got"),
         (lambda: MHLASettings(layout=[2, 0]), "layout: got [2, 0]"),
         (lambda: MHLASettings(cpe=2), "cpe: got 2, expected 0 or an odd"),
-        (lambda: make_core(MHLASettings()), "layout: got None"),
-        (lambda: Blocks.grid((2, 2), (2, 2), prefix=-1), "prefix is -1"),
-        (lambda: Blocks.grid((2, 2), (2, 2), prefix=1).distances(), "prefix is 1"),
+        (lambda: MHLASettings(layout=[2], mixing_form="decay"), "mixing_form: got"),
         (lambda: make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2)), "for 5 tokens"),
     ],
 )
@@ -181,42 +156,17 @@ def test_bad_input_is_one_sentence(make, words):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("per_head", [True, False])
-def test_any_contiguous_shards_add_up(normalize, per_head):
-    grid, counts, cuts = (5, 7, 9), (3, 5, 4), (0, 11, 12, 200, 315)
-    blocks = Blocks.grid(grid, counts)
-    mixing = GridMixing(counts, 2 if per_head else None)
-    with torch.no_grad():
-        mixing.weight += torch.randn_like(mixing.weight)
-    q, k, q_den, k_den = (torch.rand(2, 315, 2, 4, dtype=torch.float64) for _ in range(4))
-    v = torch.randn(2, 315, 2, 3, dtype=torch.float64)
-    den = {"q_den": q_den, "k_den": k_den} if normalize else {}
-    m = mixing(counts).double().detach()
-    expected = mhla(q, k, v, m, blocks=blocks, normalize=normalize, **den)
-    spans = list(itertools.pairwise(cuts))
+def test_any_contiguous_shards_add_up(normalize):
+    blocks = Blocks.grid((5, 7, 9), (3, 5, 4))
+    inputs = {name: torch.rand(2, 315, 2, 4, dtype=torch.float64) for name in ("q", "k", "v", "q_den", "k_den")}
+    inputs = inputs if normalize else {name: inputs[name] for name in "qkv"}
+    options = {"mixing": torch.rand(2, 60, 60, dtype=torch.float64), "blocks": blocks, "normalize": normalize}
+    spans, summaries = list(itertools.pairwise((0, 11, 12, 200, 315))), []
 
     def run(add_up):
-        return [
-            sharded_mhla(
-                *(x[:, a:b] for x in (q, k, v)), m, blocks=blocks, start=a, add_up=add_up, normalize=normalize,
-                **{name: x[:, a:b] for name, x in den.items()},
-            )
-            for a, b in spans
-        ]  # fmt: skip
+        shards = ({name: x[:, a:b] for name, x in inputs.items()} for a, b in spans)
+        return [sharded_mhla(**x, **options, start=a, add_up=add_up) for x, (a, _) in zip(shards, spans, strict=True)]
 
-    summaries = []
     run(lambda x: summaries.append(x) or x)
-    got = torch.cat(run(lambda x: sum(summaries)), 1)
+    got, expected = torch.cat(run(lambda x: sum(summaries)), 1), mhla(**inputs, **options)
     assert (got - expected).norm() <= 1e-12 * expected.norm()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"start": 300}, "start is 300 for 16 tokens"), ({"normalize": "official"}, "normalize is 'official'")],
-)
-def test_bad_shards_are_one_sentence(change, words):
-    x = torch.rand(1, 16, 1, 2)
-    options = {"blocks": Blocks.grid((5, 7, 9), (3, 5, 4)), "start": 0, "add_up": lambda x: x, **change}
-    with pytest.raises(ValueError) as error:
-        sharded_mhla(x, x, x, torch.ones(60, 60), **options)
-    assert words in str(error.value) and str(error.value).count(". ") == 0
