@@ -2,18 +2,17 @@
 
 from torch import nn
 
+from ..nn.core import MHLA
+from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
-from .attention import MHLAMixer
-from .converted_dense import install_matrices
-from .converted_local import install_decays
+from .attention import MHLAMixer, install_mhla
 from .families import LANGUAGE
 from .overlay import MHLAHeadMixin, overlay_named
 
 
 def install_by_form(model: nn.Module, settings: MHLASettings) -> None:
     """`install_mhla` with the core that these settings ask for."""
-    install = install_decays if settings.mixing_form == "decay" else install_matrices
-    install(model, settings)
+    install_mhla(model, settings, DecayMHLA if settings.mixing_form == "decay" else MHLA)
 
 
 class MHLALanguageMixin(MHLAHeadMixin):
