@@ -12,24 +12,28 @@ from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_s
 
 def blocked_backward(grad, q, k, v, mixing, q_den, k_den, o, den, form):
     """Gradients of q, k, v, mixing, q_den and k_den (None where there is no such input), for that of o."""
-    work = HeadWork(q, k, v, form)
+    work = HeadWork(q, k, v, q_den, form)
     inputs = (q, k, v, mixing, q_den, k_den)
     take_grads = causal_grads if work.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
         grads = [room_for(x, q.shape[2], work.exact) for x in inputs]
         for heads in work.groups:
-            parts = work.cut(heads, q, k, v)
+            q_part, k_part, v_part = work.parts(heads, q, k, v)
             m = heads.take_mixing(mixing, work.scale)
             g, r = heads.take(grad), None
             if work.normalize:
                 g = divide_or_zero(g, heads.take(den).squeeze(2))
                 r = work.rows.split(-(g * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
             g = work.rows.split(g)
-            shared = work.normalize is True and q_den is None
-            dq, dk, dv, dm = take_grads(*parts, m, g, r if shared else None)
-            if work.normalize and not shared:
-                dens = work.den_parts(heads, parts, q_den, k_den)
-                dq_den, dk_den, dm_den = separate_den_grads(work, take_grads, *dens, m, r)
+            dq, dk, dv, dm = take_grads(q_part, k_part, v_part, m, g, r if work.shared_den else None)
+            if work.normalize and not work.shared_den:
+                if q_den is not None:
+                    q_part, k_part, _ = work.parts(heads, q_den, k_den)
+                if work.normalize == "official":
+                    dq_den, dk_den, dm_den = official_den_grads(q_part, k_part, m, r)
+                else:
+                    ones = torch.ones_like(k_part[..., :1])
+                    dq_den, dk_den, _, dm_den = take_grads(q_part, k_part, ones, m, r[..., None], None)
                 dm = dm + dm_den
                 if q_den is None:
                     dq, dk = dq + dq_den, dk + dk_den
@@ -51,14 +55,6 @@ def room_for(x, heads, exact):
         return None
     added = x.dim() < 4 or x.shape[2] < heads
     return torch.zeros_like(x, dtype=exact) if added else torch.empty_like(x)
-
-
-def separate_den_grads(work, take_grads, q_den, k_den, m, r):
-    """Gradients of q_den, k_den and m for r, that of `HeadWork.separate_den`."""
-    if work.normalize == "official":
-        return official_den_grads(q_den, k_den, m, r)
-    dq, dk, _, dm = take_grads(q_den, k_den, torch.ones_like(k_den[..., :1]), m, r[..., None], None)
-    return dq, dk, dm
 
 
 def full_grads(q, k, v, m, g, r):

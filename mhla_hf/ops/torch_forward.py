@@ -20,17 +20,21 @@ def blocked_forward(q, k, v, mixing, q_den, k_den, form):
 
     o is num / den, num the sum of weight * v, den that of the weights.
     """
-    work = HeadWork(q, k, v, form)
+    work = HeadWork(q, k, v, q_den, form)
     o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.exact if work.unrounded else v.dtype)
     den = q.new_empty(*q.shape[:3], 1, dtype=work.exact) if work.normalize else None
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            parts = work.cut(heads, q, k, v)
+            q_part, k_part, _ = parts = work.parts(heads, q, k, v)
             m = heads.take_mixing(mixing, work.scale)
-            num, part_den = work.sums(*parts, m, work.normalize is True and q_den is None)
+            num, part_den = work.sums(*parts, m, work.shared_den)
             if work.normalize:
-                if part_den is None:
-                    part_den = work.separate_den(*work.den_parts(heads, parts, q_den, k_den), m)
+                if q_den is not None:
+                    q_part, k_part, _ = work.parts(heads, q_den, k_den)
+                if work.normalize == "official":
+                    part_den = official_den(q_part, k_part, m)
+                elif not work.shared_den:
+                    part_den = work.sums(q_part, k_part, torch.ones_like(k_part[..., :1]), m, False)[0].squeeze(3)
                 num = divide_or_zero(num, part_den)
                 heads.give(work.rows.merge(part_den[..., None]), den)
             heads.give(work.rows.merge(num), o)
@@ -40,34 +44,24 @@ def blocked_forward(q, k, v, mixing, q_den, k_den, form):
 class HeadWork:
     """What forward and backward have in common: the cut into blocks, the heads, and which sums are taken.
 
-    form: blocks, key_blocks, causal, normalize, scale and unrounded of `mhla`.
+    form: blocks, key_blocks, causal, normalize, scale and unrounded of `mhla`. shared_den: the weights' sum comes along with
+    that of the values; else the denominator, official or of other features (the sum with v = 1), takes a pass of its own.
     """
 
-    def __init__(self, q, k, v, form):
+    def __init__(self, q, k, v, q_den, form):
         blocks, key_blocks, self.causal, self.normalize, self.scale, self.unrounded = form
         self.exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         self.rows = BlockCut(blocks, q.device)
         self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
-        one_by_one = one_by_one and not torch.compiler.is_compiling()
-        self.groups = Heads.groups(q, self.exact, one_by_one)
+        self.groups = Heads.groups(q, self.exact, one_by_one and not torch.compiler.is_compiling())
         self.sums = causal_sums if self.causal else full_sums
+        self.shared_den = self.normalize is True and q_den is None
 
-    def cut(self, heads, q, k, v):
+    def parts(self, heads, q, k, v=None):
         """q, k, v of some heads, by block."""
-        return self.rows.split(heads.take(q)), self.columns.split(heads.take(k)), self.columns.split(heads.take(v))
-
-    def den_parts(self, heads, parts, q_den, k_den):
-        """The two features of the denominator of some heads, by block."""
-        if q_den is None:
-            return parts[:2]
-        return self.rows.split(heads.take(q_den)), self.columns.split(heads.take(k_den))
-
-    def separate_den(self, q_den, k_den, m):
-        """A denominator that needs a pass of its own: the official one, or that of other features (the sum with v = 1)."""
-        if self.normalize == "official":
-            return official_den(q_den, k_den, m)
-        return self.sums(q_den, k_den, torch.ones_like(k_den[..., :1]), m, False)[0].squeeze(3)
+        columns = [None if x is None else self.columns.split(heads.take(x)) for x in (k, v)]
+        return self.rows.split(heads.take(q)), *columns
 
 
 def full_sums(q, k, v, m, with_den):

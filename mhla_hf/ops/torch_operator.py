@@ -11,7 +11,7 @@ import torch
 from .blocks import Blocks
 from .torch_backward import blocked_backward
 from .torch_forward import blocked_forward
-from .torch_layout import MoveTokens, align_sequences, shift_to_start
+from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
 def torch_mhla(
@@ -26,8 +26,8 @@ def torch_mhla(
     if starts is not None:
         source, back = shift_to_start(starts.to(q.device), q.shape[1])
     if cu_seqlens is not None:
-        source, back, mixing = align_sequences(cu_seqlens, q.shape[1], blocks.block_size, mixing)
-        blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+        source, back, *places = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+        mixing, blocks = mixing_of_sequences(mixing, *places), Blocks.sequence(source.shape[1], blocks.block_size)
     if back is not None:
         q, k, v, q_den, k_den = (
             None if x is None else MoveTokens.apply(x, source, back) for x in (q, k, v, q_den, k_den)

@@ -5,7 +5,7 @@ import torch
 
 from mhla_hf.ops.decays import Decays, decayed_sums
 from mhla_hf.ops.local import LocalForm, local_attention
-from mhla_hf.ops.local_state import LocalState, TokenLayout, local_extend, local_step
+from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
 
 FORMS = {
@@ -93,20 +93,12 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
     for start, end in pieces:
         if start < fed:
             state.crop(fed - start)
-            state.rewind(decays, map_keys, form)
         piece = slice(start, end)
-        if end - start == 1 and count is None:
-            leaving = map_keys(state.leaving(k[:, piece], form))
-            o = local_step(q[:, piece], k[:, piece], v[:, piece], fq[:, piece], leaving, decays, balance, form, state)
-        else:
-            now = None if count is None else (count - (q.shape[1] - end)).clamp(0, end - start)
-            layout = TokenLayout(state, end - start, form, now, fresh=start == 0 and fed == 0)
-            laid_k, laid_v = layout.place_keys(state.k, k[:, piece]), layout.place_keys(state.v, v[:, piece])
-            valid = layout.place_keys(state.valid, torch.ones(len(k), end - start, dtype=torch.bool))
-            laid_q, laid_fq = layout.place_queries(q[:, piece]), layout.place_queries(fq[:, piece])
-            o = local_extend(
-                laid_q, laid_k, laid_v, laid_fq, map_keys(laid_k), valid, decays, balance, form, state, layout
-            )
+        starts = None if count is None else (q.shape[1] - count - start).clamp(0, end - start)
+        options = {"fresh": start == 0 and fed == 0, "starts": starts}
+        options["key_mask"] = None if starts is None else torch.arange(end - start) >= starts[:, None]
+        tokens = (x[:, piece] for x in (q, k, v, fq))
+        o = continue_local(*tokens, map_keys, decays, balance, form, state, **options)
         outputs = (
             [(s, e, x) for s, e, x in outputs if e <= start] + [(start, end, o)]
             if start < fed

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -13,16 +14,16 @@ from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.triton import attend_backward, attend_forward, decode, mix, register, summaries
+from mhla_hf.ops.triton import attend, decode, mix, register, summaries
 from mhla_hf.ops.triton.common import constexpr, spell
 from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
 from mhla_hf.ops.triton.tuning import INTERPRETED, LENGTHS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = (
-    attend_forward.forward_kernel,
-    attend_backward.dq_kernel,
-    attend_backward.dkdv_kernel,
+    attend.forward_kernel,
+    attend.dq_kernel,
+    attend.dkdv_kernel,
     mix.mix_kernel,
     summaries.summaries_kernel,
 )
@@ -150,7 +151,7 @@ def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypat
     assert {name: getattr(state, name).data_ptr() for name in on_device} == {
         name: addresses[name] for name in on_device
     }
-    copy = state.clone()
+    copy = deepcopy(state)
     o, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="torch", **part(tokens - 2, tokens))
     assert close(o, want[:, tokens - 2 :])
     assert state.position is None and state.length.tolist() == [tokens, tokens - 3]
