@@ -81,10 +81,15 @@ class LocalState(RowState):
         decay = torch.exp(decays.log_rate)[..., None, None].clamp_min(torch.finfo(left.dtype).tiny)
         earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
         self.running.copy_(torch.where((now < was).view(-1, 1, 1, 1, 1), earlier, self.running))
-        read = (self.position - 1) % form.block_size + 1
-        count = torch.where(self.position > 0, read, 0)[:, None]
-        self.pending.copy_(self.summary(now - form.lag + 1, count, map_keys, form))
         self.cropped = 0
+        self.refresh_pending(map_keys, form)
+
+    def refresh_pending(self, map_keys, form: LocalForm) -> None:
+        """Sum `pending` anew from the ring."""
+        last = self.position - 1
+        count = torch.where(last >= 0, last % form.block_size + 1, 0)[:, None]
+        block = last.clamp(min=0) // form.block_size - form.lag + 1
+        self.pending.copy_(self.summary(block, count, map_keys, form))
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
         """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
@@ -93,7 +98,7 @@ class LocalState(RowState):
         rows, place = torch.arange(len(block), device=block.device)[:, None], position % self.k.shape[1]
         far = self.valid[rows, place] & (position >= form.sinks) & (slot < count)
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
-        v = with_ones(self.v[rows, place]).to(self.running.dtype)
+        v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
 
     def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
@@ -128,7 +133,28 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k)
     with torch.autocast(q.device.type, enabled=False):
-        return local_extend(q, k, v, fq, fk, valid, decays, balance, form, state, layout)
+        o, running = extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout)
+    with torch.no_grad():
+        state.running.copy_(running)
+        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
+            layout.keep(held, laid)
+        state.position.copy_(before + count)
+        torch.maximum(state.furthest, state.position, out=state.furthest)
+        state.refresh_pending(map_keys, form)
+    return o
+
+
+def extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout):
+    """Outputs [B, T, H, V] and running sums of any number of tokens behind `state`, all laid out by `layout`."""
+    held = {"now": (layout.before + layout.count - 1).clamp(min=0) // form.block_size}
+    if form.sinks:
+        keep_sinks(k, v, valid, form, state, layout)
+    if layout.ring:
+        held |= {"carried": state.running, "opened": (layout.before - 1).clamp(min=0) // form.block_size}
+        if form.sinks:
+            held["sink"] = state.sink_k, state.sink_v, state.sink_valid
+    o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **held)
+    return layout.take_back(o), running
 
 
 @torch.no_grad()
@@ -176,21 +202,6 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     return torch.where(real.view(-1, 1, 1, 1), o, 0)
 
 
-def local_extend(q, k, v, fq, fk, valid, decays, balance, form, state, layout):
-    """`continue_local` for any number of tokens; all tensors are laid out by `layout`."""
-    end, held = layout.before + layout.count, {}
-    if form.sinks:
-        keep_sinks(k, v, valid, form, state, layout)
-    if layout.ring:
-        held = {"carried": state.running, "opened": (layout.before - 1).clamp(min=0) // form.block_size}
-        if form.sinks:
-            held["sink"] = state.sink_k, state.sink_v, state.sink_valid
-    held["now"] = (end - 1).clamp(min=0) // form.block_size
-    o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **held)
-    absorb_blocks(k, v, fk, valid, running, end, form, state, layout)
-    return layout.take_back(o)
-
-
 @torch.no_grad()
 def keep_sinks(k, v, valid, form, state, layout):
     """The first tokens of each row, as far as they are among those of `layout`."""
@@ -199,24 +210,3 @@ def keep_sinks(k, v, valid, form, state, layout):
     place = (position - layout.first[:, None]).clamp(0, k.shape[1] - 1)
     for held, laid in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, valid)):
         write(held, new, laid[layout.rows, place])
-
-
-@torch.no_grad()
-def absorb_blocks(k, v, fk, valid, running, end, form, state, layout):
-    """The state behind the tokens of `layout`."""
-    size, lag, exact = form.block_size, form.lag, state.running.dtype
-    state.running.copy_(running)
-    now = (end - 1).clamp(min=0) // size
-    slot = torch.arange(size, device=end.device)
-    position = (now - lag + 1)[:, None] * size + slot
-    place = (position - layout.first[:, None]).clamp(0, k.shape[1] - 1)
-    enters = (position >= form.sinks) & (slot <= ((end - 1) % size)[:, None])
-    enters = enters & (end > 0)[:, None] & valid[layout.rows, place]
-    left_k = torch.where(enters[..., None, None], fk[layout.rows, place], 0).to(exact)
-    left_v = with_ones(torch.where(enters[..., None, None], v[layout.rows, place], 0).to(exact))
-    state.pending.copy_(left_k.permute(0, 2, 3, 1) @ left_v.transpose(1, 2))
-
-    for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
-        layout.keep(held, laid)
-    state.position.copy_(end)
-    torch.maximum(state.furthest, end, out=state.furthest)

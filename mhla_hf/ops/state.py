@@ -80,18 +80,9 @@ class MHLAState(RowState):
 
     @staticmethod
     def empty(
-        batch: int,
-        num_kv_heads: int,
-        num_heads: int,
-        key_dim: int,
-        value_dim: int,
-        block_size: int,
-        *,
-        normalize: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device=None,
-        den_dim: int | None = None,
-    ) -> "MHLAState":
+        batch: int, num_kv_heads: int, num_heads: int, key_dim: int, value_dim: int, block_size: int, *,
+        normalize: bool = True, dtype: torch.dtype = torch.float32, device=None, den_dim: int | None = None,
+    ) -> "MHLAState":  # fmt: skip
         """A state that has seen nothing. dtype: the inputs'. den_dim: width of the k_den that will come, if one will.
 
         ValueError for "official", which has no causal form.

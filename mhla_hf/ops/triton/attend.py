@@ -6,8 +6,8 @@ summary it went into, A = tril(q k^T) and dA = tril(do v^T + r) of the tile itse
     o = q P + m_ii A v    dq = do P^T + r z^T + m_ii dA k    dk = v dS^T + dz + m_ii dA^T q    dv = k dS + m_ii A^T do
 
 o may be divided by the sum of weights, den. do is the gradient of the sum of weight times v and r that of den. Where o is
-the quotient, what arrives is its gradient: do is that times inv = 1 / den, as it is read, and r = -<do, o>, which `dq_kernel`
-writes. A program makes some lanes of one tile of tokens of one block.
+the quotient, what arrives is its gradient: do is that times inv = 1 / den, as it is read, and r = -<do, o>, from
+`dq_kernel`. A program makes some lanes of one tile of tokens of one block.
 """
 
 from .common import constexpr, dot, invert_or_zero, load_number, load_scaled, load_state, load_tile, store_tile, tile_of
