@@ -90,21 +90,16 @@ def test_step_by_step_from_nothing_beyond_four_blocks(normalize):
     assert distance(torch.cat(outputs, 1), expected) < 1e-5
 
 
-def test_the_tokens_of_a_long_run_all_match():
-    """Not only in the mean: the largest error of any token, 40 blocks on."""
-    x, mixing = make(batch=1, tokens=40 * SIZE, heads=1, groups=1, dtype=torch.float32)
-    _, state = prefill(cut(x, 0, 39 * SIZE - 1), mixing)
-    expected = full({n: t.double() for n, t in x.items()}, mixing.double())[:, 39 * SIZE - 1 :]
-    for t in range(SIZE + 1):
-        now = cut(x, 39 * SIZE - 1 + t, 39 * SIZE + t)
-        assert distance(step(now, mixing, state), expected[:, t : t + 1]) < 1e-5
-
-
 @pytest.mark.parametrize("first", [1, 100, 200])
 def test_left_padded_rows_of_very_different_lengths(first):
     x, mixing = make(batch=4, tokens=300, own_den=True)
     starts = torch.tensor([0, 131, 199, 299])
     expected = full(x, mixing, starts=starts)
+    alone = [full({n: t[row : row + 1, start:] for n, t in x.items()}, mixing) for row, start in enumerate(starts)]
+    for (
+        tensor
+    ) in x.values():  # padding may hold anything: it reaches neither this call nor, through the state, a later one
+        tensor[torch.arange(300) < starts[:, None]] = float("nan")
     o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
     outputs, place = [o], first
     for count in (1, 64, 3, *[1] * 300):
@@ -115,26 +110,8 @@ def test_left_padded_rows_of_very_different_lengths(first):
             break
     assert state.length.tolist() == [300, 169, 101, 1]
     assert distance(torch.cat(outputs, 1), expected) < 1e-12
-    for row, start in enumerate(starts.tolist()):
-        alone = full({n: t[row : row + 1, start:] for n, t in x.items()}, mixing)
-        assert distance(expected[row : row + 1, start:], alone) < 1e-12
-
-
-@pytest.mark.parametrize("first", [1, 60, 100])
-def test_padding_may_hold_anything(first):
-    """NaN before a row's start reaches neither this call's outputs nor, through the state, a later one's."""
-    x, mixing = make(batch=3, tokens=200)
-    starts = torch.tensor([0, 70, 150])
-    expected = full(x, mixing, starts=starts)
-    padding = torch.arange(200) < starts[:, None]
-    for tensor in x.values():
-        tensor[padding] = float("nan")
-    o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
-    outputs, place = [o], first
-    for end in (first + 5, 140, 145, *range(146, 201)):
-        outputs.append(step(cut(x, place, end), mixing, state, starts=(starts - place).clamp(0, end - place)))
-        place = end
-    assert distance(torch.cat(outputs, 1), expected) < 1e-12
+    for row, start in enumerate(starts):
+        assert distance(expected[row : row + 1, start:], alone[row]) < 1e-12
 
 
 def test_masked_keys_stay_positions():
