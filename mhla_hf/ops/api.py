@@ -24,25 +24,12 @@ ANNOUNCED_CHOICES = set()
 
 
 def mhla(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    *,
-    blocks: Blocks,
-    key_blocks: Blocks | None = None,
-    causal: bool = False,
-    normalize: bool | str = True,
-    scale: float | None = None,
-    q_den: torch.Tensor | None = None,
-    k_den: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    unrounded: bool = False,
-    return_state: bool = False,
-    impl: str = "auto",
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: bool = False, impl: str = "auto",
+):  # fmt: skip
     """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
@@ -90,22 +77,11 @@ def mhla(
 
 @torch.no_grad()
 def mhla_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    *,
-    normalize: bool = True,
-    scale: float | None = None,
-    q_den: torch.Tensor | None = None,
-    k_den: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    unrounded: bool = False,
-    impl: str = "auto",
-) -> tuple:
-    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (paper appendix
-    C).
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
+    scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None, unrounded: bool = False, impl: str = "auto",
+) -> tuple:  # fmt: skip
+    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (appendix C).
 
     q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,
     return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this

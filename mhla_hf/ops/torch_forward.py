@@ -15,28 +15,21 @@ from .torch_layout import BlockCut, Heads
 HEAD_BY_HEAD_SIZE = 32768  # numbers in one head's q; measured: below, the calls cost more than the cache gives
 
 
-def blocked_forward(q, k, v, mixing, q_den, k_den, form):
+def blocked_forward(q, k, v, mixing, form):
     """o [B, T, H, V], and where normalized the denominator [B, T, H, 1] (else None); `form` as in `HeadWork`.
 
     o is num / den, num the sum of weight * v, den that of the weights.
     """
-    work = HeadWork(q, k, v, q_den, form)
+    work = HeadWork(q, k, v, form)
     o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.exact if work.unrounded else v.dtype)
     den = q.new_empty(*q.shape[:3], 1, dtype=work.exact) if work.normalize else None
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            q_part, k_part, _ = parts = work.parts(heads, q, k, v)
-            m = heads.take_mixing(mixing, work.scale)
-            num, part_den = work.sums(*parts, m, work.shared_den)
+            sums = causal_sums if work.causal else full_sums
+            num, own_den = sums(*work.parts(heads, q, k, v), heads.take_mixing(mixing, work.scale), work.normalize)
             if work.normalize:
-                if q_den is not None:
-                    q_part, k_part, _ = work.parts(heads, q_den, k_den)
-                if work.normalize == "official":
-                    part_den = official_den(q_part, k_part, m)
-                elif not work.shared_den:
-                    part_den = work.sums(q_part, k_part, torch.ones_like(k_part[..., :1]), m, False)[0].squeeze(3)
-                num = divide_or_zero(num, part_den)
-                heads.give(work.rows.merge(part_den[..., None]), den)
+                num = divide_or_zero(num, own_den)
+                heads.give(work.rows.merge(own_den[..., None]), den)
             heads.give(work.rows.merge(num), o)
     return o, den
 
@@ -44,35 +37,26 @@ def blocked_forward(q, k, v, mixing, q_den, k_den, form):
 class HeadWork:
     """What forward and backward have in common: the cut into blocks, the heads, and which sums are taken.
 
-    form: blocks, key_blocks, causal, normalize, scale and unrounded of `mhla`. shared_den: the weights' sum comes along with
-    that of the values; else the denominator, official or of other features (the sum with v = 1), takes a pass of its own.
+    form: blocks, key_blocks, causal, normalize (True or False), scale and unrounded of `mhla`.
     """
 
-    def __init__(self, q, k, v, q_den, form):
+    def __init__(self, q, k, v, form):
         blocks, key_blocks, self.causal, self.normalize, self.scale, self.unrounded = form
         self.exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         self.rows = BlockCut(blocks, q.device)
         self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
         self.groups = Heads.groups(q, self.exact, one_by_one and not torch.compiler.is_compiling())
-        self.sums = causal_sums if self.causal else full_sums
-        self.shared_den = self.normalize is True and q_den is None
 
-    def parts(self, heads, q, k, v=None):
+    def parts(self, heads, q, k, v):
         """q, k, v of some heads, by block."""
-        columns = [None if x is None else self.columns.split(heads.take(x)) for x in (k, v)]
-        return self.rows.split(heads.take(q)), *columns
+        return self.rows.split(heads.take(q)), self.columns.split(heads.take(k)), self.columns.split(heads.take(v))
 
 
 def full_sums(q, k, v, m, with_den):
     """Sum of weight times v, [R, M, C, V], and the sum of the weights, [R, M, C] (None unless with_den)."""
     mixed = mix_blocks(m, k.mT @ v)
     return q @ mixed, (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
-
-
-def official_den(q, k, m):
-    """The denominator of the authors' vision code, sum_b m_ib <q at the same slot of block b, z_b>, [R, M, C]."""
-    return torch.matmul(m, (q @ k.sum(2)[..., None]).squeeze(3))
 
 
 def mix_blocks(m, summary):

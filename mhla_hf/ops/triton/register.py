@@ -9,8 +9,9 @@ second copy of the same version uses the first one's.
 import torch
 
 from ..namespace import NAMESPACE
-from ..reference import divide_or_zero, without_row_scale
+from ..reference import divide_or_zero
 from ..torch_layout import BlockCut, align_sequences, mixing_of_sequences
+from ..torch_operator import RowScaleFree
 from .attend import dkdv_kernel, dq_kernel, forward_kernel
 from .common import cut_of, spell
 from .mix import mix_states, mix_states_grads
@@ -66,21 +67,6 @@ def across_blocks(x, mixing, blocks):
     cut = BlockCut(blocks, x.device)
     slots = cut.split(x.transpose(1, 2).flatten(0, 1)[..., None]).squeeze(3).unflatten(0, (x.shape[0], x.shape[2]))
     return cut.merge((mixing @ slots).flatten(0, 1)[..., None]).view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
-
-
-class RowScaleFree(torch.autograd.Function):
-    """The mixing itself; of its gradient, the part that a denominator cancels is left out (`without_row_scale`)."""
-
-    @staticmethod
-    def forward(ctx, mixing, causal):
-        ctx.save_for_backward(mixing)
-        ctx.causal = causal
-        return mixing.view_as(mixing)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (mixing,) = ctx.saved_tensors
-        return without_row_scale(grad.float(), mixing, ctx.causal).to(grad.dtype), None
 
 
 def triton_refusal(q, k, v, k_den=None):
