@@ -99,7 +99,8 @@ class LocalState(RowState):
         far = self.valid[rows, place] & (position >= form.sinks) & (slot < count)
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
-        return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
+        with torch.autocast(v.device.type, enabled=False):
+            return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
 
     def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
         """The key [B, 1, G, D] that the step with the new key k adds to `pending`: that of `lag - 1` blocks ago."""

@@ -82,30 +82,20 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
     q, k, v, fq, fk = (x.detach() for x in tensors)
     map_keys = (lambda x: x) if balance is None else (lambda x: torch.nn.functional.elu(x) + 1)
     state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
-    outputs, pieces, start = [], [], 0
-    for end in cuts:
-        pieces.append((start, end))
-        start = end
+    pieces = list(zip([0, *cuts], cuts, strict=False))
     for at, back in crops:
-        index = [end for _, end in pieces].index(at) + 1
-        pieces.insert(index, (at - back, at))
-    fed = 0
+        pieces.insert([end for _, end in pieces].index(at) + 1, (at - back, at))
+    done = v.new_zeros(len(q), 0, q.shape[2], v.shape[3])
     for start, end in pieces:
-        if start < fed:
-            state.crop(fed - start)
-        piece = slice(start, end)
+        if start < done.shape[1]:
+            state.crop(done.shape[1] - start)
         starts = None if count is None else (q.shape[1] - count - start).clamp(0, end - start)
-        options = {"fresh": start == 0 and fed == 0, "starts": starts}
+        options = {"fresh": start == 0, "starts": starts}
         options["key_mask"] = None if starts is None else torch.arange(end - start) >= starts[:, None]
-        tokens = (x[:, piece] for x in (q, k, v, fq))
+        tokens = (x[:, start:end] for x in (q, k, v, fq))
         o = continue_local(*tokens, map_keys, decays, balance, form, state, **options)
-        outputs = (
-            [(s, e, x) for s, e, x in outputs if e <= start] + [(start, end, o)]
-            if start < fed
-            else [*outputs, (start, end, o)]
-        )
-        fed = end
-    return torch.cat([o for _, _, o in outputs], 1), state
+        done = torch.cat([done[:, :start], o], 1)
+    return done, state
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -163,6 +153,14 @@ def test_no_more_is_taken_back_than_the_ring_holds():
     state.crop(1)
     state.reorder(torch.tensor([1, 0]))
     assert not state.position.is_inference() and state.position.tolist() == [39, 39]
+
+
+def test_autocast_changes_nothing():
+    problem_of_32_bits = problem("window", dtype=torch.float32)
+    expected, _ = decode(*problem_of_32_bits, [40, *range(41, 50), 83])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = decode(*problem_of_32_bits, [40, *range(41, 50), 83])
+    assert torch.equal(o, expected) and state.pending.dtype == torch.float32
 
 
 def test_near_tokens_count_where_nothing_is_far():

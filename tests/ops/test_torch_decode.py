@@ -179,14 +179,6 @@ def test_rows_move_exactly():
         assert distance(o, base[index]) < 1e-14, name
 
 
-def test_copies_share_nothing():
-    x, mixing = make(tokens=80)
-    _, state = prefill(cut(x, 0, 70), mixing)
-    step(cut(x, 70, 80), mixing, copy.deepcopy(state))
-    _, fresh = prefill(cut(x, 0, 70), mixing)
-    same_numbers(state, fresh)
-
-
 def test_state_grows_by_doubling_and_has_no_gradient():
     x, mixing = make(tokens=9 * SIZE, heads=2, groups=1)
     x = {name: t.requires_grad_() for name, t in x.items()}

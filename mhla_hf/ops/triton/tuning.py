@@ -21,18 +21,7 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
 WIDEST = 256
 LENGTHS = {
-    "tokens",
-    "size",
-    "span",
-    "parts",
-    "blocks",
-    "columns",
-    "m_head",
-    "m_row",
-    "rows",
-    "capacity",
-    "limit",
-    "group",
+    *("tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "rows", "capacity", "limit", "group")
 }
 
 
