@@ -14,7 +14,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
-	# apart, for one test: beside the rest, without a torchvision made for this torch, torchmetrics could not be imported
+	# apart, for one test, and without the torchvision that it needs, which would have to be made for this torch
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --target $(VENV)/torch-fidelity torch-fidelity
 	touch $@
 

@@ -46,7 +46,7 @@ from mhla_hf.cli import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
 from mhla_hf.evaluation.records import hash_of
 from mhla_hf.evaluation.subjects import find_subjects
-from mhla_hf.plots import STYLE, pyplot, save_figure
+from mhla_hf.plots import drawing
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.denoising import NoiseProcess, predict, trajectory
 from mhla_hf.training.recipe import DiffusionStage
@@ -220,8 +220,8 @@ def keep(row, folder, judge, count, seed, started, command):
         "Fréchet distance (digits judge)": (row["frechet"], None, False, count),
         "held-out loss": (row["loss"], row["loss_stderr"], False, HELD_OUT),
     }
-    how = {"output": None, "dtype": "auto", "revision": None, "trust_scores": False, "force": False}
-    (subject,) = find_subjects(place, types.SimpleNamespace(limit=None, seed=seed, command=command, **how))
+    how = dict.fromkeys(("output", "limit", "revision", "trust_remote_code", "trust_scores", "force"))
+    (subject,) = find_subjects(place, types.SimpleNamespace(dtype="auto", seed=seed, command=command, **how))
     task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
     subject.keep("digits", scores, task_hash, started, "cpu")
 
@@ -310,10 +310,8 @@ def make_card(out):
 
 def draw(results, folder, path):
     """Accuracy per seed, and the first samples of seed 0 of every model."""
-    plt = pyplot()
     names = list(results["models"])
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13.0, 4.2), layout="constrained", width_ratios=(1, 1.4))
+    with drawing(path, 1, 2, figsize=(13.0, 4.2), width_ratios=(1, 1.4)) as (_, ((left, right),)):
         for place, name in enumerate(names):
             values = [run["accuracy"] for run in results["models"][name]]
             color = COLORS.get(name, COLORS["MHLA"])
@@ -332,7 +330,6 @@ def draw(results, folder, path):
         right.set_yticks([SIDE * (place + 0.5) for place in range(len(names))], names)
         right.set_xticks([])
         right.spines[:].set_visible(False)
-        save_figure(figure, path)
 
 
 def main(arguments=None):

@@ -13,6 +13,7 @@ A case has a `name`, a `dtype`, `whats` (what of it is timed), `graph` (whether 
     work(prepared, what, name)   a function of nothing to be timed; its `reset()`, if any, is called before, untimed
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -324,28 +325,30 @@ def keep(record, out):
 
 def time_case(case, device, seed=0, rounds=5):
     """The rows of one case, one for each of its `whats`."""
-    error, failed, sound = {}, {}, []
-    try:
+    error, failed, found = {}, {}, []
+    with noted(failed, "all"):
         for name in case.names(device):
-            try:
+            with noted(failed, name):
                 errors = case.errors(name, device, seed)
-            except Exception as reason:  # triton's are no RuntimeErrors
-                failed[name] = why(reason)
-                continue
-            error[name] = max(errors.values(), default=0.0)
-            if wrong := [what for what, size in errors.items() if not size < TOLERANCES[case.dtype]]:
-                failed[name] = f"is wrong: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
-            else:
-                sound.append(name)
-        prepared, rows = case.prepare(device, seed), []
+                error[name] = max(errors.values(), default=0.0)
+                if wrong := [what for what, size in errors.items() if not size < TOLERANCES[case.dtype]]:
+                    failed[name] = f"is wrong: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
+        prepared, sound = case.prepare(device, seed), [name for name in error if name not in failed]
         for what in case.whats:
             work = {name: functools.partial(case.work, prepared, what, name) for name in sound}
             best, lost = fastest_of_rounds(work, device, rounds, case.graph)
             ms = {name: 1e3 * taken for name, taken in best.items()}
-            rows.append({"case": case.name, "what": what, "ms": ms, "error": error, "failed": failed | lost})
-        return rows
-    except Exception as reason:  # of one case, which leaves the others their turn
-        return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed | {"all": why(reason)}}]
+            found.append({"case": case.name, "what": what, "ms": ms, "error": error, "failed": failed | lost})
+    return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}] if "all" in failed else found
+
+
+@contextlib.contextmanager
+def noted(failed, name):
+    """An error meanwhile becomes `failed[name]` and leaves the others their turn; triton's are no RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        failed[name] = why(error)
 
 
 def why(error):
@@ -359,12 +362,10 @@ def fastest_of_rounds(work, device, rounds, graph=False):
     """name -> seconds of one call, and name -> why it has none. work: name -> what makes the function to be timed."""
     graph, ready, best, failed = graph and torch.device(device).type == "cuda", {}, {}, {}
     for name, make in work.items():
-        try:
+        with noted(failed, name):
             function = captured(make(), device) if graph else make()
             seconds_of(function, device)  # warms up
             ready[name] = function
-        except Exception as error:
-            failed[name] = why(error)
     for _ in range(rounds):
         for name, function in ready.items():
             taken = seconds_of(function, device)

@@ -3,6 +3,8 @@
 matplotlib is imported where it is used, without a display.
 """
 
+import contextlib
+
 from .checkpoints.files import file_aside
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
@@ -25,30 +27,26 @@ STYLE = {
 }
 
 
-def pyplot():
-    """A stand-in for matplotlib.pyplot. ImportError with the exact install line where matplotlib is missing."""
+def require_matplotlib():
+    """ImportError with the exact install line where matplotlib is missing."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError("figures need matplotlib, which is missing: pip install 'mhla_hf[eval]'") from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+
+@contextlib.contextmanager
+def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, **options):
+    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`. options: of the panels.
+
+    Without pyplot's global state, and without a display.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    class Canvas:
-        """What is used of pyplot, without its global state and without a display."""
-
-        rc_context = staticmethod(matplotlib.rc_context)
-
-        @staticmethod
-        def subplots(*shape, figsize, layout, **options):
-            figure = Figure(figsize=figsize, layout=layout)
-            FigureCanvasAgg(figure)
-            return figure, figure.subplots(*shape, **options)
-
-    return Canvas
-
-
-def save_figure(figure, path):
-    """Write a figure as PNG, aside and renamed."""
-    with file_aside(path) as aside:
-        figure.savefig(aside, format="png")
+    with rc_context(style):
+        figure = Figure(figsize=figsize, layout="constrained")
+        yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+        with file_aside(path) as aside:
+            figure.savefig(aside, format="png")

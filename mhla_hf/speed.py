@@ -5,6 +5,7 @@ moment of the machine hits all of them or none. Decoding is timed over whole blo
 block is paid for in its share. Memory is that of the cache, counted in bytes, so it is the same on every machine.
 """
 
+import itertools
 import time
 
 import torch
@@ -28,11 +29,6 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
         List of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length; with
         decoding goes "<name>_mib", the MiB of the cache after the context.
     """
-    if not models or not lengths or min(lengths) < 1 or rounds < 1 or decode_tokens < 1:
-        raise ValueError(
-            f"measure_speed: got {len(models)} models, lengths {list(lengths)}, rounds {rounds}, decode_tokens "
-            f"{decode_tokens}; expected at least one model and numbers of at least 1"
-        )
     random = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)
@@ -44,25 +40,19 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
             for model in models.values():
                 model.eval()
                 _one(model, ids[:, :WARM_UP], decode_tokens)
-            for length in lengths:
-                for _ in range(rounds):
-                    for name, model in models.items():
-                        seconds, held[length, name] = _one(model, ids[:, :length], decode_tokens)
-                        for what, value in seconds.items():
-                            best[what, length, name] = min(best.get((what, length, name), value), value)
-                        bar.update()
-                        bar.set_postfix(tokens=length, refresh=False)
+            for length, _, name in itertools.product(lengths, range(rounds), models):
+                seconds, held[length, name] = _one(models[name], ids[:, :length], decode_tokens)
+                for what, value in seconds.items():
+                    best[what, length, name] = min(best.get((what, length, name), value), value)
+                bar.update()
     finally:
         for name, model in models.items():
             model.train(training[name])
-    rows = [
-        {"what": what, "length": length, **{f"{name}_ms": 1e3 * best[what, length, name] for name in models}}
-        for what in ("forward", DECODE)
-        for length in lengths
-    ]
-    for row in rows:
-        if row["what"] == DECODE:
-            row.update({f"{name}_mib": held[row["length"], name] / 2**20 for name in models})
+    rows = []
+    for what, length in itertools.product(("forward", DECODE), lengths):
+        row = {f"{name}_ms": 1e3 * best[what, length, name] for name in models}
+        row |= {f"{name}_mib": held[length, name] / 2**20 for name in models if what == DECODE}
+        rows.append({"what": what, "length": length, **row})
     return rows
 
 
@@ -83,21 +73,16 @@ def _one(model, ids, decode_tokens):
 
 def cache_bytes(cache):
     """Bytes of all tensors in a cache, each storage once."""
-    found, seen, todo = {}, set(), [cache]
+    found, seen, todo = {}, {}, [cache]
     while todo:
         part = todo.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
         if isinstance(part, torch.Tensor):
             storage = part.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(part, dict):
-            todo += part.values()
-        elif isinstance(part, (list, tuple)):
-            todo += part
-        elif hasattr(part, "__dict__"):
-            todo += vars(part).values()
+        elif id(part) not in seen:
+            seen[id(part)] = part
+            inner = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+            todo += part if isinstance(part, (list, tuple)) else inner.values()
     return sum(found.values())
 
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
+from mhla_hf.evaluation.image_scores import Extractor
 from mhla_hf.evaluation.records import Result
 
 WINDOW = 192
@@ -50,6 +51,17 @@ def save_mhla(folder, seed=0):
     mhla_hf.convert(small_llama(seed), layers="2/3", block_size=32, num_blocks=4).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
+
+
+def colors(images):
+    """Color by quarters: everything that image scores can need."""
+    pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
+    return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
+
+
+def color_judge():
+    """The same, in Inception's place."""
+    return Extractor("color judge", colors, "1")
 
 
 def make_result(**changes):

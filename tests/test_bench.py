@@ -25,8 +25,8 @@ def measured(*shapes, **options):
 
 def test_side_by_side(tmp_path):
     threads = torch.get_num_threads()
-    record = measured(GRID, TEXT, MORE, threads=threads + 1, out=tmp_path / "bench.json")
-    assert torch.get_num_threads() == threads and f"{threads + 1} threads" in record["hardware"]
+    assert f"{threads + 1} threads" in measured(threads=threads + 1)["hardware"] and torch.get_num_threads() == threads
+    record = measured(GRID, TEXT, MORE, threads=threads, out=tmp_path / "bench.json")
     assert json.loads((tmp_path / "bench.json").read_text()) == record
     rows = {(row["case"], row["what"]): row for row in record["rows"]}
     twice = {(case, what) for case in ("grid", "text") for what in (FORWARD, TRAINING)}
@@ -40,11 +40,11 @@ def test_side_by_side(tmp_path):
     assert "| grid | forward + backward | " in table and record["hardware"] in table and "* " not in table
 
 
-def off(shape, name, attend, what):
-    """`Operator.attend`, wrong for one competitor of one case: in its output, or in a gradient."""
+def off(name, attend, what="output"):
+    """`Operator.attend`, wrong for one competitor of the grid: in its output, or in a gradient."""
 
     def wrong(self, asked, q, k, v, mixing=None):
-        if (self.name, asked) != (shape, name):
+        if (self.name, asked) != ("grid", name):
             return attend(self, asked, q, k, v, mixing)
         if what == "gradient":
             k = k.detach() + 0.5 * (k - k.detach())
@@ -63,7 +63,7 @@ def off(shape, name, attend, what):
     ],
 )
 def test_no_speed_for_a_wrong_result_and_the_others_keep_theirs(name, what, said, monkeypatch):
-    monkeypatch.setattr(Operator, "attend", off("grid", name, Operator.attend, what))
+    monkeypatch.setattr(Operator, "attend", off(name, Operator.attend, what))
     record = measured(GRID, TEXT)
     for row in record["rows"]:
         wrong = row["case"] == "grid"
@@ -114,13 +114,10 @@ def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
     assert [row["case"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["first"]
 
 
-def test_half_of_the_decoded_tokens_come_after_a_block_ends():
+def test_half_of_the_decoded_tokens_come_after_a_block_ends_and_the_floor_moves_what_must_move():
     blocks = [case.blocks for case in (MORE, *bench.SUITES["decode"]())]
     assert [cut.block_size for cut in blocks] == [16, 128, 256, 512, 1024]
     assert all((cut.length - STEPS // 2) % cut.block_size == 0 for cut in blocks)
-
-
-def test_the_floor_moves_what_must_move():
     prepared, tensor = GRID.prepare("cpu", 0), 2 * 24 * 2 * 8 * 4
     assert 2 * GRID.work(prepared, FORWARD, "copy")().nbytes == 4 * tensor  # read and written
     assert 2 * GRID.work(prepared, TRAINING, "copy")().nbytes == 11 * tensor
@@ -146,5 +143,5 @@ def test_from_the_shell_a_wrong_result_is_exit_code_1(monkeypatch, capsys, tmp_p
     assert main(["bench", "--quick", "--quiet", "--out", str(tmp_path / "bench.json")]) == 0
     assert "| grid | forward | " in capsys.readouterr().out
     assert json.loads((tmp_path / "bench.json").read_text())["command"].startswith("mhla-hf bench --quick")
-    monkeypatch.setattr(Operator, "attend", off("grid", "mhla torch", Operator.attend, "output"))
+    monkeypatch.setattr(Operator, "attend", off("mhla torch", Operator.attend))
     assert main(["bench", "--quick", "--quiet"]) == 1

@@ -1,6 +1,6 @@
 """How the demo's students learned, what they cost on held-out text, and how time grows with length."""
 
-from mhla_hf.plots import COLORS, STYLE, pyplot, save_figure
+from mhla_hf.plots import COLORS, drawing
 
 LABELS = {
     "teacher": "softmax teacher",
@@ -22,11 +22,7 @@ def plot_loss(path, histories, scores):
             transfer, distillation.
         scores: model -> list of held-out bits per byte, one per seed; the first is the teacher.
     """
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, (left, middle, right) = plt.subplots(
-            1, 3, figsize=(14.5, 4.2), layout="constrained", width_ratios=(1, 1, 1.3)
-        )
+    with drawing(path, 1, 3, figsize=(14.5, 4.2), width_ratios=(1, 1, 1.3)) as (_, ((left, middle, right),)):
         for name, entries in histories.items():
             stages = list(dict.fromkeys(entry["stage"] for entry in entries))
             _curve(left, name, [entry for entry in entries if entry["stage"] == stages[0]], per_layer=True)
@@ -39,7 +35,6 @@ def plot_loss(path, histories, scores):
             axes.grid(True)
         left.legend(loc="best")
         _bars(right, scores)
-        save_figure(figure, path)
 
 
 def _curve(axes, name, entries, per_layer=False):
@@ -97,10 +92,8 @@ def plot_speed(path, rows, note):
         rows: of speed.json: "what", "length" (tokens), "softmax_ms", "mhla_ms", and "linear_ms" where that was timed.
         note: one line below the figure: the machine, and what was timed.
     """
-    plt = pyplot()
     kinds = list(dict.fromkeys(row["what"] for row in rows))
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(1, len(kinds), figsize=(5.6 * len(kinds), 4.3), squeeze=False, layout="constrained")
+    with drawing(path, 1, len(kinds), figsize=(5.6 * len(kinds), 4.3)) as (figure, grid):
         for axes, kind in zip(grid[0], kinds, strict=True):
             own = [row for row in rows if row["what"] == kind]
             lengths = [row["length"] for row in own]
@@ -123,7 +116,6 @@ def plot_speed(path, rows, note):
             axes.set(title=kind, xlabel="tokens in the context", ylabel="milliseconds, lower is better")
         grid[0][0].legend(loc="upper left")
         figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)
 
 
 def _mark_ratio(axes, length, softmax, mhla):

@@ -3,7 +3,7 @@
 import itertools
 
 from mhla_hf.analysis.figures import PALETTE
-from mhla_hf.plots import STYLE, pyplot, save_figure
+from mhla_hf.plots import drawing
 
 KIND_LABELS = {"softmax": "softmax", "linear": "plain linear", "mhla": "MHLA"}
 KIND_MARKERS = {"softmax": "o", "linear": "s", "mhla": "D"}
@@ -14,12 +14,9 @@ def plot_random_rank(path, rows):
 
     rows: of rank.json: "tokens", "width", "rank" and "bound" (kind -> int).
     """
-    plt = pyplot()
     widths = sorted({row["width"] for row in rows})
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(
-            1, len(widths), figsize=(3.4 * len(widths) + 0.8, 3.9), squeeze=False, layout="constrained", sharey=True
-        )
+    size = (3.4 * len(widths) + 0.8, 3.9)
+    with drawing(path, 1, len(widths), figsize=size, sharey=True) as (figure, grid):
         for axes, width in zip(grid[0], widths, strict=True):
             own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
             lengths = [row["tokens"] for row in own]
@@ -43,7 +40,6 @@ def plot_random_rank(path, rows):
             fontsize=8.5,
             color="#6b7079",
         )
-        save_figure(figure, path)
 
 
 def plot_accuracy(path, curves, note=""):
@@ -54,9 +50,7 @@ def plot_accuracy(path, curves, note=""):
         curves: row -> per epoch {"mean", "stderr"}.
         note: one line below: data and seeds.
     """
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1, figsize=(7.4, 4.6), layout="constrained")
+    with drawing(path, figsize=(7.4, 4.6)) as (figure, ((axes,),)):
         for (row, epochs), color in zip(curves.items(), itertools.cycle(PALETTE), strict=False):
             places = range(1, len(epochs) + 1)
             means = [epoch["mean"] for epoch in epochs]
@@ -68,7 +62,6 @@ def plot_accuracy(path, curves, note=""):
         axes.grid(True)
         axes.legend(loc="lower right", fontsize=9)
         figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)
 
 
 def plot_scaling(path, rows, note=""):
@@ -78,9 +71,7 @@ def plot_scaling(path, rows, note=""):
     """
     from matplotlib.ticker import FuncFormatter
 
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1, figsize=(7, 4.3), layout="constrained")
+    with drawing(path, figsize=(7, 4.3)) as (figure, ((axes,),)):
         for row, color in zip(rows, PALETTE[2:], strict=False):
             linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
             blocks = [cell["blocks"] for cell in row["mhla"]]
@@ -97,4 +88,3 @@ def plot_scaling(path, rows, note=""):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.legend(loc="upper left", fontsize=9)
         figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)

@@ -10,7 +10,8 @@ from pathlib import Path
 from ..checkpoints.files import write_json
 from ..checkpoints.load import check_model_name, choose_device
 from ..checkpoints.machine import describe_run
-from ..evaluation.subjects import check_writable, shown_path
+from ..evaluation.records import render_rows
+from ..evaluation.subjects import check_writable, named_models
 from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
 from .measures import attention_maps, describe_mixing, measure_calls, record_model
@@ -46,7 +47,7 @@ def analyze(
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
     if tolerance is not None and not 0 <= tolerance < 1:
         raise ValueError(f"tolerance: got {tolerance!r}, expected a number from 0 to below 1")
-    device, named = choose_device(device), _labels(models)
+    device, named = choose_device(device), named_models(models)
     for model in named.values():
         if isinstance(model, (str, Path)):
             check_model_name(model)
@@ -82,32 +83,16 @@ def analyze(
     return record
 
 
-def _labels(models):
-    if isinstance(models, dict):
-        return models
-    several = models if isinstance(models, (list, tuple)) else [models]
-    names = [shown_path(m) if isinstance(m, (str, Path)) else type(m).__name__ for m in several]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"models: got {', '.join(names) or 'none'}, expected at least one, each with a name of its own"
-        )
-    return dict(zip(names, several, strict=True))
-
-
 def render_analysis(record):
     """The table for a terminal: one line per layer and model."""
-    rows = [["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]]
+    header, rows = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"], []
     layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
     for label, layer in layers:
         numbers = [f"{layer['rank']:.1f}", f"{layer['bound']:,}", f"{layer['effective_rank']:.1f}"]
         numbers += [f"{layer[key]:.2f}" for key in ("entropy", "uniform_entropy")]
         numbers.append(f"{layer['far_share']:.3f}" if "far_share" in layer else "")
         rows.append([label, layer["layer"], layer["kind"], *numbers])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = [
-        "  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip() for row in rows
-    ]
+    lines = [render_rows(header, rows, left=3)]
     tolerances = dict.fromkeys(f"{layer['tolerance']:.1e}" for _, layer in layers)
     lines += ["", f"rank at {', '.join(tolerances)} of the largest singular value; entropy in nats"]
     if any("far_share" in layer for _, layer in layers):

@@ -58,9 +58,8 @@ class Attention:
         if "form" in options:
             (near_q, near_k), balance = map(own, options["near"]), options["balance"]
             balance = None if balance is None else balance[[head]].double()
-            padding = {name: options[name] for name in ("key_mask", "starts")}
-            mixing = mixing[[head]]
-            return local_reference(near_q, near_k, units, q, k, mixing, balance, options["form"], **padding)[0, :, 0]
+            padding, form = {name: options[name] for name in ("key_mask", "starts")}, options["form"]
+            return local_reference(near_q, near_k, units, q, k, mixing[[head]], balance, form, **padding)[0, :, 0]
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
     def far_share(self, sample: int = 0, head: int = 0) -> float:
@@ -139,39 +138,31 @@ def _keep_core(found, layer, core, args, kwargs):
     given = {**dict(zip(("q", "k", "v"), args, strict=False)), **kwargs}
     if given.get("cu_seqlens") is not None or given.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    key_mask, grid = given.get("key_mask"), given.get("grid")
-    if hasattr(core, "form"):
-        found.append(_local_attention(layer, core, given, key_mask))
+    plain, grid, settings = (
+        without_padding(given.get("key_mask"), given["q"], given["k"]),
+        given.get("grid"),
+        core.settings,
+    )
+    mapped = core.q_map(plain[0]), core.k_map(plain[1])
+    options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")} | {"causal": grid is None}
+    blocks = Blocks.sequence(plain[0].shape[1], settings.block_size) if grid is None else None
+    if hasattr(core, "form"):  # by decays
+        form = core.form if given.get("scale") is None else dataclasses.replace(core.form, scale=given["scale"])
+        decays, balance = core.mixing()
+        near = tuple(map(_kept, mapped if balance is None else plain))
+        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks)), "blocks": blocks, "form": form, "near": near}
+        found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
         return
-    rotate, normalize = given.get("rotate"), core.settings.normalize
-    q, k = without_padding(key_mask, given["q"], given["k"])
-    q, k = core.q_map(q), core.k_map(k)
-    q_den, k_den = (_kept(q), _kept(k)) if rotate is not None and normalize else (None, None)
-    q, k = map(_kept, (q, k) if rotate is None else rotate(q, k))
-    if grid is None:
-        blocks = Blocks.sequence(q.shape[1], core.settings.block_size)
-        mixing = core.mixing(blocks.num_blocks)
-    else:
-        grid, blocks = tuple(grid), Blocks.grid(grid, core.settings.layout, prefix=core.prefix)
-        mixing = core.mixing(blocks.counts)
-    mixing = _kept(mixing).reshape(-1, *mixing.shape[-2:])
-    options = {"mixing": mixing, "blocks": blocks, "causal": grid is None, "normalize": normalize}
-    options |= {"q_den": q_den, "k_den": k_den, "key_mask": _kept(key_mask), "starts": _kept(given.get("starts"))}
+    rotate, grid = given.get("rotate"), grid and tuple(grid)
+    if rotate is not None and settings.normalize:
+        options |= dict(zip(("q_den", "k_den"), map(_kept, mapped), strict=True))
+    blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)
+    mixing = _kept(core.mixing(blocks.num_blocks if grid is None else blocks.counts))
+    mixing = mixing.reshape(-1, *mixing.shape[-2:])
+    options |= {"mixing": mixing, "blocks": blocks, "normalize": settings.normalize}
     kind = "linear" if is_uniform(mixing, causal=grid is None) else "mhla"
+    q, k = map(_kept, mapped if rotate is None else rotate(*mapped))
     found.append(Attention(layer, kind, q, k, options, grid))
-
-
-def _local_attention(layer, core, given, key_mask):
-    """What a core by decays got."""
-    scale, blocks = given.get("scale"), Blocks.sequence(given["q"].shape[1], core.settings.block_size)
-    form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
-    near = without_padding(key_mask, given["q"], given["k"])
-    mapped = core.q_map(near[0]), core.k_map(near[1])
-    decays, balance = core.mixing()
-    options = {"mixing": _kept(decays.matrix(blocks.num_blocks)), "blocks": blocks, "causal": True, "form": form}
-    options |= {"near": tuple(map(_kept, mapped if balance is None else near)), "balance": _kept(balance)}
-    options |= {"key_mask": _kept(key_mask), "starts": _kept(given.get("starts"))}
-    return Attention(layer, "mhla", *map(_kept, mapped), options)
 
 
 def _kept(value):

@@ -7,7 +7,7 @@ A mixing matrix over a grid is shown as that grid: each query block is a small m
 import itertools
 import re
 
-from ..plots import STYLE, pyplot, save_figure
+from ..plots import STYLE, drawing
 
 PALETTE = ("#33363d", "#d08a1d", "#2563c9", "#2f9468", "#8e4fb0", "#c2445a", "#5f7d95", "#8a6d3b")
 FRAMED = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
@@ -19,9 +19,7 @@ def plot_layers(path, models, note):
 
     models: label -> "layers" of `measure_calls`. note: one line below: what the inputs were.
     """
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, both = plt.subplots(1, 2, figsize=(11, 4.1), layout="constrained")
+    with drawing(path, 1, 2, figsize=(11, 4.1)) as (figure, (both,)):
         measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
         for axes, (title, key, limit) in zip(both, measures, strict=True):
             for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
@@ -38,7 +36,6 @@ def plot_layers(path, models, note):
         where = "" if whole else " (causal: of the second half of the text on the first)"
         limits = f"dotted: the largest possible rank{where}, the entropy of equal weights; {note}"
         figure.supxlabel(limits, fontsize=8.5, color="#6b7079")
-        save_figure(figure, path)
 
 
 def thinned(items):
@@ -53,13 +50,11 @@ def plot_maps(path, models):
 
     models: label -> entries of `attention_maps`, of one input. Each picture has its own scale.
     """
-    plt = pyplot()
     chosen = {label: thinned(enumerate(maps)) for label, maps in models.items()}
     columns = max(len(own) for own in chosen.values())
     lines = [(label, key) for key in ("scores", "map") for label, own in chosen.items() if own[0][1][key] is not None]
-    with plt.rc_context(FRAMED):
-        size = (2.1 * columns + 1.2, 2.15 * len(lines) + 0.4)
-        figure, grid = plt.subplots(len(lines), columns, figsize=size, squeeze=False, layout="constrained")
+    size = (2.1 * columns + 1.2, 2.15 * len(lines) + 0.4)
+    with drawing(path, len(lines), columns, figsize=size, style=FRAMED) as (_, grid):
         for axes in grid.flat:
             axes.set_axis_off()
         for row, (label, key) in zip(grid, lines, strict=True):
@@ -68,7 +63,6 @@ def plot_maps(path, models):
                     draw(axes, entry[key].numpy(), power=0.5)
                     axes.set_title(f"layer {layer}", loc="center")
             row[0].set_ylabel(f"{label}\n{'scores' if key == 'scores' else 'middle token'}", fontweight="bold")
-        save_figure(figure, path)
 
 
 def plot_mixing(path, layers):
@@ -81,10 +75,7 @@ def plot_mixing(path, layers):
     shown = thinned((name, layer) for name, layer in layers.items() if len(layer["learned"]) > 1)
     if not shown:
         return
-    plt = pyplot()
-    with plt.rc_context(FRAMED):
-        size = (2.5 * len(shown) + 0.9, 5.4)
-        figure, grid = plt.subplots(2, len(shown), figsize=size, squeeze=False, layout="constrained")
+    with drawing(path, 2, len(shown), figsize=(2.5 * len(shown) + 0.9, 5.4), style=FRAMED) as (figure, grid):
         for column, (name, layer) in zip(grid.T, shown, strict=True):
             tiles = layer["layout"] if len(layer["layout"] or ()) == 2 else None
             pictures = [numpy.asarray(layer[key], dtype=float) for key in ("start", "learned")]
@@ -98,7 +89,6 @@ def plot_mixing(path, layers):
         for row, label in zip(grid, ("start", "learned"), strict=True):
             row[0].set_ylabel(label, fontweight="bold")
         figure.suptitle("Which blocks each block reads", x=0.01, ha="left", fontweight="bold", fontsize=12)
-        save_figure(figure, path)
 
 
 def tiled(matrix, layout):

@@ -47,9 +47,9 @@ def without_origin(data: bytes) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def hash_file(path) -> str:
-    """sha256 of a file's bytes, 64 hex digits."""
-    digest = hashlib.sha256()
+def hash_file(path, digest=None) -> str:
+    """sha256 of a file's bytes, 64 hex digits; digest: one that goes on by them."""
+    digest = digest or hashlib.sha256()
     with Path(path).open("rb") as stream:
         while chunk := stream.read(1 << 22):
             digest.update(chunk)
@@ -57,19 +57,12 @@ def hash_file(path) -> str:
 
 
 def check_sums(folder) -> None:
-    """Refuse a folder whose files are not those that its SHA256SUMS names; one without that file passes.
+    """ValueError for a folder that holds a file with other bytes than its SHA256SUMS says; one without that file passes.
 
     A file that is named and not there is no error: loaders fetch only what they need.
-
-    Raises:
-        ValueError: the first file with other bytes, or a SHA256SUMS that is none.
     """
-    folder = Path(folder)
-    place = folder / SUMS_FILE
-    if not place.is_file():
-        return
-    for path, digest in read_sums(place.read_text(encoding="utf-8"), place).items():
-        if (folder / path).is_file() and hash_file(folder / path) != digest:
-            raise ValueError(
-                f"{folder / path} was changed after the model was pushed: it is not what {SUMS_FILE} names"
-            )
+    place = Path(folder, SUMS_FILE)
+    for path, digest in read_sums(place.read_text(encoding="utf-8"), place).items() if place.is_file() else ():
+        file = Path(folder, path)
+        if file.is_file() and hash_file(file) != digest:
+            raise ValueError(f"{file} was changed after the model was pushed: it is not what {SUMS_FILE} names")

@@ -53,14 +53,13 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
         lines = done.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if ERROR.match(line)]
         raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({(errors or lines)[-1]})")
-    seen = json.loads(done.stdout.splitlines()[-1])
-    if kind == "pipeline":
-        seen["missing"] += missing_in_transformers(Path(folder), {})
-    return seen
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check_visit(folder, kind, dtype="auto") -> str:
     """The class under which `folder` loads there; ValueError when it does not load whole, as itself and finite."""
+    if kind == "pipeline" and (missing := missing_in_transformers(Path(folder), {})):
+        raise ValueError(f"{folder}: the model lacks the weight {missing[0]!r}")
     seen = visit(folder, kind, dtype=dtype)
     where = f"{folder}: in a process without mhla_hf"
     for wrong, odd in (("missing", "lacks"), ("unexpected", "has no place for")):

@@ -73,6 +73,20 @@ def read_yaml(path, what, cls=None):
     return content if cls is None else read_settings(cls, content, f"{what} {str(path)!r}: ")
 
 
+def read_json(path) -> dict | None:
+    """The object in a JSON file; None without such a file. ValueError in one sentence when it holds anything else."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
 def write_text(path, text: str) -> Path:
     """Put `text` (UTF-8, line ends as they are) at `path`; an old file there is replaced whole. Returns the path."""
     with file_aside(path) as aside:

@@ -1,17 +1,18 @@
 """What a model's numbers depend on, as a hash: of a folder its files, of a loaded model or pipeline its weights."""
 
 import hashlib
-import io
 from pathlib import Path
 
 import torch
 
-from .checksums import NOTED, without_origin
+from .checksums import NOTED, hash_file, without_origin
 
 WEIGHTS = (".safetensors", ".bin")
 PIPELINE = "model_index.json"
-DECISIVE = {PIPELINE, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json"}
-DECISIVE |= {"tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"}
+DECISIVE = (
+    PIPELINE, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
+    "vocab.json", "merges.txt", "special_tokens_map.json",
+)  # fmt: skip
 
 
 def fingerprint_folder(folder):
@@ -22,22 +23,17 @@ def fingerprint_folder(folder):
     """
     folder = Path(folder)
     parts = folder.rglob("*") if (folder / PIPELINE).is_file() else folder.iterdir()
-    files = sorted(file for file in parts if file.is_file() and _decides(file.name))
+    decisive = (*WEIGHTS, ".safetensors.index.json", ".py", ".model")
+    files = sorted(file for file in parts if file.is_file() and (file.name in DECISIVE or file.name.endswith(decisive)))
     if not any(file.name.endswith(WEIGHTS) for file in files):
         raise FileNotFoundError(f"{folder} holds no weights: expected a .safetensors file in it")
     digest = hashlib.sha256()
     for file in files:
-        noted = without_origin(file.read_bytes()) if file.name in NOTED else None
-        size = file.stat().st_size if noted is None else len(noted)
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with file.open("rb") if noted is None else io.BytesIO(noted) as stream:
-            while chunk := stream.read(1 << 22):
-                digest.update(chunk)
+        noted = without_origin(file.read_bytes()) if file.name in NOTED else b""
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{len(noted) or file.stat().st_size}\0".encode() + noted)
+        if not noted:
+            hash_file(file, digest)
     return f"files:{digest.hexdigest()[:32]}"
-
-
-def _decides(name):
-    return name in DECISIVE or name.endswith((*WEIGHTS, ".safetensors.index.json", ".py", ".model"))
 
 
 def fingerprint_model(model):

@@ -6,7 +6,6 @@ would be about nothing. Whatever goes wrong while loading becomes one sentence t
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 from pathlib import Path
@@ -30,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 from ..models.families import VISION, family_of_type
 from ..models.saving import check_whole_files
 from .checksums import SUMS_FILE, check_sums
+from .files import read_json
 from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
-CLASS_ENDINGS = {"ForCausalLM": "language", "LMHeadModel": "language", "ForImageClassification": "images"}
 LAYERS = re.compile(r'"num_(?:hidden_)?layers"\s*:\s*(\d+)')
 MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -61,7 +60,7 @@ def check_model_name(name, pipeline=False):
             lacks = ".safetensors file" if (path / index).is_file() else index
             raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
         return path
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         found = "a file" if path.exists() else "a link to nothing"
         raise ValueError(f"model {name!r} is {found}; expected the folder of a saved {what}")
     if not HUB_ID.fullmatch(name) or name.startswith("."):
@@ -135,7 +134,9 @@ def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_co
 
 def kind_of_class(name: str) -> str | None:
     """ "language", "images", or None, from the name of a model's class."""
-    return next((kind for ending, kind in CLASS_ENDINGS.items() if name.endswith(ending)), None)
+    if name.endswith("ForImageClassification"):
+        return "images"
+    return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
 def is_classifier_name(name, revision=None) -> bool:
@@ -155,11 +156,10 @@ def is_classifier_name(name, revision=None) -> bool:
 
 @contextlib.contextmanager
 def checked_files(source, revision=None, index="config.json"):
-    """While the files of a model are loaded: gives the options of `from_pretrained` that take them all from one commit.
+    """While a model is loaded: gives the options of `from_pretrained` that take all its files from one commit.
 
     source: as `check_model_name` gives it. revision: of a Hub model. index: a file that every such model has. ValueError,
-    OSError: files are other than SHA256SUMS says (a folder's are compared before, a download's afterwards), or shards lie
-    outside the folder.
+    OSError: files are other than SHA256SUMS says (a download's are compared afterwards), or shards lie outside the folder.
     """
     if not isinstance(source, Path):
         folder = Path(cached_file(source, index, revision=revision)).parent
@@ -198,13 +198,11 @@ def check_shards(index):
 
     transformers would follow such a name out of a folder; from the Hub it refuses to.
     """
-    index = Path(index)
-    content = _read_json(index)
-    shards = content.get("weight_map") if isinstance(content, dict) else None
+    shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
     for shard in shards.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
+        if not isinstance(shard, str) or Path(shard).name != shard or not Path(index).with_name(shard).is_file():
             raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
     return shards
 
@@ -245,18 +243,12 @@ def choose_device(device=None):
 
 def stored_dtype(folder):
     """The dtype that "auto" gives for a local model, e.g. "float32": the configuration's, else the first weight's."""
-    config = _read_json(Path(folder) / "config.json")
-    named = config.get("dtype") or config.get("torch_dtype")
-    file = sorted(Path(folder).glob("*.safetensors"))[0]
-    if not named:
+    config = read_json(Path(folder, "config.json")) or {}
+    if not (named := config.get("dtype") or config.get("torch_dtype")):
+        file = sorted(Path(folder).glob("*.safetensors"))[0]
         with one_sentence(f"{file} cannot be read"), safe_open(file, framework="pt") as weights:
             named = weights.get_tensor(next(iter(weights.keys()))).dtype
     return str(named).removeprefix("torch.")
-
-
-def _read_json(file):
-    with one_sentence(f"{file} is not JSON"):
-        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def first_line(error):
@@ -292,13 +284,12 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
 def missing_in_transformers(place, files):
     """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
 
-    place, files: see `checked_files`. Where accelerate is installed no weight is read for it.
+    place, files: see `checked_files`. Where accelerate is installed no weight is read.
     """
     index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
-    parts = json.loads(Path(index).read_text(encoding="utf-8"))
     nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
-    for part, named in parts.items():
+    for part, named in read_json(index).items():
         ours = isinstance(named, list) and named[0] == "transformers"
         kind = getattr(transformers, str(named[1]), None) if ours else None
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):

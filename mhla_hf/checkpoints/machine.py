@@ -32,8 +32,8 @@ def describe_versions():
 
 def describe_hardware(device="cpu"):
     """One line: "AMD EPYC, 2 cores, 1 thread", with the accelerator before it when it is used."""
-    threads = torch.get_num_threads()
-    host = f"{_cpu_name()}, {_count(_cores(), 'core')}, {_count(threads, 'thread')}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    host = f"{_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
     if torch.device(device).type == "cuda":
         return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
     return host
@@ -41,10 +41,6 @@ def describe_hardware(device="cpu"):
 
 def _count(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name():
@@ -66,9 +62,8 @@ def source_commit():
 def _git(root, *arguments):
     """Output of a git command, or "" where git is absent or refuses (both mean: no commit is known)."""
     try:
-        return subprocess.check_output(
-            ["git", "-C", str(root), *arguments], text=True, stderr=subprocess.DEVNULL
-        ).strip()
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -3,17 +3,16 @@
 What belongs to a saved model is listed here, once: only such files give way to a new model, and only they are shared.
 """
 
-import json
 import os
 import re
 from pathlib import Path
 
 from .checksums import SUMS_FILE
-from .files import SHARD_SIZE, folder_aside
+from .files import SHARD_SIZE, folder_aside, read_json
+from .fingerprint import PIPELINE
 from .load import without_bars
 
 CARD_FILE = "README.md"
-INDEX = "model_index.json"
 RECORDS = ("results.json", "train.json", "speed.json", "card.json")  # what mhla_hf writes about a model
 LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 VOCABULARIES = (
@@ -36,28 +35,14 @@ def saved_files(folder) -> list[Path]:
     Of a pipeline, those of its components too, in the folders that model_index.json names. ValueError: that is not JSON.
     """
     folder = Path(folder)
-    names = read_json(folder / INDEX) or {}
+    names = read_json(folder / PIPELINE) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
-    found = [folder / name for name in (CARD_FILE, INDEX, *RECORDS, *LICENSE_TEXTS, SUMS_FILE)]
+    found = [folder / name for name in (CARD_FILE, PIPELINE, *RECORDS, *LICENSE_TEXTS, SUMS_FILE)]
     for part in (folder, *components):
         found += [part / name for name in (*CONFIGURATIONS, *VOCABULARIES)]
         found += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
         found += part.glob("additional_chat_templates/*.jinja")
     return sorted(file for file in found if os.path.lexists(file))
-
-
-def read_json(path) -> dict | None:
-    """The object in a JSON file; None without such a file. ValueError in one sentence when it holds anything else."""
-    path = Path(path)
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
-    return content
 
 
 def check_new_folder(folder, overwrite=False):
@@ -94,7 +79,7 @@ def check_new_folder(folder, overwrite=False):
 
 def holds_saved_model(folder):
     """Whether a model that this package saved lies in `folder`, or a pipeline with one."""
-    pipeline = (folder / "model_index.json").is_file()
+    pipeline = (folder / PIPELINE).is_file()
     sources = folder.glob("*/modeling_mhla*.py" if pipeline else "modeling_mhla*.py")
     return any((source.parent / "config.json").is_file() for source in sources)
 

@@ -17,27 +17,27 @@ import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+AUTOS = {"language": "AutoModelForCausalLM", "image": "AutoModelForImageClassification", "tower": "AutoModel"}
 
-def load(auto, folder):
+
+def load(folder):
     """A model of transformers, and what was wrong with its weights."""
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": asked["dtype"]}
-    model, loading = auto.from_pretrained(folder, **options)
-    wrong = {"missing": sorted(loading["missing_keys"]), "unexpected": sorted(loading["unexpected_keys"])}
-    return model.eval(), wrong
+    model, loading = getattr(transformers, AUTOS[asked["kind"]]).from_pretrained(folder, **options)
+    return model.eval(), {wrong: sorted(loading[f"{wrong}_keys"]) for wrong in ("missing", "unexpected")}
 
 
+@torch.no_grad()
 def language(folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, seen = load(AutoModelForCausalLM, folder)
+    model, seen = load(folder)
     if asked["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     given = load_file(asked["given"]) if asked["given"] else {"ids": torch.arange(8)[None] % model.config.vocab_size}
-    with torch.no_grad():
-        logits = model(given["ids"]).logits
+    logits = model(given["ids"]).logits
     seen["finite"] = bool(logits.isfinite().all())
     if "logits" in given:
         seen["logits_equal"] = bool(torch.equal(logits, given["logits"]))
@@ -51,44 +51,22 @@ def language(folder):
     return model, seen
 
 
-def image(folder):
-    from transformers import AutoModelForImageClassification
+def diffusion(folder):
+    """A model of diffusers or a pipeline, and what is wrong with its MHLA weights, by the names in the files."""
+    import diffusers
 
-    return load(AutoModelForImageClassification, folder)
-
-
-def tower(folder):
-    from transformers import AutoModel
-
-    return load(AutoModel, folder)
-
-
-def compare(found, folder):
-    """What is wrong with the weights of a model of diffusers, by the names in its files."""
-    stored = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
-            stored.update(weights.keys())
-    expected = set(found.state_dict())
-    return {"missing": sorted(expected - stored), "unexpected": sorted(stored - expected)}
-
-
-def model(folder):
-    from diffusers import AutoModel
-
-    found = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    return found, compare(found, folder)
-
-
-def pipeline(folder):
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True, dtype=asked["dtype"])
-    seen, found = {"missing": [], "unexpected": []}, pipe
-    for source in sorted(Path(folder).glob("*/modeling_mhla*.py")):
-        found = getattr(pipe, source.parent.name)
-        for wrong, names in compare(found, source.parent).items():
-            seen[wrong] += names
+    auto = diffusers.AutoModel if asked["kind"] == "model" else diffusers.DiffusionPipeline
+    options = {} if asked["kind"] == "model" else {"dtype": asked["dtype"]}
+    found = whole = auto.from_pretrained(folder, trust_remote_code=True, **options)
+    seen = {"missing": [], "unexpected": []}
+    for source in sorted(Path(folder).glob("modeling_mhla*.py" if asked["kind"] == "model" else "*/modeling_mhla*.py")):
+        found = whole if asked["kind"] == "model" else getattr(whole, source.parent.name)
+        stored, expected = set(), set(found.state_dict())
+        for file in source.parent.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as weights:
+                stored.update(weights.keys())
+        seen["missing"] += sorted(expected - stored)
+        seen["unexpected"] += sorted(stored - expected)
     return found, seen
 
 
@@ -96,7 +74,7 @@ asked = json.loads(sys.argv[1])
 if asked["dtype"] != "auto":
     asked["dtype"] = getattr(torch, asked["dtype"])
 torch.set_num_threads(asked["threads"])
-kinds = {"language": language, "image": image, "tower": tower, "model": model, "pipeline": pipeline}
+kinds = {"language": language, "image": load, "tower": load, "model": diffusion, "pipeline": diffusion}
 loaded, report = kinds[asked["kind"]](asked["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
 report["imported"] = [name for name in ABSENT if sys.modules[name] is not None]

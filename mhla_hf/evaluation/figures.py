@@ -6,12 +6,11 @@ import itertools
 import math
 from pathlib import Path
 
-from ..plots import COLORS, STYLE, pyplot, save_figure
-from .records import paper_values
+from ..plots import COLORS, drawing, require_matplotlib
+from .records import ARROWS, paper_values
 from .speed import TASK as SPEED
 
 PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
-ARROWS = {True: " ↑", False: " ↓", None: ""}
 
 
 def plot_scores(path, models, columns=None):
@@ -25,26 +24,23 @@ def plot_scores(path, models, columns=None):
     if not points and not curves:
         raise ValueError("plot: no score is there to draw; expected at least one")
     colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        count = len(points) + len(curves)
-        across, down = min(4, count), math.ceil(count / 4)
-        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
-        figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        cells = iter(grid.flat)
-        for title, values in points.items():
-            _draw_points(next(cells), title, values, colors)
-        for title, lines in curves.items():
-            _draw_curves(next(cells), title, lines, colors)
-        for cell in cells:
-            cell.set_visible(False)
-        save_figure(figure, path)
+    panels = [(_draw_points, *panel) for panel in points.items()] + [(_draw_curves, *panel) for panel in curves.items()]
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
+    with drawing(path, down, across, figsize=size) as (_, grid):
+        for cell, panel in itertools.zip_longest(grid.flat, panels):
+            if panel is None:
+                cell.set_visible(False)
+            else:
+                draw, title, values = panel
+                draw(cell, title, values, colors)
+                cell.set_title(title, fontsize=9.5)
     return Path(path)
 
 
 def check_plot(path):
     """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
-    pyplot()
+    require_matplotlib()
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
 
@@ -85,7 +81,6 @@ def _draw_points(axes, title, values, colors):
             axes.errorbar(value, place, xerr=error, fmt="o", color=color, markersize=6, capsize=3, linewidth=1.6)
             how = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             axes.annotate(f"{value:.4g}", (value, place), **how)
-    axes.set_title(title, fontsize=9.5)
     axes.set_yticks(range(len(colors)), list(colors))
     axes.set_ylim(len(colors) - 0.4, -0.8)
     axes.grid(True, axis="x")
@@ -97,7 +92,6 @@ def _draw_curves(axes, title, lines, colors):
         places, values, errors = zip(*sorted(points), strict=True)
         look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
         axes.errorbar(places, values, yerr=errors, **look)
-    axes.set_title(title, fontsize=9.5)
     axes.set(xlabel="tokens" if title.startswith(SPEED) else "tokens from the fact to the question", ylim=(0, None))
     axes.grid(True)
     axes.legend(fontsize=8)

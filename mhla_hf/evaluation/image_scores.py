@@ -1,16 +1,14 @@
 """Features of images and the numbers made of them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's, the Inception score torchmetrics'. What is here they lack: torchmetrics' FID takes no moments,
-which is what ADM's reference files hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not run with
-transformers 5, and torch-fidelity's scores need a torchvision. A name is earned: only Inception with the published weights
-makes a Fréchet distance "FID"; another extractor gives a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. What is here is a few lines each, of which no library takes all: torchmetrics' FID takes no
+moments, which is what ADM's reference files hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not
+run with transformers 5, and torch-fidelity's scores need a torchvision. A name is earned: only Inception with the published
+weights makes a Fréchet distance "FID"; another extractor gives a "Fréchet distance (<its name>)".
 """
 
 import dataclasses
 import importlib
 import math
-import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from tqdm import tqdm
 
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import file_aside
-from ..checkpoints.load import first_line
+from ..checkpoints.load import first_line, one_sentence
 from .records import hash_of
 
 CHUNK = 1000
@@ -47,8 +45,6 @@ class Extractor:
     genuine: bool = False
 
     def __post_init__(self):
-        if not self.name or set(self.name) & set("|()/\n"):
-            raise ValueError(f"extractor: name is {self.name!r}; expected plain words without | ( ) /")
         if not isinstance(self.version, str) or not self.version:
             given = f"extractor {self.name!r}: version is {self.version!r}"
             raise ValueError(f"{given}; expected a text that changes when what it computes does")
@@ -70,12 +66,8 @@ def find_extractor(given, weights=None, device="cpu"):
     if given == "inception":
         return inception(weights, device)
     module, _, name = str(given).partition(":")
-    try:
+    with one_sentence(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"extractor is {given!r} ({first_line(error)}); expected 'inception', 'module:function' or an Extractor"
-        ) from error
 
 
 def inception(weights=None, device="cpu"):
@@ -94,16 +86,12 @@ def inception(weights=None, device="cpu"):
         ) from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
-    try:
+    with one_sentence(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
         if version and not genuine:
             torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
         network = FeatureExtractorInceptionV3(
             "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
         )
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"weights is {weights!r}, of which no Inception can be made ({first_line(error)}); expected its file of tensors"
-        ) from error
     network = network.to(device).eval()
     kept = {}
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: kept.update(spatial=output))
@@ -124,11 +112,8 @@ def read_image(image):
     """uint8 `[3, H, W]` of an image file, or of an array `[H, W, 3]`."""
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
-    try:
-        with Image.open(image) as opened:
-            return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
-    except OSError as error:
-        raise ValueError(f"{image} is no image that can be read: {first_line(error)}") from None
+    with one_sentence(f"{image} is no image that can be read"), Image.open(image) as opened:
+        return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
 
 
 def extract_features(images, extractor, cache, *, batch_size, state, progress, what):
@@ -160,10 +145,19 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
     return {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
 
 
-def hash_files(files, folder, what="files", progress=False):
-    """Of the paths of `files` below `folder` and their bytes; 16 hex digits. progress: a bar called `what` on stderr."""
-    shown = tqdm(sorted(files), desc=what, disable=not progress)
+def hash_files(files, folder, progress=False):
+    """Of the paths of `files` below `folder` and their bytes; 16 hex digits. progress: a bar on stderr."""
+    shown = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
     return hash_of([[file.relative_to(folder).as_posix(), hash_file(file)] for file in shown])
+
+
+def hash_place(place, progress=False):
+    """Of the bytes of a file, or of all files in a folder; what is neither is given back, as text."""
+    if place is None or not Path(place).exists():
+        return place and str(place)
+    place = Path(place)
+    files = [file for file in place.rglob("*") if file.is_file()]
+    return hash_file(place) if place.is_file() else hash_files(files, place, progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,21 +198,11 @@ def inception_score(logits, splits=10, seed=0):
     """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
-    try:
-        from torchmetrics.image.inception import InceptionScore
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
-        raise ImportError(
-            f"IS needs torchmetrics, which cannot be imported ({first_line(error)}): pip install 'mhla_hf[images]'"
-        ) from error
-    given = torch.nn.Identity()  # torchmetrics' feature extractor: it gets features in place of images
-    given.num_features = logits.shape[1]
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore", UserWarning)
-        torch.manual_seed(seed)
-        metric = InceptionScore(feature=given, splits=splits, sync_on_compute=False)
-        metric.update(logits.double())
-        mean, spread = metric.compute()
-    return mean.item(), spread.item() / math.sqrt(splits) if splits > 1 else None
+    order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
+    parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
+    scores = [(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts]
+    scores = torch.stack(scores)
+    return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
 def precision_recall(sample, reference, neighbors=3, chunk=2048):

@@ -1,29 +1,29 @@
-"""Judging image pipelines: FID, sFID, IS, precision, recall, CLIP score, GenEval, by a protocol of the recipe.
+"""Judging image pipelines (FID, sFID, IS, precision, recall, CLIP score, GenEval) and image classifiers (top-1 accuracy).
 
 Any diffusers pipeline that takes class labels or prompts is sampled into a folder, resumably and on several processes;
 scores are computed from the files. A score counts as known only for the same weights, protocol, reference, number of
-images and seed.
+images and seed. A classifier's images are prepared by its own image processor, in color or, for a model of one channel, in
+gray; folders of classes are matched to its labels by name, and only where no name matches by their order, as ImageNet's are.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
-import subprocess
 import time
-import zipfile
 from pathlib import Path
 
 import numpy
 import torch
-from huggingface_hub.dataclasses import strict
 from PIL import Image
+from tqdm import tqdm
+from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor
 
-from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import write_text
-from ..checkpoints.load import LOADING_ERRORS, choose_device, first_line, without_questions
-from ..checkpoints.values import at_least, read_settings
+from ..checkpoints.load import choose_device, load_classifier, one_sentence, without_questions
+from ..checkpoints.values import at_least, checked, read_settings
+from ..training.data import hub_id, load_split
+from ..training.pictures import label_order, open_pictures
 from .image_scores import (
     PICTURES,
     Moments,
@@ -32,6 +32,7 @@ from .image_scores import (
     find_extractor,
     frechet_distance,
     hash_files,
+    hash_place,
     inception_score,
     precision_recall,
     share_error,
@@ -41,9 +42,9 @@ from .sampling import (
     PipelineJudge,
     Sample,
     joined_processes,
-    plan_hash,
     read_json_lines,
     read_prompts,
+    run_program,
     seed_of_sample,
 )
 from .subjects import VERSION, find_subjects
@@ -55,8 +56,7 @@ MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # what 
 GENEVAL = "geneval"
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class ImageProtocol:
     """How images are made and scored; the settings of a recipe of kind "image".
 
@@ -96,18 +96,17 @@ class ImageProtocol:
         """ValueError where a score of `wanted` lacks a file or folder that it needs."""
         if unknown := sorted(wanted - set(METRICS)):
             raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
-        path = Path(self.reference or "")
-        if wanted & set(NEEDS) - {"IS"} and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
-            raise ValueError(
-                f"settings: reference is {self.reference!r}; expected a folder of images or ADM's .npz file"
-            )
-        if "CLIP score" in wanted and self.prompts is None:
-            raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
-        for name in ("geneval_python", "geneval_script", "geneval_prompts") if "GenEval" in wanted else ():
-            if not Path(getattr(self, name) or "").is_file():
-                raise ValueError(
-                    f"settings: {name} is {getattr(self, name)!r}; expected a file of a GenEval installation"
-                )
+        path, files = Path(self.reference or ""), ("geneval_python", "geneval_script", "geneval_prompts")
+        lacking = {
+            "reference": wanted & set(NEEDS) - {"IS"}
+            and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()),
+            "prompts": "CLIP score" in wanted and self.prompts is None,
+            **{name: "GenEval" in wanted and not Path(getattr(self, name) or "").is_file() for name in files},
+        }
+        what = {"reference": "a folder of images or ADM's .npz file", "prompts": "a file of prompts for the CLIP score"}
+        for name in filter(lacking.get, lacking):
+            expected = what.get(name, "a file of a GenEval installation")
+            raise ValueError(f"settings: {name} is {getattr(self, name)!r}; expected {expected}")
 
 
 def judge_image_pipelines(models, asked):
@@ -116,115 +115,80 @@ def judge_image_pipelines(models, asked):
     protocol.check(wanted)
     subjects = find_subjects(models, asked, pipeline=True)
     with joined_processes() as state:
-        content, features = dict(_content(protocol, asked.progress and state.is_main_process)), None
-        if wanted & set(NEEDS):
-            device = choose_device(asked.device or state.device)
-            extractor = find_extractor(protocol.extractor, protocol.weights, device)
-            content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
-            features = Features(extractor, protocol, wanted, hash_of(content), asked, state)
-        return {subject.name: _Judge(subject, asked, protocol, state, features, content).run() for subject in subjects}
-
-
-def _content(protocol, progress):
-    """What of a protocol decides the scores besides extractor, model, number and seed, with hashes in place of files."""
-    for field in dataclasses.fields(protocol):
-        name, value = field.name, getattr(protocol, field.name)
-        path = Path(value or "") if name in ("reference", "prompts", "clip") else Path()
-        if path.is_file():
-            yield name, hash_file(path)
-        elif value and path != Path() and path.is_dir():
-            files = _images(path) if name == "reference" else [file for file in path.rglob("*") if file.is_file()]
-            yield name, hash_files(files, path, f"{name}: reading", progress)
-        elif name not in ("samples", "images", "extractor", "weights") and not name.startswith("geneval"):
-            yield name, value
-
-
-def _images(folder):
-    """Image files of a folder and the folders in it, sorted."""
-    return sorted(path for path in Path(folder).rglob("*") if path.suffix in PICTURES)
-
-
-class Features:
-    """What an extractor sees in images, for the scores `wanted`. content: a hash of what decides them."""
-
-    def __init__(self, extractor, protocol, wanted, content, asked, state):
-        self.extractor, self.protocol, self.wanted, self.content = extractor, protocol, wanted, content
         progress = asked.progress and state.is_main_process
-        self.how = {"batch_size": asked.batch_size, "state": state, "progress": progress}
-
-    def of(self, images, cache, what):
-        """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
-        found = extract_features(images, self.extractor, cache, what=what, **self.how)
-        for name in () if found is None else sorted(self.wanted & set(NEEDS)):
-            if NEEDS[name] not in found:
-                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
-        return found
-
-    @functools.cached_property
-    def reference(self):
-        """(features `[R, D]`, part -> `Moments`) of the reference, as far as the scores need them.
-
-        The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
-        """
-        path, moments = Path(self.protocol.reference), {}
-        if path.is_dir():
-            images = _images(path)
-        else:
-            images, moments = self._read_npz(path)
-        if images is not None and not len(images):
-            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
-        place = Path(self.protocol.samples) / f"reference-{self.content}"
-        found = (None if images is None else self.of(images, place, "reference")) or {}
-        moments |= {part: Moments.of(found[part]) for part in MOMENTS if part in found and part not in moments}
-        return found.get("features"), moments
-
-    def _read_npz(self, path):
-        """(its images, None where they are not needed, part -> `Moments`)."""
-        try:
-            with numpy.load(path, allow_pickle=False) as file:
-                moments = {
-                    part: Moments(*(torch.from_numpy(file[name]) for name in names))
-                    for part, names in MOMENTS.items()
-                    if self.extractor.genuine and set(names) <= set(file.files)
-                }
-                lacking = {name for name in self.wanted & {"FID", "sFID"} if NEEDS[name] not in moments}
-                if not lacking | (self.wanted & {"precision", "recall"}):
-                    return None, moments
-                return file["arr_0"] if "arr_0" in file.files else (), moments
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"reference: {str(path)!r} is no .npz file that can be read: {first_line(error)}"
-            ) from None
+        # what decides the scores besides model, number and seed, with hashes in place of files
+        content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
+        content |= {name: hash_place(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
+        extractor = None
+        if wanted & set(NEEDS):
+            extractor = find_extractor(
+                protocol.extractor, protocol.weights, choose_device(asked.device or state.device)
+            )
+            content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
+        return {one.name: _Judge(one, asked, protocol, state, extractor, content).run() for one in subjects}
 
 
 class _Judge(PipelineJudge):
-    """One model, one protocol. features: None where no score needs them. content: what decides the scores."""
+    """One model, one protocol. extractor: None where no score needs features. content: what decides the scores."""
 
-    def __init__(self, subject, asked, protocol, state, features, content):
+    def __init__(self, subject, asked, protocol, state, extractor, content):
         super().__init__(subject, asked, protocol, state)
-        self.features = features
+        self.extractor, self.content = extractor, content
         self.count = min(protocol.images, asked.limit or protocol.images)
         self.hash = hash_of([VERSION, self.count, content])
 
     def run(self):
         """The scores asked for; what is known is not run again."""
-        wanted, task = list(self.asked.recipe.tasks), self.protocol.name
+        wanted, task = self.asked.recipe.tasks, self.protocol.name
         labels = {name: self.label(name) for name in wanted if name != "GenEval"}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
         if "GenEval" in wanted:
             self._geneval()
-        whole = [record for record in self.subject.kept if record.limit == self.asked.limit]
+        shown = {(task, label, self.count) for label in labels.values()}
         return Results(
             r
-            for r in whole
-            if (r.task == task and r.metric in labels.values() and r.samples == self.count)
-            or (r.task == GENEVAL and "GenEval" in wanted)
+            for r in self.subject.kept
+            if r.limit == self.asked.limit
+            and ((r.task, r.metric, r.samples) in shown or (r.task == GENEVAL and "GenEval" in wanted))
         )
 
     def label(self, name):
         """A score's name in tables, which says whose features it is of."""
-        return self.features.extractor.label(name) if name in NEEDS else name
+        return self.extractor.label(name) if name in NEEDS else name
+
+    def _features(self, images, cache, what):
+        """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
+        how = {"batch_size": self.asked.batch_size, "state": self.state, "progress": self.progress, "what": what}
+        found = extract_features(images, self.extractor, cache, **how)
+        for name in () if found is None else [name for name in NEEDS if name in self.asked.recipe.tasks]:
+            if NEEDS[name] not in found:
+                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
+        return found
+
+    def _reference(self, missing):
+        """(features `[R, D]`, part -> `Moments`) of the reference, as far as the scores `missing` need them.
+
+        The moments that an .npz holds were made by Inception and count only for it; else they come from its images.
+        """
+        path, moments = Path(self.protocol.reference), {}
+        if path.is_dir():
+            images = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
+        else:
+            about = f"reference: {str(path)!r} is no .npz file that can be read"
+            with one_sentence(about), numpy.load(path, allow_pickle=False) as file:
+                stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
+                for part, names in stored.items() if self.extractor.genuine else ():
+                    moments[part] = Moments(*(torch.from_numpy(file[name]) for name in names))
+                distances = {NEEDS[name] for name in missing & {"FID", "sFID"}}
+                if distances <= set(moments) and not missing & {"precision", "recall"}:
+                    return None, moments
+                images = file["arr_0"] if "arr_0" in file.files else ()
+        if not len(images):
+            raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
+        cache = Path(self.protocol.samples) / f"reference-{hash_of(self.content)}"
+        found = self._features(images, cache, "reference") or {}
+        return found.get("features"), {part: Moments.of(found[part]) for part in MOMENTS if part in found} | moments
 
     def _plan(self):
         """One `Sample` per image; labels are drawn independently and uniformly, as in ADM's and DiT's protocols."""
@@ -240,52 +204,47 @@ class _Judge(PipelineJudge):
 
     def _make(self, folder, plan, what):
         """Sample `plan` into `folder`."""
+        identity = {"plan": hash_of([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         how = {"batch_size": self.asked.batch_size, "what": f"{self.subject.name}: {what}"}
-        self.make(folder, plan, {"plan": plan_hash(plan)}, sampling, lambda image, path: image.save(path, "PNG"), **how)
+        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **how)
 
     def _score(self, missing):
-        started, plan = time.perf_counter(), self._plan()
+        started, plan, name = time.perf_counter(), self._plan(), self.subject.name
         folder = self.folder / f"{self.protocol.name}-{self.count}"
-        if missing & set(NEEDS) - {"IS"}:
-            _ = self.features.reference  # before the images, so that what is wrong with it is said early
+        reference = None
+        if missing & set(NEEDS) - {"IS"}:  # before the images, so that what is wrong with it is said early
+            reference = self._reference(missing)
         if self.state.is_main_process:
-            logger.info("%s: %d images in %s", self.subject.name, len(plan), folder)
+            logger.info("%s: %d images in %s", name, len(plan), folder)
         self._make(folder, plan, "images")
-        paths, scores = [folder / sample.name for sample in plan], {}
+        paths, found = [folder / sample.name for sample in plan], None
         if missing & set(NEEDS):
-            found = self.features.of(paths, folder / f"features-{self.hash}", f"{self.subject.name}: features")
-            scores = self._feature_scores(missing, found) if self.state.is_main_process else {}
+            found = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
         if self.state.is_main_process:
+            scores = self._feature_scores(missing, found, reference)
             if "CLIP score" in missing:
                 scores["CLIP score"] = self._clip(plan, paths)
             self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
-    def _feature_scores(self, missing, found):
+    def _feature_scores(self, missing, found, reference):
         """name in tables -> (value, standard error, higher is better, samples). found: features of the images by name."""
         scores, count = {}, self.count
-        if missing & set(NEEDS) - {"IS"}:
-            reference, moments = self.features.reference
         for name in missing & {"FID", "sFID"}:
             part = NEEDS[name]
-            scores[name] = frechet_distance(Moments.of(found[part]), moments[part]), None, False, count
+            scores[name] = frechet_distance(Moments.of(found[part]), reference[1][part]), None, False, count
         if "IS" in missing:
             scores["IS"] = *inception_score(found["logits"], self.protocol.splits, self.seed), True, count
         if missing & {"precision", "recall"}:
-            pair = precision_recall(found["features"], reference, self.protocol.neighbors)
-            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference)), strict=True):
+            pair = precision_recall(found["features"], reference[0], self.protocol.neighbors)
+            for name, value, size in zip(("precision", "recall"), pair, (count, len(reference[0])), strict=True):
                 scores[name] = value, share_error(value, size), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
 
     def _clip(self, plan, paths):
-        from transformers import CLIPModel, CLIPProcessor
-
-        try:
-            with without_questions():
-                model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
-                processor = CLIPProcessor.from_pretrained(self.protocol.clip)
-        except LOADING_ERRORS as error:
-            raise ValueError(f"clip: {self.protocol.clip!r} cannot be loaded: {first_line(error)}") from error
+        with one_sentence(f"clip: {self.protocol.clip!r} cannot be loaded"), without_questions():
+            model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
+            processor = CLIPProcessor.from_pretrained(self.protocol.clip)
         found, size = [], self.asked.batch_size
         for start in range(0, len(plan), size):
             images = [Image.open(path).convert("RGB") for path in paths[start : start + size]]
@@ -324,10 +283,9 @@ def geneval_scores(found, expected):
     """
     if len(found) != expected:
         raise ValueError(f"GenEval judged {len(found)} images of {expected}: run it again when all are there")
-    tags = {}
+    tags, scores = {}, {}
     for row in found:
         tags.setdefault(row["tag"], []).append(row["correct"])
-    scores = {}
     for tag, right in tags.items():
         share = sum(right) / len(right)
         scores[tag] = (share, share_error(share, len(right)), True, len(right))
@@ -341,9 +299,89 @@ def _run_geneval(protocol, folder):
     out = folder.with_name(f"{folder.name}-results.jsonl")
     command = [protocol.geneval_python, protocol.geneval_script, folder, "--outfile", out]
     command += ["--model-path", protocol.geneval_detector] if protocol.geneval_detector else []
-    command = list(map(str, command))
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not out.is_file():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"GenEval's script failed ({last}): {' '.join(command)}")
+    run_program(command, f"GenEval's script {str(protocol.geneval_script)!r} failed")
     return read_json_lines(out, "tag")
+
+
+@checked
+class ClassificationProtocol:
+    """The settings of a recipe of kind "classification".
+
+    name: of the task in tables. data: a folder with one folder of images per class, or the id of a data set with the
+    columns "image" and "label". split: of a data set. processor: folder or id of an image processor, or one as an object,
+    of transformers or with a text `version` that changes when what it does changes; None: the model's own.
+    """
+
+    name: str = "images"
+    data: str | Path | None = None
+    split: str = "validation"
+    processor: object = None
+
+
+def judge_classifiers(models, asked):
+    """name -> `Results` of what was asked for. models: as `evaluate` takes them. asked: an `Asked`."""
+    protocol = read_settings(ClassificationProtocol, asked.recipe.settings)
+    if list(asked.recipe.tasks) != ["acc"]:
+        raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
+    subjects = find_subjects(models, asked)
+    processor, known = _find_processor(protocol.processor, asked)
+    pictures, numbers, data = _read_examples(protocol, asked)
+    names = list(pictures.classes()["id2label"].values())
+    task, task_hash = protocol.name, hash_of([VERSION, data, pictures.labels[numbers].tolist(), names, known])
+    compared = {}
+    for subject in subjects:
+        if not subject.knows(task, "acc", task_hash):
+            started, count, model, own = time.perf_counter(), len(numbers), subject.source, None
+            if not subject.loaded:
+                model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
+            elif processor is None:
+                raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
+            order = label_order(model.config, names)
+            share = _count_right(model.eval(), processor or own, pictures, numbers, order, asked, subject.name) / count
+            scores = {"acc": (share, share_error(share, count), True, count)}
+            subject.keep(task, scores, task_hash, started, model.device)
+        compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
+    return compared
+
+
+def _find_processor(given, asked):
+    """(an image processor, what it is known by); None twice for the model's own, which its fingerprint covers."""
+    if isinstance(given, (str, Path)):
+        with one_sentence(f"settings: processor {str(given)!r} cannot be loaded"):
+            given = AutoImageProcessor.from_pretrained(given, trust_remote_code=asked.trust_remote_code)
+    if given is None or hasattr(given, "to_json_string"):
+        return given, given and given.to_json_string()
+    if not isinstance(getattr(given, "version", None), str):
+        raise ValueError("settings: processor has no version; expected a text that changes when what it computes does")
+    return given, given.version
+
+
+def _read_examples(protocol, asked):
+    """(`Pictures`, the numbers of those to judge, hash of the bytes of a folder's images or of a data set by itself)."""
+    if not protocol.data:
+        raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
+    data, folder = str(protocol.data), Path(protocol.data)
+    pictures = open_pictures(
+        folder if folder.is_dir() else load_split(data, *hub_id(data), split=protocol.split), "test"
+    )
+    count = min(asked.limit or len(pictures), len(pictures))
+    chosen = [index * len(pictures) // count for index in range(count)]  # spread over the classes
+    identity = pictures.identity
+    if folder.is_dir():
+        identity = hash_files([pictures.items[number] for number in chosen], folder, asked.progress)
+    return pictures, chosen, identity
+
+
+def _count_right(model, processor, pictures, numbers, order, asked, what):
+    """How many of the pictures the model names right. order: the model's index of each class. what: a word for the bar."""
+    mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
+    right, size = 0, asked.batch_size
+    for start in tqdm(range(0, len(numbers), size), desc=what, unit="batch", disable=not asked.progress):
+        batch = numbers[start : start + size]
+        images = [pictures.items[number] for number in batch]
+        images = [Image.open(image) if isinstance(image, (str, Path)) else image for image in images]
+        inputs = processor(images=[image.convert(mode) for image in images], return_tensors="pt")
+        with torch.inference_mode():
+            said = model(pixel_values=inputs["pixel_values"].to(model.device, model.dtype)).logits.argmax(-1).tolist()
+        right += sum(order[label] == one for label, one in zip(pictures.labels[batch].tolist(), said, strict=True))
+    return right

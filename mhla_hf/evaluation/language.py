@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from huggingface_hub.dataclasses import strict
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -31,7 +30,7 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
-from ..checkpoints.values import at_least, read_settings
+from ..checkpoints.values import at_least, checked, read_settings
 from .needles import LEAST, THINGS, make_needles
 from .records import Result, Results, finite
 from .subjects import find_subjects, paths_of
@@ -58,8 +57,7 @@ class MHLALM(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or inner, override_bs=override_bs)
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class LanguageProtocol:
     """The settings of a recipe of kind "language" whose tasks are made to length, by `make_needles` or lm-eval's RULER.
 
@@ -100,13 +98,10 @@ class Requested:
         return found | {name: (everything, most) for name, group in groups if group.has_aggregation}
 
     def known(self, subject, window):
-        """Whether exactly what is asked for is kept under every name. window: () -> tokens."""
-        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype)
-        there = {
-            (r.task, r.task_hash, r.shots)
-            for r in subject.kept
-            if (r.limit, r.seed, r.dtype) == how and r.window == window()
-        }
+        """Whether exactly what is asked for is kept under every name. window: tokens that the model will see."""
+        how = (subject.asked.limit, seed_of(subject.asked), subject.dtype, window)
+        kept = [r for r in subject.kept if (r.limit, r.seed, r.dtype, r.window) == how]
+        there = {(r.task, r.task_hash, r.shots) for r in kept}
         return there >= {(name, *what) for name, what in self.scored.items()}
 
 
@@ -119,17 +114,17 @@ def judge_language_models(models, asked):
             raise ValueError(f"tokenizer is None; a loaded model such as {subject.name!r} needs one")
     with quiet_harness(asked.progress):
         requested = _load_recipe(protocol, subjects[0], asked)
-    shots = {name: shots for item in requested for name, (_, shots) in item.scored.items()}
+    shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
     for subject in subjects:
-        window = functools.cache(functools.partial(_window, subject, asked))
+        window = _window(subject, asked) if subject.kept else None
         missing = [item for item in requested if asked.force or not item.known(subject, window)]
         if missing:
             _judge(subject, missing, asked, max(protocol.lengths, default=0))
         else:
             logger.info("%s: every score is known already", subject.name)
         compared[subject.name] = Results(
-            r for r in subject.kept if r.limit == asked.limit and r.task in shots and r.shots == shots[r.task]
+            r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots
         )
     return compared
 
@@ -157,9 +152,8 @@ def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = paths_of(include_path)
-    for path in paths:
-        if not Path(path).is_dir():
-            raise ValueError(f"include_path {path!r} is no folder; expected one that holds task files (.yaml)")
+    if odd := [path for path in paths if not Path(path).is_dir()]:
+        raise ValueError(f"include_path {odd[0]!r} is no folder; expected one that holds task files (.yaml)")
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     if any(not manager.match_tasks([name]) for name in names):  # only then, as reading all of lm-eval's takes long
         manager = TaskManager(include_path=paths, metadata=metadata)
@@ -219,31 +213,22 @@ def seed_of(asked):
 
 def _judge(subject, missing, asked, longest):
     """Run what is missing on one model, whose records are kept after each task. longest: tokens that a task needs."""
-    if subject.loaded:
-        model, tokenizer, was_training = subject.source, asked.tokenizer, subject.source.training
-    else:
-        how = {"dtype": asked.dtype, "device": asked.device, **subject.where}
-        model, tokenizer = load_language_model(subject.source, **how)
-        was_training = False
+    how = {"dtype": asked.dtype, "device": asked.device, **subject.where}
+    loaded = (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **how)
+    (model, tokenizer), was_training = loaded, loaded[0].training
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
     try:
         with quiet_harness(asked.progress):
-            judge = MHLALM(
-                pretrained=model, tokenizer=tokenizer, batch_size=asked.batch_size, max_length=asked.max_length
-            )
+            sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
+            judge = MHLALM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would cut it, and with it perhaps what is asked for
-            raise ValueError(
-                f"settings: lengths has {longest} tokens, but the model sees {judge.max_length}; expected shorter ones, "
-                "or max_length"
-            )
+            seen = f"the model sees {judge.max_length}; expected shorter ones, or max_length"
+            raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            facts = {
-                **subject.facts(model.device, item.name),
-                "revision": getattr(model.config, "_commit_hash", None),
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "seed": seed_of(asked),
-            }
+            facts = subject.facts(model.device, item.name) | {"seed": seed_of(asked)}
+            facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
+            facts |= {"revision": getattr(model.config, "_commit_hash", None)}
             with quiet_harness(asked.progress):
                 subject.store(score(judge, item, seeds=seeds, facts=facts))
     finally:

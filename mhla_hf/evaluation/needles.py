@@ -5,6 +5,7 @@ stand in the text (`needle_recall_<tokens>`), and by writing the code (`needle_g
 by depth: `acc_back_256` is the share of right answers where the code lies about 256 tokens back.
 """
 
+import bisect
 import fnmatch
 import random
 
@@ -14,6 +15,7 @@ from lm_eval.api.task import ConfigurableTask
 ANSWER_TOKENS = 32
 LEAST = 128
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+FACT, ASK = "The code of the {} is {}.", "\n\nThe code of the {} is"
 THINGS = tuple(
     """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
     quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
@@ -34,16 +36,12 @@ def score_answer(doc, results):
     return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 
 
-KINDS = {  # in the name of the task -> its metric, and its part of lm-eval's settings
-    "recall": ("acc", {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}),
-    "generation": (
-        "exact_match",
-        {
-            "output_type": "generate_until",
-            "doc_to_target": "target",
-            "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
-        },
-    ),
+CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+ANSWER = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
+WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": ANSWER}
+KINDS = {  # in the name of the task -> its metric, how an answer is scored, and lm-eval's settings
+    "recall": ("acc", score_choice, CHOICE),
+    "generation": ("exact_match", score_answer, WRITING),
 }
 
 
@@ -64,7 +62,7 @@ def make_needles(patterns, tokenizer, *, lengths, depths=(0, 25, 50, 75, 100), i
 
 
 def _task(name, kind, rows):
-    metric, own = KINDS[kind]
+    metric, scored, own = KINDS[kind]
     metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
     return ConfigurableTask(
         config={
@@ -73,7 +71,7 @@ def _task(name, kind, rows):
             "test_split": "test",
             "num_fewshot": 0,
             "doc_to_text": "context",
-            "process_results": score_choice if kind == "recall" else score_answer,
+            "process_results": scored,
             "target_delimiter": "",
             "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
             "metadata": {"version": 1.0},
@@ -83,55 +81,42 @@ def _task(name, kind, rows):
 
 
 def make_questions(tokenizer, length, depths, items, seed):
-    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth."""
+    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth.
+
+    All have the same haystack: as many sentences of noise as fit beside the longest needles.
+    """
 
     def count(piece):
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
-    haystack = _haystack(count, length - ANSWER_TOKENS, len(depths))
+    def with_noise(sentences):
+        return " ".join(_noise(sentences) + facts) + ASK.format(longest[-1])
+
+    longest = sorted(THINGS, key=count)[-len(depths) :]
+    facts, room = [FACT.format(thing, "8888") for thing in longest], length - ANSWER_TOKENS
+    fits = bisect.bisect_right(range(room + 1), room, key=lambda sentences: count(with_noise(sentences))) - 1
+    if fits < len(depths):
+        raise ValueError(f"settings: lengths: {length} tokens are too few for {len(depths)} depths")
     return [
-        _question(haystack, length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
+        _question(_noise(fits), length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
         for item in range(items)
         for number, depth in enumerate(depths)
     ]
 
 
-def _haystack(count, tokens, needles):
-    """As many sentences of noise as fit beside the longest needles, so that all questions are nearly equally long."""
-    longest = sorted(THINGS, key=count)[-needles:]
-    facts = [_fact(thing, "8888") for thing in longest]
-
-    def noise(sentences):
-        return [NOISE[number % len(NOISE)] for number in range(sentences)]
-
-    low, high = 0, tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = count(" ".join(noise(middle) + facts) + _ask(longest[-1])) <= tokens
-        low, high = (middle, high) if fits else (low, middle - 1)
-    if low < needles:
-        raise ValueError(f"settings: lengths: {tokens + ANSWER_TOKENS} tokens are too few for {needles} depths")
-    return noise(low)
+def _noise(sentences):
+    return [NOISE[number % len(NOISE)] for number in range(sentences)]
 
 
-def _fact(thing, code):
-    return f"The code of the {thing} is {code}."
-
-
-def _ask(thing):
-    return f"\n\nThe code of the {thing} is"
-
-
-def _question(haystack, length, depths, asked, rng):
+def _question(sentences, length, depths, asked, rng):
     """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
     things = rng.sample(THINGS, len(depths))
     codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
-    sentences = list(haystack)
-    for number in reversed(range(len(depths))):
-        place = round(depths[number] / 100 * len(haystack))
-        sentences.insert(place, _fact(things[number], codes[number]))
+    places = [round(depth / 100 * len(sentences)) for depth in depths]
+    for place, thing, code in reversed(list(zip(places, things, codes, strict=True))):
+        sentences.insert(place, FACT.format(thing, code))
     return {
-        "context": " ".join(sentences) + _ask(things[asked]),
+        "context": " ".join(sentences) + ASK.format(things[asked]),
         "choices": [f" {code}" for code in codes],
         "answer": asked,
         "target": f" {codes[asked]}",

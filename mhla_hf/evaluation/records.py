@@ -16,14 +16,22 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from ..checkpoints.files import write_json
+from ..checkpoints.values import Number, checked, checked_field, read_settings
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
+ARROWS = {True: " ↑", False: " ↓", None: ""}
 
 logger = logging.getLogger("mhla_hf")
 
 
-@dataclasses.dataclass(frozen=True)
+def finite(value):
+    """A float when `value` is a finite number, else None (harnesses write "N/A", NaN or infinity)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if number else None
+
+
+@checked
 class Result:
     """One number about one model.
 
@@ -32,7 +40,7 @@ class Result:
     higher_is_better: bool or None when the harness does not say.
     shots: examples in the prompt. samples: documents scored. limit: None for the whole task, else what was asked for.
     task_version, task_hash: of the task's definition and data; when they change, the score counts as missing.
-    model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights (below).
+    model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights.
     versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
     dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
     command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: of the task's run, or None.
@@ -41,12 +49,12 @@ class Result:
 
     task: str
     metric: str
-    value: float | None
-    stderr: float | None
+    value: Number | None = checked_field(lambda value: finite(value) is not None, "a finite number or None")
+    stderr: Number | None = checked_field(lambda value: finite(value) is not None, "a finite number or None")
     higher_is_better: bool | None
     shots: int
     samples: int
-    limit: int | float | None
+    limit: Number | None
     task_version: str
     task_hash: str
     model: str
@@ -59,7 +67,7 @@ class Result:
     seed: int | str
     command: str
     date: str
-    seconds: float | None = None
+    seconds: Number | None = None
     window: int | None = None
 
     @property
@@ -69,27 +77,16 @@ class Result:
 
     @classmethod
     def from_dict(cls, values):
-        """A record from its JSON form; ValueError names what is unknown, missing or no number."""
-        try:
-            record = cls(**values)
-        except TypeError as error:  # "Result.__init__() got an unexpected keyword argument 'color'"
-            raise ValueError(f"result: {str(error).partition(' ')[2]}") from None
-        for name in ("value", "stderr"):
-            value = getattr(record, name)
-            if value is not None and finite(value) is None:
-                raise ValueError(f"result: {name} of {record.task!r} is {value!r}; expected a number or null")
-        return record
+        """A record from its JSON form; ValueError names what is unknown, missing or of another type."""
+        return read_settings(cls, values, "result: ")
 
 
-class Results:
-    """The scores of one model: a list of `Result`, read from and written to one JSON file.
+class Results(list):
+    """The scores of one model: a list of `Result` that is read from and written to one JSON file.
 
     `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces what was measured again.
     `write` goes aside and renames, so a reader never sees half a file.
     """
-
-    def __init__(self, records=()):
-        self.records = list(records)
 
     @classmethod
     def read(cls, path):
@@ -114,14 +111,14 @@ class Results:
         """
         fields = 5 if beside else 4
         replaced = {record.identity[:fields] for record in new}
-        kept = [record for record in self.records if record.identity[:fields] not in replaced]
+        kept = [record for record in self if record.identity[:fields] not in replaced]
         kept = {record.identity: record for record in [*kept, *new]}
-        self.records = sorted(kept.values(), key=lambda record: tuple(map(str, record.identity)))
+        self[:] = sorted(kept.values(), key=lambda record: tuple(map(str, record.identity)))
         return self
 
     def of(self, fingerprint):
         """A new `Results` with only the records that belong to the weights with this fingerprint."""
-        return Results(record for record in self.records if record.fingerprint == fingerprint)
+        return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task, metric, shots=None, limit=None):
         """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots.
@@ -129,25 +126,28 @@ class Results:
         Of several, that with the most samples.
         """
         wanted = (task, metric, limit)
-        found = [r for r in self.records if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
+        found = [r for r in self if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
         return max(found, key=lambda record: record.samples, default=None)
 
     def write(self, path):
         """Write all records to `path` (a file, or an existing folder), aside and renamed. Returns the file's path."""
-        path = results_path(path)
-        content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self.records]}
-        return write_json(path, content)
+        content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
+        return write_json(results_path(path), content)
 
-    def __iter__(self):
-        return iter(self.records)
 
-    def __len__(self):
-        return len(self.records)
+def results_path(path):
+    """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
+    path = Path(path)
+    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
 
 
 def hash_of(content):
     """First 16 hex digits of the sha256 of something that JSON can say."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _digest(record):
+    return hash_of(dataclasses.asdict(record))
 
 
 def _notes():
@@ -159,7 +159,7 @@ def note_measured(records):
     try:
         _notes().parent.mkdir(parents=True, exist_ok=True)
         with _notes().open("a", encoding="utf-8") as notes:
-            notes.write("".join(f"{hash_of(dataclasses.asdict(record))}\n" for record in records))
+            notes.writelines(f"{_digest(record)}\n" for record in records)
     except OSError as error:
         logger.warning("%s cannot be written (%s): these scores will be run again", _notes(), error.strerror)
 
@@ -167,20 +167,7 @@ def note_measured(records):
 def measured_here(records):
     """`Results` with those of `records` that this machine measured."""
     noted = set(_notes().read_text(encoding="utf-8").split()) if _notes().is_file() else set()
-    return Results(record for record in records if hash_of(dataclasses.asdict(record)) in noted)
-
-
-def results_path(path):
-    """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
-    path = Path(path)
-    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def finite(value):
-    """A float when `value` is a finite number, else None (harnesses write "N/A", NaN or infinity)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return Results(record for record in records if _digest(record) in noted)
 
 
 def format_score(value, stderr=None, places=4):
@@ -200,18 +187,17 @@ def score_rows(models):
     rows = []
     for identity in sorted(every, key=_natural):
         first = every[identity]
-        arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
         scores = [records.get(identity) for records in found.values()]
         cells = ["" if score is None else format_score(score.value, score.stderr) for score in scores]
-        rows.append([first.task, first.metric + arrow, str(first.shots), samples, *cells])
+        rows.append([first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples, *cells])
     return ["task", "metric", "shots", "samples", *models], rows
 
 
 def _natural(identity):
     """A sort key by which acc_back_64 comes before acc_back_128."""
-    parts = [re.split(r"(\d+)", str(field)) for field in identity]
-    return [[(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in field] for field in parts]
+    parts = re.split(r"(\d+)", " ".join(map(str, identity)))
+    return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
 
 def render_table(models, style="text"):
@@ -227,13 +213,12 @@ def render_rows(header, rows, style="text", left=2):
         safe = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
         ruler = ["---"] * left + ["---:"] * (len(header) - left)
         return "\n".join("| " + " | ".join(row) + " |" for row in [safe[0], ruler, *safe[1:]])
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = []
-    for row in [header, ["-" * width for width in widths], *rows]:
-        first = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
-        others = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
-        lines.append("  ".join(first + others).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    align = [str.ljust] * left + [str.rjust] * (len(header) - left)
+    table = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(put(*cell) for put, *cell in zip(align, row, widths, strict=True)).rstrip() for row in table
+    )
 
 
 def paper_rows(models, columns):
@@ -246,26 +231,22 @@ def paper_rows(models, columns):
     for name, records in models.items():
         found = paper_values(records, columns)
         rows.append([name, *(format_score(*found[label], places=2) if found.get(label) else "" for label in columns)])
-    arrows = [" ↓" if column.get("higher_is_better") is False else " ↑" for column in columns.values()]
-    return ["model", *(label + arrow for label, arrow in zip(columns, arrows, strict=True))], rows
+    arrows = [ARROWS[column.get("higher_is_better", True)] for column in columns.values()]
+    return ["model", *map(str.__add__, columns, arrows)], rows
 
 
 def paper_values(records, columns):
     """label -> (value, standard error) of one model for the columns of a recipe, None where there is no score."""
-    found = {label: _column(records, column) for label, column in columns.items() if "mean_of" not in column}
+    scores = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None}
+    found = {}
+    for label, column in columns.items():
+        value, error = scores.get((column.get("task"), column.get("metric")), (None, None))
+        scale = 100 if column.get("percent") else 1
+        found[label] = None if value is None else (scale * value, None if error is None else scale * error)
     for label, column in columns.items():
         parts = [found.get(part) for part in column.get("mean_of", [])]
         if parts and all(parts):
-            errors = [error for _, error in parts]
+            values, errors = zip(*parts, strict=True)
             error = None if None in errors else math.hypot(*errors) / len(parts)
-            found[label] = (math.fsum(value for value, _ in parts) / len(parts), error)
+            found[label] = (math.fsum(values) / len(parts), error)
     return found
-
-
-def _column(records, column):
-    """(value, standard error) of a column's score, in percent where the column says so; None when there is none."""
-    for record in records:
-        if (record.task, record.metric) == (column["task"], column["metric"]) and record.value is not None:
-            scale = 100 if column.get("percent") else 1
-            return scale * record.value, None if record.stderr is None else scale * record.stderr
-    return None

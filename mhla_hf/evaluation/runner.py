@@ -1,8 +1,8 @@
 """evaluate(): one call that judges language models, classifiers, image and video pipelines, one or several side by side.
 
-The recipe's kind decides who judges: `language.py` (lm-eval), `classification.py`, `images.py`, `video.py` (VBench) or
-`speed.py`. All of them give `Result` records, run only what is missing, and write after each task. The judges and what they
-need are imported when they are asked for.
+What is judged how stands in a score recipe, a YAML file; those of this package are in `recipes/` beside this file. Its kind
+decides who judges: `language.py` (lm-eval), `images.py`, `video.py` (VBench) or `speed.py`. All of them give `Result`
+records, run only what is missing, write after each task, and are imported with what they need when asked for.
 """
 
 import dataclasses
@@ -11,17 +11,16 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
-
+from ..checkpoints.files import read_yaml
 from ..checkpoints.load import choose_device
-from ..checkpoints.values import at_least, read_settings
-from .recipes import ScoreRecipe, read_score_recipe, recipe_names, with_settings
+from ..checkpoints.values import at_least, checked, read_settings
 from .records import paper_rows, render_rows, render_table
-from .subjects import paths_of, shown_path
 
+FOLDER = Path(__file__).parent / "recipes"
+COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}
 JUDGES = {
     "language": (".language", "judge_language_models"),
-    "classification": (".classification", "judge_classifiers"),
+    "classification": (".images", "judge_classifiers"),
     "image": (".images", "judge_image_pipelines"),
     "video": (".video", "judge_video_pipelines"),
     "speed": (".speed", "judge_speed"),
@@ -29,10 +28,78 @@ JUDGES = {
 LANGUAGE_ONLY = ("tokenizer", "include_path", "num_fewshot", "max_length")
 
 
+@checked
+class ScoreRecipe:
+    """How to judge.
+
+    kind: of the models. tasks: task -> examples in the prompt, or None for the task's own number; for other kinds than
+    language the metrics, with None. settings: the protocol of this kind of model, see `ImageProtocol`, `VideoProtocol`,
+    `ClassificationProtocol`, `SpeedProtocol`, `LanguageProtocol`. columns: label -> {"task", "metric", "percent",
+    "higher_is_better"} or {"mean_of": labels}; empty: no such layout. name: of a recipe of this package, else its file's.
+    changed: the settings that are not the file's.
+    """
+
+    kind: Literal["language", "classification", "image", "video", "speed"]
+    tasks: dict[str, int | None]
+    about: str = ""
+    settings: dict = dataclasses.field(default_factory=dict)
+    columns: dict[str, dict] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    changed: dict = dataclasses.field(default_factory=dict)
+
+    def validate_tasks(self):
+        """At least one, none with fewer than no examples."""
+        if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
+            raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
+
+    def validate_columns(self):
+        """Each is a score, or the mean of such columns."""
+        for label, column in self.columns.items():
+            parts = column.get("mean_of", [])
+            scored = {"task", "metric"} <= set(column)
+            if set(column) - COLUMN_KEYS or set(parts) - set(self.columns) or bool(parts) == scored:
+                raise ValueError(f"column {label!r} is {column!r}; expected task and metric, or mean_of other columns")
+
+    def with_settings(self, settings):
+        """The recipe with some settings replaced; "sampling.height" is one value of the setting "sampling"."""
+        merged = dict(self.settings)
+        for name, value in settings.items():
+            outer, dot, inner = name.partition(".")
+            if dot and not isinstance(merged.get(outer, {}), dict):
+                raise ValueError(f"settings: {name!r} is given, but {outer} holds no values by name")
+            merged[outer] = {**merged.get(outer, {}), inner: value} if dot else value
+        return dataclasses.replace(self, settings=merged, changed={**self.changed, **settings})
+
+
+def recipe_names():
+    """Names of the recipes that come with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_score_recipe(name):
+    """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
+    if isinstance(name, ScoreRecipe):
+        return name
+    own = str(name) in recipe_names()
+    path = FOLDER / f"{name}.yaml" if own else Path(name)
+    if not path.is_file():
+        raise ValueError(f"recipe {str(name)!r} is no file; expected one, or a name: {', '.join(recipe_names())}")
+    content, what = read_yaml(path, "recipe"), f"recipe {str(name)!r}: "
+    if isinstance(content, dict):
+        tasks = content.get("tasks")
+        content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
+    return read_settings(ScoreRecipe, content, what)
+
+
 class Comparison(dict):
     """name -> `Results` of what was asked for, in the order of the models; `table()` shows them side by side."""
 
     recipe = None
+
+    @property
+    def columns(self):
+        """The recipe's, of the paper's layout."""
+        return self.recipe.columns if self.recipe else {}
 
     def table(self, style="text"):
         """The scores with their standard errors. style: "text" for a terminal or "markdown"."""
@@ -40,21 +107,20 @@ class Comparison(dict):
 
     def paper_table(self, style="text"):
         """The recipe's columns in the paper's layout, one row per model; "" where there is none to fill."""
-        header, rows = paper_rows(self, self.recipe.columns if self.recipe else {})
+        header, rows = paper_rows(self, self.columns)
         return render_rows(header, rows, style=style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path):
         """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
         from .figures import plot_scores
 
-        return plot_scores(path, self, self.recipe and self.recipe.columns)
+        return plot_scores(path, self, self.columns)
 
     def __str__(self):
         return self.table()
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class Asked:
     """How the user wants it done; the fields are the arguments of `evaluate`."""
 
@@ -88,43 +154,16 @@ class Asked:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is given, which the recipe {self.recipe.name!r} does not take; expected None")
 
-    def words(self):
-        """The words of the command line that are the same for all kinds of models."""
-        names = ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision")
-        given = [(name, getattr(self, name)) for name in names]
-        given = [(name, value) for name, value in given if value is not None and (name, value) != ("dtype", "auto")]
-        given = [("include_path", shown_path(path)) for path in paths_of(self.include_path)] + given
-        words = [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
-        return words + (["--trust-remote-code"] if self.trust_remote_code else [])
-
 
 def evaluate(
-    models,
-    tasks=None,
-    *,
-    recipe=None,
-    settings=None,
-    tokenizer=None,
-    output=None,
-    include_path=None,
-    num_fewshot=None,
-    limit=None,
-    batch_size=8,
-    seed=None,
-    dtype="auto",
-    device=None,
-    max_length=None,
-    revision=None,
-    trust_remote_code=False,
-    force=False,
-    trust_scores=False,
-    progress=True,
-    command=None,
-):
+    models, tasks=None, *, recipe=None, settings=None, tokenizer=None, output=None, include_path=None, num_fewshot=None,
+    limit=None, batch_size=8, seed=None, dtype="auto", device=None, max_length=None, revision=None,
+    trust_remote_code=False, force=False, trust_scores=False, progress=True, command=None,
+):  # fmt: skip
     """Judge models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
     Args:
-        models: a folder, a Hub id or a loaded model or pipeline; or a list of folders and ids; or a dict name -> any.
+        models: a folder, a Hub id or a loaded model or pipeline; or a list of them, or a dict name -> one of them.
         tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list or one text with commas. With a recipe:
             only these of its tasks. Needed where there is no recipe.
         recipe: name of a score recipe (`table_6_language`, `table_8_longbench`, `recall`, `ruler`, `speed`,
@@ -155,47 +194,34 @@ def evaluate(
     given = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
     asked = read_settings(Asked, {field.name: given[field.name] for field in dataclasses.fields(Asked)}, "")
     choose_device(device)
-    compared = Comparison(_find_judge(asked.recipe.kind)(models, asked))
-    compared.recipe = asked.recipe
-    return compared
-
-
-def _find_judge(kind):
-    """The function that judges models of a kind. ImportError with the line that installs what is missing."""
-    module, judge = JUDGES[kind]
+    module, judge = JUDGES[asked.recipe.kind]
     try:
-        return getattr(importlib.import_module(module, __package__), judge)
+        judge = getattr(importlib.import_module(module, __package__), judge)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("mhla_hf"):
             raise
         raise ImportError(f"evaluate needs {error.name}, which is missing: pip install 'mhla_hf[eval]'") from error
-
-
-def split_names(tasks):
-    """Task names from a list or from one text with commas. ValueError when none is left."""
-    if isinstance(tasks, str):
-        tasks = tasks.split(",")
-    if not isinstance(tasks, (list, tuple)) or not all(isinstance(name, str) for name in tasks):
-        raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
-    names = [name.strip() for name in tasks if name.strip()]
-    if not names:
-        raise ValueError("tasks is empty; expected at least one task name")
-    return list(dict.fromkeys(names))
+    compared = Comparison(judge(models, asked))
+    compared.recipe = asked.recipe
+    return compared
 
 
 def _find_recipe(recipe, tasks, settings):
     """The recipe with the settings and the choice of tasks applied; language models on `tasks` where there is none."""
-    names = None if tasks is None else split_names(tasks)
+    tasks = tasks.split(",") if isinstance(tasks, str) else tasks
+    if tasks is not None and not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) for name in tasks)):
+        raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+    names = None if tasks is None else list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
+    if names == []:
+        raise ValueError("tasks is empty; expected at least one task name")
     if recipe is None:
         if names is None:
-            names = ", ".join(recipe_names())
-            raise ValueError(f"tasks is None and so is recipe; expected task names, or one of {names}")
+            known = ", ".join(recipe_names())
+            raise ValueError(f"tasks is None and so is recipe; expected task names, or one of {known}")
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
         return ScoreRecipe("language", dict.fromkeys(names))
-    recipe = with_settings(read_score_recipe(recipe), settings)
-    if names is None:
-        return recipe
-    if unknown := [name for name in names if name not in recipe.tasks]:
+    recipe = read_score_recipe(recipe).with_settings(settings or {})
+    if unknown := [name for name in names or () if name not in recipe.tasks]:
         raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})
+    return recipe if names is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})

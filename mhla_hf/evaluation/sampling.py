@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import subprocess
 from pathlib import Path
 
 import torch
@@ -19,8 +20,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from ..checkpoints.files import file_aside, write_json
-from ..checkpoints.load import choose_device, first_line, load_pipeline
-from .records import hash_of
+from ..checkpoints.load import choose_device, load_pipeline, one_sentence
 
 IDENTITY = "samples.json"
 
@@ -31,11 +31,6 @@ def joined_processes():
     state = PartialState(cpu=not torch.cuda.is_available())
     yield state
     state.wait_for_everyone()
-
-
-def share(items, state):
-    """Every n-th of `items`, so that the shares of all processes are all of them."""
-    return items[state.process_index :: state.num_processes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +47,10 @@ class PipelineJudge:
 
     def __init__(self, subject, asked, protocol, state):
         self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
-        self.seed = asked.seed or 0
+        self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or asked.device or state.device)
+        self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
         subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
 
     @functools.cached_property
@@ -62,18 +58,7 @@ class PipelineJudge:
         """Loaded when it is first needed; an object that was given stays where it is."""
         if self.subject.loaded:
             return self.subject.source
-        how = {"dtype": self.subject.dtype, "device": self.device, **self.subject.where}
-        return load_pipeline(self.subject.source, **how)
-
-    @property
-    def folder(self):
-        """Where this model's samples lie."""
-        return Path(self.protocol.samples) / self.subject.name.replace("/", "--")
-
-    @property
-    def progress(self):
-        """Whether this process shows bars."""
-        return self.asked.progress and self.state.is_main_process
+        return load_pipeline(self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.where)
 
     def make(self, folder, plan, identity, sampling, save, *, batch_size, what):
         """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
@@ -92,39 +77,45 @@ class PipelineJudge:
             claim_folder(folder, {**about, **identity})
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
-        mine = [batch for batch in share(batches, state) if not all((folder / one.name).is_file() for one in batch)]
+        mine = batches[state.process_index :: state.num_processes]
+        mine = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
         bars = getattr(pipeline, "_progress_bar_config", {})
         pipeline.set_progress_bar_config(disable=True)
         try:
-            with tqdm(total=sum(map(len, mine)), desc=what, disable=not self.progress) as bar:
-                for batch in mine:
-                    torch.manual_seed(batch[0].seed)
-                    given = {} if argument is None else {argument: [sample.condition for sample in batch]}
-                    generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
-                    made = pipeline(**given, generator=generators, **sampling)
-                    outputs = made.frames if hasattr(made, "frames") else made.images
-                    for sample, output in zip(batch, outputs, strict=True):
-                        (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
-                        with file_aside(folder / sample.name) as aside:
-                            save(output, aside)
-                    bar.update(len(batch))
+            for batch in tqdm(mine, desc=what, unit="batch", disable=not self.progress):
+                torch.manual_seed(batch[0].seed)
+                given = {} if argument is None else {argument: [sample.condition for sample in batch]}
+                generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
+                made = pipeline(**given, generator=generators, **sampling)
+                outputs = made.frames if hasattr(made, "frames") else made.images
+                for sample, output in zip(batch, outputs, strict=True):
+                    (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
+                    with file_aside(folder / sample.name) as aside:
+                        save(output, aside)
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bars})
         state.wait_for_everyone()
+
+
+def run_program(command, about, **options):
+    """stdout of another program; ValueError, which begins with `about`, with the last line of its complaint."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    if done.returncode:
+        raise ValueError(f"{about}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return done.stdout
 
 
 def claim_folder(folder, identity):
     """Make `folder` the place of samples of `identity` (a dict); ValueError when it is the place of others."""
     known = Path(folder) / IDENTITY
     if known.is_file():
-        found = json.loads(known.read_text(encoding="utf-8"))
-        wanted = json.loads(json.dumps(identity))
-        for key in sorted({*found, *wanted}):
-            if found.get(key) != wanted.get(key):
-                raise ValueError(
-                    f"samples: {str(folder)!r} holds samples with another {key} ({found.get(key)!r}, now "
-                    f"{wanted.get(key)!r}); give another folder, or delete this one"
-                )
+        found, wanted = json.loads(known.read_text(encoding="utf-8")), json.loads(json.dumps(identity))
+        if other := [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]:
+            both = f"{found.get(other[0])!r}, now {wanted.get(other[0])!r}"
+            raise ValueError(
+                f"samples: {str(folder)!r} holds samples with another {other[0]} ({both}); give another folder, or delete "
+                "this one"
+            )
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     if any(Path(folder).iterdir()):
@@ -137,20 +128,13 @@ def seed_of_sample(seed, index):
     return (seed % 2**31) * 2**32 + index
 
 
-def plan_hash(plan):
-    """Of the files to make, their conditions and seeds."""
-    return hash_of([dataclasses.astuple(sample) for sample in plan])
-
-
 def read_prompts(path):
     """Prompts of a file: one per line, or JSON lines with "prompt". ValueError when there is none."""
-    try:
-        if Path(path).suffix == ".jsonl":
-            prompts = [row["prompt"] for row in read_json_lines(path, "prompt")]
-        else:
+    if Path(path).suffix == ".jsonl":
+        prompts = [row["prompt"] for row in read_json_lines(path, "prompt")]
+    else:
+        with one_sentence(f"prompts: {str(path)!r} cannot be read"):
             prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts: {str(path)!r} cannot be read: {error}") from None
     if not prompts:
         raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt per line")
     return prompts
@@ -158,9 +142,7 @@ def read_prompts(path):
 
 def read_json_lines(path, key):
     """The objects, each with something under `key`, of a file of JSON lines; ValueError in one sentence."""
-    try:
+    with one_sentence(f"{path} is not JSON lines with {key!r}"):
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
         _ = [row[key] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not JSON lines with {key!r}: {first_line(error)}") from None
     return rows

@@ -4,13 +4,10 @@ A time is worth something only next to another, so the models of one call are ti
 carry one hash of who took part; where it differs, the card does not put them side by side.
 """
 
-import dataclasses
 import time
 
-from huggingface_hub.dataclasses import strict
-
 from ..checkpoints.load import load_language_model
-from ..checkpoints.values import at_least, read_settings
+from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import DECODE, measure_speed
 from .records import Results, hash_of
 from .subjects import find_subjects
@@ -19,8 +16,7 @@ TASK = "speed"
 METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class SpeedProtocol:
     """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
 
@@ -44,10 +40,11 @@ def judge_speed(models, asked):
     metrics = [f"{metric}_{length}" for metric in METRICS.values() for length in protocol.lengths]
     if not all(subject.knows(TASK, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        how = {"dtype": asked.dtype, "device": asked.device}
-        loaded = {
-            s.name: s.source if s.loaded else load_language_model(s.source, **how, **s.where)[0] for s in subjects
-        }
+        how, loaded = {"dtype": asked.dtype, "device": asked.device}, {}
+        for subject in subjects:
+            loaded[subject.name] = subject.source
+            if not subject.loaded:
+                loaded[subject.name] = load_language_model(subject.source, **how, **subject.where)[0]
         rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
         for subject in subjects:
             scores = {

@@ -6,7 +6,6 @@ the model's results file; what is known there for exactly this question is not r
 
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import shlex
@@ -14,10 +13,11 @@ import time
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
 
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
-from ..checkpoints.load import check_model_name, stored_dtype
-from ..checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from ..checkpoints.load import check_model_name, one_sentence, stored_dtype
+from ..checkpoints.machine import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
@@ -44,20 +44,10 @@ class Subject:
         return not isinstance(self.source, (str, Path))
 
     @property
-    def shown(self):
-        """What records call the model: the path or id, else the name."""
-        return self.name if self.loaded else shown_path(self.source)
-
-    @property
-    def commit(self):
-        """Of a Hub model, so that what is loaded is what the fingerprint says; None for others."""
-        mark, _, commit = self.fingerprint.partition(":")
-        return commit if mark == "hub" else None
-
-    @property
     def where(self):
-        """The options by which `from_pretrained` finds it."""
-        return {"revision": self.commit, "trust_remote_code": self.asked.trust_remote_code}
+        """The options by which `from_pretrained` finds it: of a Hub model the commit that its fingerprint names."""
+        mark, _, commit = self.fingerprint.partition(":")
+        return {"revision": commit if mark == "hub" else None, "trust_remote_code": self.asked.trust_remote_code}
 
     @functools.cached_property
     def kept(self):
@@ -65,7 +55,7 @@ class Subject:
         found = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         mine = measured_here(found)
         foreign = len(found) - len(mine)
-        if len(mine) and not self.asked.force:
+        if mine and not self.asked.force:
             logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
         if foreign and self.asked.trust_scores:
             logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
@@ -93,16 +83,12 @@ class Subject:
     def facts(self, device, task=None):
         """The `Result` fields that do not depend on the numbers. task: the one of the recipe's to name in the command."""
         return {
-            "model": self.shown,
-            "revision": self.commit,
+            **describe_run(self.asked.command or command_of(self, task), device),
+            "model": self.name if self.loaded else shown_path(self.source),
+            "revision": self.where["revision"],
             "fingerprint": self.fingerprint,
-            "versions": describe_versions(),
-            "commit": source_commit(),
             "dtype": self.dtype,
-            "hardware": describe_hardware(device),
             "limit": self.asked.limit,
-            "command": self.asked.command or command_of(self, task),
-            "date": now(),
         }
 
     def keep(self, task, scores, task_hash, started, device, beside=False):
@@ -110,27 +96,28 @@ class Subject:
 
         started: by time.perf_counter. beside: scores of other numbers of samples stay.
         """
-        facts = {
-            **self.facts(device),
-            "task": task,
-            "shots": 0,
-            "task_version": VERSION,
-            "task_hash": task_hash,
-            "seed": self.asked.seed or 0,
-            "seconds": round(time.perf_counter() - started, 3),
-        }
+        facts = self.facts(device) | {"task": task, "shots": 0, "task_version": VERSION, "task_hash": task_hash}
+        facts |= {"seed": self.asked.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         names = ("value", "stderr", "higher_is_better", "samples")
-        records = [
-            Result(metric=name, **dict(zip(names, score, strict=True)), **facts) for name, score in scores.items()
-        ]
-        self.store(records, beside)
+        scores = {metric: dict(zip(names, score, strict=True)) for metric, score in scores.items()}
+        self.store([Result(metric=metric, **score, **facts) for metric, score in scores.items()], beside)
 
 
 def command_of(subject, task=None):
     """The shell line that gives the scores of a recipe, or of one of its tasks, again."""
     asked, recipe = subject.asked, subject.asked.recipe
-    tasks = ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
-    return shlex.join(["mhla-hf", "evaluate", subject.shown, *recipe.words(shown_path), *tasks, *asked.words()])
+    model = subject.name if subject.loaded else shown_path(subject.source)
+    words = ["mhla-hf", "evaluate", model, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
+    for name, value in recipe.changed.items():
+        value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
+        words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]
+    words += ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
+    for path in paths_of(asked.include_path):
+        words += ["--include-path", shown_path(path)]
+    for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
+        if (value := getattr(asked, name)) is not None and (name, value) != ("dtype", "auto"):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words + ["--trust-remote-code"] * asked.trust_remote_code)
 
 
 def paths_of(given):
@@ -140,33 +127,35 @@ def paths_of(given):
 
 def find_subjects(models, asked, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
+    models, output = named_models(models), asked.output and Path(asked.output)
+    single_file = str(output).endswith(".json")
+    if single_file and len(models) > 1:
+        raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
+    files = {
+        name: output and (output if single_file else output / f"{name.replace('/', '--')}.json") for name in models
+    }
+    return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
+
+
+def named_models(models):
+    """name -> model: a folder's name, with that of the folder above before it where two are alike; an id; or a class's.
+
+    models: one or a list of folders, ids and objects, or a dict. ValueError: none, or two of one name.
+    """
     if not isinstance(models, dict):
-        models = _named(models if isinstance(models, (list, tuple)) else [models])
+        several = models if isinstance(models, (list, tuple)) else [models]
+        parts = [(type(model).__name__,) for model in several]
+        for place, model in enumerate(several):
+            if isinstance(model, (str, Path)):
+                parts[place] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
+        last = [part[-1] for part in parts]
+        names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
+        if alike := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models: {alike[0]!r} is given twice; expected each once, or a dict of names and models")
+        models = dict(zip(names, several, strict=True))
     if not models:
         raise ValueError("models is empty; expected at least one folder, Hub id or model")
-    single_file = str(asked.output).endswith(".json")
-    if single_file and len(models) > 1:
-        raise ValueError(f"output {str(asked.output)!r} is one file for {len(models)} models; expected a folder")
-    found = []
-    for name, model in models.items():
-        target = asked.output and Path(asked.output)
-        if target and not single_file:
-            target = target / f"{str(name).replace('/', '--')}.json"
-        found.append(_subject(str(name), model, target, asked, pipeline))
-    return found
-
-
-def _named(models):
-    """name -> model: folders of one name get that of the folder above in front, and what is left a number."""
-    named = {}
-    for model in models:
-        parts = (type(model).__name__,)
-        if isinstance(model, (str, Path)):
-            parts = Path(model).resolve().parts if Path(model).exists() else (str(model),)
-        name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        named[next(one for one in itertools.chain([name], numbered) if one not in named)] = model
-    return named
+    return {str(name): model for name, model in models.items()}
 
 
 def _subject(name, model, target, asked, pipeline):
@@ -180,7 +169,8 @@ def _subject(name, model, target, asked, pipeline):
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            fingerprint = _hub_fingerprint(source, asked.revision)
+            with one_sentence(f"model {source!r} is no folder here, and the Hub does not give it"):
+                fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
         right = isinstance(getattr(model, "components", None), dict) if pipeline else isinstance(model, torch.nn.Module)
         if not right:
@@ -192,18 +182,6 @@ def _subject(name, model, target, asked, pipeline):
         check_writable(target)
         Results.read(target)
     return Subject(name, model, fingerprint, dtype, target, asked)
-
-
-def _hub_fingerprint(name, revision):
-    """ "hub:" + the commit that `revision` of a Hub model is now. ValueError when the Hub does not give it."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    try:
-        return f"hub:{HfApi().model_info(name, revision=revision).sha}"
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {name!r} is no folder here, and the Hub does not give it: {reason}") from error
 
 
 def check_writable(target):

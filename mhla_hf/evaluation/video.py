@@ -6,24 +6,23 @@ a total is refused while one of the dimensions it is made of is missing (upstrea
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import logging
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from huggingface_hub.dataclasses import strict
-
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import folder_aside, write_json
-from ..checkpoints.values import at_least, read_settings
+from ..checkpoints.load import one_sentence
+from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results, finite, hash_of
-from .sampling import PipelineJudge, Sample, joined_processes, seed_of_sample
+from .sampling import PipelineJudge, Sample, joined_processes, run_program, seed_of_sample
 from .subjects import find_subjects
 
 logger = logging.getLogger("mhla_hf")
@@ -44,19 +43,18 @@ bench = VBench(torch.device(device), info, out)
 bench.evaluate(videos_path=videos, name=dimension, dimension_list=[dimension], mode="vbench_standard")
 """
 # dimension -> (weight, least, most): what upstream scales a dimension's average by, in upstream's order
+WHOLE = (1, 0.0, 1.0)
 QUALITY = {
     "subject_consistency": (1, 0.1462, 1.0),
     "background_consistency": (1, 0.2615, 1.0),
     "temporal_flickering": (1, 0.6293, 1.0),
     "motion_smoothness": (1, 0.706, 0.9975),
-    "aesthetic_quality": (1, 0.0, 1.0),
-    "imaging_quality": (1, 0.0, 1.0),
+    "aesthetic_quality": WHOLE,
+    "imaging_quality": WHOLE,
     "dynamic_degree": (0.5, 0.0, 1.0),
 }
 SEMANTIC = {
-    **dict.fromkeys(
-        ("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), (1, 0.0, 1.0)
-    ),
+    **dict.fromkeys(("object_class", "multiple_objects", "human_action", "color", "spatial_relationship"), WHOLE),
     "scene": (1, 0.0, 0.8222),
     "appearance_style": (1, 0.0009, 0.2855),
     "temporal_style": (1, 0.0, 0.364),
@@ -66,8 +64,7 @@ DIMENSIONS = (*QUALITY, *SEMANTIC)
 TOTALS = ("quality", "semantic", "total")
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class VideoProtocol:
     """How videos are made and judged; the settings of a recipe of kind "video".
 
@@ -134,30 +131,17 @@ class Bench:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"python {self.python!r}: vbench failed: {last}")
-        return done.stdout
+            return run_program(command, f"python {self.python!r}: vbench failed", env=environment, cwd=place)
 
     def judge(self, dimension, entries, videos, out, device):
         """(average, values of the videos) of a dimension. videos: folder that holds those of `entries` and nothing else."""
         with folder_aside(Path(out).resolve() / dimension, replace=True) as aside:
             write_json(aside / "info.json", entries)
             self._run(JUDGE, videos, aside / "info.json", aside, dimension, device)
-        return read_vbench(Path(out) / dimension / f"{dimension}_eval_results.json", dimension)
-
-
-def read_vbench(path, dimension):
-    """(average, values of the videos) of a dimension from vbench's JSON; ValueError when it is not there."""
-    try:
-        average, videos = json.loads(Path(path).read_text(encoding="utf-8"))[dimension]
-        values = [video["video_results"] for video in videos]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what vbench writes for {dimension}: {type(error).__name__}") from None
-    if finite(average) is None:
-        raise ValueError(f"{path}: the average of {dimension} is {average!r}; expected a number")
-    return average, values
+        path = Path(out) / dimension / f"{dimension}_eval_results.json"
+        with one_sentence(f"{path} is not what vbench writes for {dimension}"):
+            average, found = json.loads(path.read_text(encoding="utf-8"))[dimension]
+            return float(average), [video["video_results"] for video in found]
 
 
 class _Judge(PipelineJudge):
@@ -186,10 +170,8 @@ class _Judge(PipelineJudge):
                 logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
                 self._judge(dimension)
             self._keep_totals()
-        names = {*wanted, *TOTALS}
-        return Results(
-            r for r in self.subject.kept if r.task == TASK and r.metric in names and r.limit == self.asked.limit
-        )
+        shown = {(TASK, name, self.asked.limit) for name in (*wanted, *TOTALS)}
+        return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in shown)
 
     def _make(self, dimensions):
         """Videos of all prompts of the dimensions that are missing."""
@@ -205,18 +187,13 @@ class _Judge(PipelineJudge):
             if prompt in needed
             for i in range(self.protocol.videos)
         ]
-        fps = self.protocol.fps
+        fps, folder, name = self.protocol.fps, self.folder / TASK, self.subject.name
         if self.state.is_main_process:
-            logger.info("%s: %d videos in %s", self.subject.name, len(plan), self.folder / TASK)
-        self.make(
-            self.folder / TASK,
-            plan,
-            {"seed": self.seed, "fps": fps, "prompts": hash_of(self.spoken)},
-            {"output_type": "np", **self.protocol.sampling},
-            lambda frames, path: save_video(frames, path, fps),
-            batch_size=1,
-            what=f"{self.subject.name}: videos",
-        )
+            logger.info("%s: %d videos in %s", name, len(plan), folder)
+        identity = {"seed": self.seed, "fps": fps, "prompts": hash_of(self.spoken)}
+        save = functools.partial(save_video, fps=fps)
+        sampling = {"output_type": "np", **self.protocol.sampling}
+        self.make(folder, plan, identity, sampling, save, batch_size=1, what=f"{name}: videos")
 
     def _judge(self, dimension):
         started, entries = time.perf_counter(), self.entries(dimension)
@@ -227,24 +204,18 @@ class _Judge(PipelineJudge):
             average, values = self.bench.judge(dimension, entries, place, self.folder / "vbench-results", self.device)
         if len(values) < len(names):
             raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
-        scores = {dimension: (float(average), _spread(average, values), True, len(values))}
+        scores = {dimension: (average, _spread(average, values), True, len(values))}
         self.subject.keep(TASK, scores, self.hash, started, self.device)
 
     def _keep_totals(self):
         """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
-        found = {
-            record.metric: record
-            for record in self.subject.kept
-            if (record.task, record.task_hash) == (TASK, self.hash) and (record.limit, record.seed) == (None, self.seed)
-        }
-        if self.asked.limit or self.protocol.videos != 5:
-            logger.info("%s: no total for a part of VBench's videos", self.subject.name)
+        wanted = (TASK, self.hash, None, self.seed)
+        found = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == wanted}
+        averages = {name: found[name].value for name in DIMENSIONS if name in found}
+        if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
+            logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
             return
-        try:
-            totals = vbench_totals({name: found[name].value for name in DIMENSIONS if name in found})
-        except ValueError as error:
-            logger.info("%s: %s", self.subject.name, error)
-            return
+        totals = vbench_totals(averages)
         if totals != {name: found[name].value for name in TOTALS if name in found}:
             samples = sum(found[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}

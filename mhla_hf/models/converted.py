@@ -2,17 +2,18 @@
 
 from torch import nn
 
-from ..nn.core import MHLA
-from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
-from .attention import MHLAMixer, install_mhla
+from .attention import MHLAMixer
+from .converted_dense import install_matrices
+from .converted_local import install_decays
 from .families import LANGUAGE
 from .overlay import MHLAHeadMixin, overlay_named
 
 
 def install_by_form(model: nn.Module, settings: MHLASettings) -> None:
     """`install_mhla` with the core that these settings ask for."""
-    install_mhla(model, settings, DecayMHLA if settings.mixing_form == "decay" else MHLA)
+    install = install_decays if settings.mixing_form == "decay" else install_matrices
+    install(model, settings)
 
 
 class MHLALanguageMixin(MHLAHeadMixin):
@@ -21,8 +22,8 @@ class MHLALanguageMixin(MHLAHeadMixin):
     install = staticmethod(install_by_form)
 
     def entry_to_save(self) -> str:
-        """A checkpoint by decays carries nothing of the other form."""
-        return "models.converted_local" if self.config.mhla["mixing_form"] == "decay" else self.source_entry
+        """A checkpoint carries one form and nothing of the other."""
+        return f"models.converted_{'local' if self.config.mhla['mixing_form'] == 'decay' else 'dense'}"
 
 
 def __getattr__(name: str):

@@ -9,25 +9,24 @@ card is true when rendering it again gives the same bytes (`check_card`). The re
 """
 
 import dataclasses
-import itertools
-import math
 import re
 from pathlib import Path
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..checkpoints.files import read_yaml, write_json, write_text
-from ..checkpoints.save import CARD_FILE, read_json
-from ..evaluation.records import Result, Results, format_score, render_rows, render_table
-from ..evaluation.speed import TASK as SPEED
+from ..checkpoints.files import read_json, read_yaml, write_json, write_text
+from ..checkpoints.save import CARD_FILE
+from ..checkpoints.values import read_settings
+from ..evaluation.records import Result, format_score, render_table
 from . import facts as known
-from .facts import DEPTH, OWN, TEACHER, Facts, Person, Row, generates, read_person, recalls
+from .facts import OWN, TEACHER, Facts, Person, part_of, read_person
 
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["mhla", "linear-attention", "custom_code"]
-MEASURES = {"ms": "faster", "mib": "smaller"}  # unit -> better
+SCORES = ("Quality", "Recall", "Generation")
+PARTS = (*SCORES, "Recall by depth")
 
 
 def write_card(folder, *, name, base_model=None, compared=None, license=None, **person) -> Path:
@@ -52,7 +51,7 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
     measured = known.read_folder(folder, records)
     terms = {key: person.pop(key, None) for key in ("license_name", "license_link")}
     terms = known.find_license(base_model, compared.get(TEACHER), license, **terms)
-    person = known.read_as(Person, {"name": name, "base_model": base_model, **terms, **person}, "card")
+    person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person}, "card: ")
     text = render_card(known.make_facts(measured, person, folder))
     kept = {"format_version": known.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
     write_json(folder / known.PERSON_FILE, kept)
@@ -62,7 +61,7 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
 def folder_card(folder, weights: bool = True) -> str:
     """README.md as the files in `folder` give it; `weights`: see `read_folder`."""
     person, compared = read_person(folder)
-    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person, Path(folder)))
+    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person, folder))
 
 
 def check_card(folder) -> None:
@@ -78,11 +77,10 @@ def compare_card(path: Path, text: str) -> None:
 
 def shelf_facts(root, name: str) -> Facts:
     """What the card of `name` on the shelf may say."""
-    path, person = Path(root, RESULTS, f"{name}.json"), Path(root, f"{name}.yaml")
-    measured = read_json(path)
-    if measured is None:
+    path = Path(root, RESULTS, f"{name}.json")
+    if (measured := read_json(path)) is None:
         raise ValueError(f"{path} does not exist: a card says what was measured")
-    return known.make_facts(measured, known.read_as(Person, read_yaml(person, "card"), person), path)
+    return known.make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person), path)
 
 
 def render_shelf(root, check: bool = False) -> list[Path]:
@@ -111,16 +109,14 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
 def plain_card(folder, name: str, base_model, terms: dict) -> str:
     """README.md for a saved model of which nothing was measured: what it is, how to load it, and no number.
 
-    folder: of the model. name: the Hub id it will have. base_model: Hub id of the softmax original, or None. terms: as
-    `find_license` gives them.
+    name: the Hub id it will have. base_model: Hub id of the softmax original, or None. terms: as `find_license` gives them.
     """
     return render_card(Facts(*known.read_model(folder), Person(name, base_model, **terms)))
 
 
 def render_card(facts: Facts) -> str:
     """README.md for `facts`: YAML front matter, then the sections in the order in which a reader asks."""
-    person, data = facts.person, ((facts.train and facts.train.data) or {}).get("name")
-    scores = _index(facts)
+    person, scores = facts.person, _index(facts)
     front = ModelCardData(
         base_model=person.base_model,
         base_model_relation=None if person.base_model is None else "finetune",
@@ -134,23 +130,23 @@ def render_card(facts: Facts) -> str:
         language=person.language or None,
         **({"model_name": person.name.split("/")[-1], "eval_results": scores} if scores else {}),
     )
+    teacher = {TEACHER: facts.compared[TEACHER]} if TEACHER in facts.compared else {}
+    columns = {**teacher, OWN: facts.records, **facts.compared}
+    parts = {
+        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS
+    }
     text = ModelCard.from_template(
         front,
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         facts=facts,
         own="linear attention" if facts.family and facts.family.linear else "softmax",  # of the layers that were kept
-        taught=TEACHER in facts.compared or (facts.train is not None and facts.train.teacher is not None),
-        scores=_scores(facts),
-        changes=_changes(facts),
-        timed=_timed(facts),
-        crossover=crossover,
-        lost=_lost(facts),
-        cache_ratio=cache_ratio,
+        scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
+        columns={label: {record.identity: record for record in found} for label, found in columns.items()},
+        part_of=part_of,
+        score=format_score,
         absent=known.not_measured(facts.records),
-        # the last part of a path: where the data lay on the author's machine is nobody's business
-        data=Path(data).name if data and Path(data).is_absolute() else data,
-        measured=_measured(facts),
-        versions=_versions,
+        measured=_measured(columns),
+        timed=lambda what, unit: _timed(facts, what, unit),
     )
     return re.sub(r"\n{3,}", "\n\n", str(text)).strip() + "\n"
 
@@ -168,126 +164,21 @@ def _index(facts: Facts) -> list[EvalResult]:
             metric_args={"shots": record.shots, "samples": record.samples, "stderr": record.stderr},
         )
         for record in facts.records
-        if record.limit is None and record.value is not None and is_score(record)
+        if record.limit is None and record.value is not None and part_of(record) in SCORES
     ]
 
 
-def _versions(versions: dict) -> str:
-    return ", ".join(f"{library} {version}" for library, version in sorted(versions.items()))
-
-
-def is_score(record: Result) -> bool:
-    """Whether a record is a quality of its own: neither a part of one by depth, nor a time."""
-    return DEPTH not in record.metric and record.task != SPEED
-
-
-PARTS = {
-    "Quality": lambda record: is_score(record) and not (generates(record) or recalls(record)),
-    "Recall": recalls,
-    "Generation": generates,
-}
-
-
-def _columns(facts: Facts) -> dict[str, list[Result]]:
-    """The models of the tables: the teacher, this one, then the others as they were given."""
-    teacher = {label: facts.compared[label] for label in facts.compared if label == TEACHER}
-    return {**teacher, OWN: facts.records, **facts.compared}
-
-
-def _scores(facts: Facts) -> dict[str, str]:
-    """Title -> table of the models side by side: quality, recall, generation, recall by the distance to the fact."""
-    models, tables = _columns(facts), {}
-    for title, belongs in PARTS.items():
-        chosen = {label: Results(filter(belongs, records)) for label, records in models.items()}
-        if any(len(records) for records in chosen.values()):
-            tables[title] = render_table(chosen, style="markdown")
-    deep: dict[tuple, dict[str, Result]] = {}
-    for label, record in ((label, record) for label, records in models.items() for record in records):
-        metric, _, back = record.metric.partition(DEPTH)
-        if back.isdecimal():
-            deep.setdefault((record.task, metric, int(back), str(record.limit)), {})[label] = record
-    if deep:
-        header = ["task", "metric", "tokens back", "samples", *models]
-        rows = []
-        for (task, metric, back, _), cells in sorted(deep.items()):
-            scores = [format_score(cells[name].value, cells[name].stderr) if name in cells else "" for name in models]
-            rows.append([task, metric, str(back), str(next(iter(cells.values())).samples), *scores])
-        tables["Recall by depth"] = render_rows(header, rows, "markdown", left=len(header))
-    return tables
-
-
-def _changes(facts: Facts) -> str | None:
-    """The table of changes against the teacher, "" without a pair of scores; None without a teacher."""
-    models = {label: {record.identity: record for record in records} for label, records in _columns(facts).items()}
-    teacher, rows = models.pop(TEACHER, None), []
-    for before in filter(is_score, (teacher or {}).values()):
-        cells = [_change(before, records.get(before.identity)) for records in models.values()]
-        rows += [[before.task, before.metric, *cells]] if any(cells) else []
-    header = ["task", "metric", *models]
-    return None if teacher is None else render_rows(header, rows, "markdown", left=len(header)) if rows else ""
-
-
-def _change(before: Result, after: Result | None) -> str:
-    """Relative change in percent, with its error where both have one; "" without two values or when the first is zero."""
-    if after is None or not before.value or after.value is None:
-        return ""
-    text = f"{100 * (after.value - before.value) / abs(before.value):+.2f} %"
-    if before.stderr is None or after.stderr is None:
-        return text
-    error = math.hypot(after.stderr, before.stderr * after.value / before.value) / abs(before.value)
-    return f"{text} ± {100 * error:.2f} %"
-
-
-def _lost(facts: Facts) -> list[str]:
-    """The scores that are worse than the teacher's by more than two standard errors (of both, independent; unknown: 0)."""
-    lost, own = [], {record.identity: record for record in facts.records if record.task != SPEED}
-    for before in facts.compared.get(TEACHER, ()):
-        after = own.get(before.identity)
-        if after is not None and None not in (before.value, after.value, before.higher_is_better):
-            worse = (before.value - after.value) * (1 if before.higher_is_better else -1)
-            if worse > 2 * math.hypot(before.stderr or 0.0, after.stderr or 0.0):
-                scores = f"{format_score(before.value)} → {format_score(after.value)}"
-                lost.append(f"{before.metric} of {before.task} ({scores})")
-    return lost
-
-
-def _timed(facts: Facts) -> list[tuple[str, str, list[Row]]]:
-    """(what was measured, "ms" or "mib", its rows by length)."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for unit, row in itertools.product(MEASURES, facts.speed.rows if facts.speed else ()):
-        if getattr(row, f"mhla_{unit}") is not None:
-            groups.setdefault((row.what, unit), []).append(row)
-    return [(*what, sorted(rows, key=lambda row: row.length)) for what, rows in groups.items()]
-
-
-def crossover(rows: list[Row], unit: str = "ms") -> str:
-    """From which measured length on MHLA needs less, in words; `rows` are sorted by length."""
-    better, lengths = MEASURES[unit], [row.length for row in rows]
-    worse = [row.length for row in rows if getattr(row, f"mhla_{unit}") >= getattr(row, f"softmax_{unit}")]
-    after = [length for length in lengths if length > max(worse, default=0)]
-    if not worse:
-        return f"MHLA is {better} at every length measured, from {after[0]} on."
-    if worse == lengths:
-        return f"softmax attention is {better} at every length measured, up to {worse[-1]}."
-    rest = f"; MHLA from {after[0]} on." if after else ", the longest length measured."
-    return f"softmax attention is {better} at {', '.join(map(str, worse))}{rest}"
-
-
-def cache_ratio(config: dict) -> float:
-    """Bytes of a block's summary in a language model's cache (fp32), over those of its tokens' keys and values."""
-    mhla = config["mhla"]
-    key = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    value = config.get("value_dim") or key
-    features = 2 * key if mhla["feature_map"] == "hedgehog" else key
-    each = 2 if config.get("dtype") in ("bfloat16", "float16") else 4
-    return 4 * features * (value + (mhla["normalize"] is True)) / (each * mhla["block_size"] * (key + value))
-
-
-def _measured(facts: Facts) -> dict[str, dict[tuple, dict[str, None]]]:
-    """How the scores came about: circumstances -> (model, commit, date, command) -> tasks."""
-    groups: dict[str, dict[tuple, dict[str, None]]] = {}
-    for label, record in ((label, record) for label, records in _columns(facts).items() for record in records):
-        around = f"{record.dtype} on {record.hardware}; seed {record.seed}; {_versions(record.versions)}"
-        made = (label, record.commit, record.date, record.command)
-        groups.setdefault(around, {}).setdefault(made, {})[record.task] = None
+def _measured(columns: dict[str, list[Result]]) -> dict[tuple, dict[tuple, list[str]]]:
+    """How the scores came about: (dtype, hardware, seed, versions) -> (model, commit, date, command) -> tasks."""
+    groups: dict[tuple, dict[tuple, list[str]]] = {}
+    for label, record in ((label, record) for label, records in columns.items() for record in records):
+        around = (record.dtype, record.hardware, record.seed, tuple(sorted(record.versions.items())))
+        tasks = groups.setdefault(around, {}).setdefault((label, record.commit, record.date, record.command), [])
+        tasks += [record.task] if record.task not in tasks else []
     return groups
+
+
+def _timed(facts: Facts, what: str | None, unit: str) -> list[dict]:
+    """The rows of speed.json that measure `what` (None: anything) in "ms" or "mib", by length."""
+    rows = [row for row in (facts.speed or {"rows": []})["rows"] if row.get(f"mhla_{unit}") is not None]
+    return sorted((row for row in rows if what in (None, row["what"])), key=lambda row: row["length"])

@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.checksums import NOTED, SUMS_FILE, without_origin
 from ..checkpoints.clean_process import check_visit
+from ..checkpoints.files import read_json, write_json, write_text
+from ..checkpoints.fingerprint import PIPELINE
 from ..checkpoints.load import check_shards
-from ..checkpoints.save import CARD_FILE, INDEX, RECORDS, VOCABULARIES, saved_files
+from ..checkpoints.save import CARD_FILE, RECORDS, VOCABULARIES, saved_files
 from .card import check_card, folder_card
 from .facts import PERSON_FILE, not_measured, read_model, read_person, read_records
 from .leaks import check_leaks, cut_record, strings
@@ -47,7 +49,7 @@ def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tupl
     if not folder.is_dir():
         raise ValueError(f"folder must be a saved model's directory, got {str(folder)!r}")
     paths = list_files(folder)
-    left = tuple(_list_left(folder, {*paths, SUMS_FILE}))
+    left = list_left(folder, paths)
     if left:
         logger.warning("push: no part of the model, so these stay in %s: %s", folder, ", ".join(map(ascii, left)))
     for path in paths:
@@ -78,14 +80,13 @@ def list_files(folder: Path) -> list[str]:
     return sorted(file.relative_to(folder).as_posix() for file in files)
 
 
-def _list_left(folder: Path, shared: set[str], below: str = ""):
+def list_left(folder: Path, paths: list[str]) -> tuple[str, ...]:
     """What is not shared, a folder of which nothing is by its own name."""
-    for entry in sorted((folder / below).iterdir()):
-        path = f"{below}{entry.name}"
-        if any(name.startswith(f"{path}/") for name in shared):
-            yield from _list_left(folder, shared, f"{path}/")
-        elif path not in shared:
-            yield path
+    shared = {above for path in (*paths, SUMS_FILE) for above in (folder / path, *(folder / path).parents)}
+    entries = (
+        entry for place in shared if place.is_dir() and place.is_relative_to(folder) for entry in place.iterdir()
+    )
+    return tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries if entry not in shared))
 
 
 def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None, draft: bool) -> None:
@@ -97,15 +98,16 @@ def _check(place: Path, paths: list[str], card: str | None, repo_id: str | None,
     dtype = check_weights(place)
     _check_card(place, card, repo_id)
     for name in set(RECORDS) & set(paths):
-        cut = cut_record(json.loads((place / name).read_text(encoding="utf-8")))
-        (place / name).write_text(json.dumps(cut, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(place / name, cut_record(read_json(place / name)))
     if PERSON_FILE in paths:  # of the records as they are sent, so that whoever gets them can check the card
-        (place / CARD_FILE).write_text(folder_card(place, weights=False), encoding="utf-8", newline="\n")
+        write_text(place / CARD_FILE, folder_card(place, weights=False))
     for path in {*texts, CARD_FILE}:
         if not path.endswith(".py"):  # that is this package's
             check_leaks(path, (place / path).read_bytes())
-    if kind == "language" and config["model_type"] != "mhla" and not draft:
-        _check_measured(place)
+    judged = kind == "language" and config["model_type"] != "mhla" and not draft
+    if judged and (absent := not_measured(read_records(place) if PERSON_FILE in paths else [])):
+        lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
+        raise ValueError(f"{place}: {lacks}: evaluate it and write the card again, or push it as a draft")
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
 
 
@@ -114,38 +116,38 @@ def _check_format(place: Path, path: str) -> None:
     file, data = place / path, (place / path).read_bytes()
     if file.suffix == ".model":
         if not TOKENS.match(data):
-            raise ValueError(f"{file} does not begin as a {file.suffix} file does")
+            raise ValueError(f"{file} does not begin as a .model file does")
         return
     try:
         text = data.decode()
         content = json.loads(text) if file.suffix == ".json" else None
+        if content is not None and file.name not in (*VOCABULARIES, *RECORDS):
+            _check_references(place, path, content)
         made = build_bundle(check_bundle(text)["entry"]) if file.suffix == ".py" else text
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     if made != text:  # its hash says only that it is whole: anybody can hash a text anew
         raise ValueError(f"{file} is not the source that this mhla_hf makes: load the model with it and save it again")
-    if content is not None and file.name not in (*VOCABULARIES, *RECORDS):
-        _check_references(place, path, content)
 
 
 def _check_references(place: Path, path: str, content) -> None:
     """Names in a JSON file that point to code, files or libraries lead to something in the folder."""
     file = place / path
-    for name, value in content.items() if path == INDEX else ():
+    for name, value in content.items() if path == PIPELINE else ():
         library = value[0] if not name.startswith("_") and isinstance(value, list) and len(value) == 2 else None
         if library not in (None, "diffusers", "transformers") and not (place / name / f"{library}.py").is_file():
-            raise ValueError(f"{path}: {name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
+            raise ValueError(f"{name} comes from {library!r}, expected a modeling_mhla*.py in {name}/")
         if name == "_class_name" and not isinstance(value, str):
-            raise ValueError(f"{path}: _class_name is {value!r}, expected the name of a pipeline of diffusers")
+            raise ValueError(f"_class_name is {value!r}, expected the name of a pipeline of diffusers")
     for key, value in strings(content):
         if "auto_map" in key.split("."):
             found = REFERENCE.fullmatch(value)
             if not found or not file.with_name(f"{found[1]}.py").is_file():
-                raise ValueError(f"{path}: {key} is {value!r}, expected a class of a modeling_mhla*.py in this folder")
+                raise ValueError(f"{key} is {value!r}, expected a class of a modeling_mhla*.py in this folder")
         elif FOREIGN & set(key.split(".")) or ELSEWHERE.fullmatch(value.strip()):
-            raise ValueError(f"{path}: {key} is {value!r}, which is code of another repository")
+            raise ValueError(f"{key} is {value!r}, which is code of another repository")
         elif file.name in NOTED and LEADS_OUT.search(value):
-            raise ValueError(f"{path}: {key} is {value!r}, which leads out of the folder")
+            raise ValueError(f"{key} is {value!r}, which leads out of the folder")
 
 
 def check_weights(place: Path) -> str:
@@ -174,7 +176,7 @@ def _check_card(place: Path, card: str | None, repo_id: str | None) -> None:
     """README.md is valid, and where mhla_hf wrote it, true; `card` is written where there is none."""
     file = place / CARD_FILE
     if card is not None and not file.exists():
-        file.write_text(card, encoding="utf-8", newline="\n")
+        write_text(file, card)
     if not file.exists():
         raise ValueError(f"{file} does not exist: write it with mhla_hf.share.card.write_card, or give license")
     try:
@@ -188,13 +190,3 @@ def _check_card(place: Path, card: str | None, repo_id: str | None) -> None:
         name = read_person(place)[0].name
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
-
-
-def _check_measured(place: Path) -> None:
-    """A converted language model says how well it recalls and how well it writes."""
-    records = read_records(place) if (place / PERSON_FILE).is_file() else []
-    if absent := not_measured(records):
-        raise ValueError(
-            f"{place}: the card of a converted language model has no result for {' and '.join(absent)}: evaluate it and"
-            " write the card again, or push it as a draft"
-        )

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    validate_repo_id,
-)
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from ..checkpoints.checksums import SUMS_FILE, render_sums
 from ..checkpoints.files import SHARD_SIZE
@@ -95,9 +90,8 @@ def push(
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         card = _plain_card(folder, repo_id, license, base_model)
         left = stage_folder(folder, aside / "model", repo_id=repo_id, card=card, draft=draft)
-        if not progress and not are_progress_bars_disabled():
-            disable_progress_bars()
-            stack.callback(enable_progress_bars)
+        if not progress:
+            stack.enter_context(disable_progress_bars())
         options = {"private": private, "create_pr": create_pr, "tags": tags, "revision": revision}
         return dataclasses.replace(send(aside / "model", repo_id, **options, message=message, token=token), left=left)
 

@@ -127,8 +127,8 @@ def test_folded_code_gives_the_packages_numbers(tmp_path, monkeypatch):
 
 def test_deterministic_in_another_process(tmp_path):
     text = folded(tmp_path, CHAIN)
-    code = (
-        "import sys, pathlib; from mhla_hf.checkpoints.bundle import fold; "
+    code = (  # an import as of the command, which registers nothing
+        "import sys, pathlib; sys.argv = ['mhla-hf']; from mhla_hf.checkpoints.bundle import fold; "
         f"sys.stdout.write(fold(pathlib.Path({str(tmp_path / 'toy')!r}), 'models.toy', ('transformers',)))"
     )
     environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(sys.path)}
@@ -193,6 +193,11 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
         from functools import cache
 
         TABLE = {}
+        TEXT = '''a
+
+
+
+        b'''
         LOST = math.pi  # nobody reads it
         GROWN = [1]
         GROWN += [2]
@@ -216,6 +221,8 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
 
 
         class Kept:
+            text = TEXT
+
             def f(self):
                 def inner(y: "Kept"):
                     return helper(y)
@@ -233,15 +240,10 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
     assert (
         scope["TABLE"] == {"b": ["a"]} and scope["GROWN"] == [1, 2] and scope["Kept"]().f()(3) == 3 and scope["unread"]
     )
+    assert scope["Kept"].text == "a\n\n\n\nb"
     assert all(word not in text for word in ("LOST", "nobody", "unused", "other", "import math", "cache"))
 
 
-def test_strings_with_blank_lines_are_kept(tmp_path):
-    source = 'import math\n\n\nTEXT = """a\n\n\n\nb"""\nN = math.e\n'
-    assert run(folded(tmp_path, {"models/toy": source}))["TEXT"] == "a\n\n\n\nb"
-
-
-GUARD_OF = "try:\n    import %s\nexcept ImportError:\n    triton = None\n"
 LOW = "class Low:\n    pass\n\n\ndef helper():\n    return 1\n"
 USE = "from ..ops.low import Low\n"
 REFUSED = {
@@ -258,26 +260,11 @@ REFUSED = {
         {"ops/low": LOW + "from math import gamma\n", "models/toy": USE + "from torch.special import gamma\n"},
         "'gamma' means something else",
     ),
-    "two guards": (
-        {"ops/low": GUARD_OF % "triton", "models/toy": "from ..ops.low import triton\n" + GUARD_OF % "triton.language"},
-        "'triton' means something else",
-    ),
     "builtin": ({"models/toy": "def max(a):\n    return a\n"}, r"toy\.py: 'max' hides the builtin"),
     "relative alias": ({"ops/low": LOW, "models/toy": "from ..ops.low import Low as L\n"}, "without `as`"),
     "module import": ({"ops/low": LOW, "models/toy": "from . import other\n"}, "expected `from .file import name`"),
-    "outside": ({"train": "A = 1\n", "models/toy": "from ..train import A\n"}, "of a file in ops, nn, models"),
-    "star": ({"models/toy": "from math import *\n"}, "names one by one"),
-    "own package by name": ({"ops/low": LOW, "models/toy": "from toy.ops.low import Low\n"}, "those of toy relatively"),
-    "import in function": (
-        {"models/toy": "def f():\n    import math\n    return math\n"},
-        r"toy\.py:2: import inside a func",
-    ),
-    "conditional import": ({"models/toy": "import sys\nif sys.argv:\n    import math\n"}, "under a condition"),
-    "TYPE_CHECKING": ({"models/toy": "import typing\nX = typing.TYPE_CHECKING\n"}, "what TYPE_CHECKING guards"),
-    "find_spec": ({"models/toy": "from importlib.util import find_spec\n"}, r"toy\.py:1: .* what find_spec guards"),
     "unguarded library": ({"models/toy": "import triton\nX = triton\n"}, "import of triton outside `try:`"),
     "looks relative": ({"models/toy": 'X = """\nfrom .low import Low\n"""\n'}, "looks like a relative import"),
-    "two statements on a line": ({"models/toy": "import math; X = 1\n"}, "lines of its own"),
 }
 
 

@@ -13,10 +13,11 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from mhla_hf.checkpoints import bundle
 from mhla_hf.checkpoints.bundle import build_bundle, check_bundle, make_source, write_bundle
 
+ROOMS = ("ops", "nn", "models")
 PACKAGE = Path(bundle.__file__).resolve().parent.parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for room in bundle.ROOMS
+    for room in ROOMS
     for path in (PACKAGE / room).rglob("*.py")
     if path.name != "__init__.py"
 )
@@ -27,9 +28,14 @@ def bundles():
     return {entry: build_bundle(entry) for entry in bundle.ENTRIES}
 
 
-def test_ops_know_torch_and_triton_only():
-    for path in (PACKAGE / "ops").rglob("*.py"):
-        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+def test_shipped_rooms_import_at_the_top_and_ops_know_torch_and_triton_only():
+    for path in (path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+        outer = {node for each in tree.body for node in (each.body if isinstance(each, ast.Try) else [each])}
+        assert set(nodes) <= outer, f"{path.name} imports inside a function or under a condition"
+        if not path.is_relative_to(PACKAGE / "ops"):
+            continue
         names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
         libraries = {name.split(".")[0] for name in names} - {"torch", "triton"}
@@ -60,9 +66,11 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
 
 def test_a_bundle_holds_nothing_of_other_models(bundles):
     """A language model has no grids, no vision and no other families; one of diffusers has no caches of decoders."""
-    language = bundles["models.converted"]
-    for word in ("GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
-        assert not re.search(rf"\b{word}", language), word
+    other = {"local": ("MHLA", "Mixing", "mhla_step"), "dense": ("DecayMHLA", "DecayMixing", "local_attention")}
+    for form, words in other.items():
+        language = bundles[f"models.converted_{form}"]
+        for word in (*words, "GridMHLA", "PositionConv", "WanTransformer", "SanaTransformer", "ViTModel", "MHLAConfig"):
+            assert not re.search(rf"(class|def) {word}\b", language), word
     for word in ("MHLACacheLayer", "LlamaForCausalLM", "class MHLA(", "mhla_step("):
         assert word not in bundles["models.pixart_transformer"], word
 
@@ -78,8 +86,8 @@ def test_all_bundles_run_in_one_process_where_the_package_is_missing(bundles, cl
 
 
 def test_written_whole_under_the_name_that_its_library_wants(monkeypatch, bundles, tmp_path):
-    path = write_bundle("models.converted", tmp_path)
-    assert path.name == "modeling_mhla.py" and path.read_text() == bundles["models.converted"]
+    path = write_bundle("models.converted_local", tmp_path)
+    assert path.name == "modeling_mhla.py" and path.read_text() == bundles["models.converted_local"]
     sha = check_bundle(bundles["models.dit_transformer"])["sha256"]
     assert make_source("models.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
     with pytest.raises(ValueError, match=r"entry must be one of \['models\.language', .*, got '\.\./etc'"):
@@ -91,5 +99,5 @@ def test_written_whole_under_the_name_that_its_library_wants(monkeypatch, bundle
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        write_bundle("models.converted", tmp_path)
+        write_bundle("models.converted_local", tmp_path)
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["modeling_mhla.py"]

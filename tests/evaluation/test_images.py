@@ -1,7 +1,4 @@
-"""Image pipelines: sampled as planned, resumed, scored once, never under a name that is not theirs.
-
-Run: pytest tests/evaluation/test_images.py
-"""
+"""Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs."""
 
 import functools
 import json
@@ -11,28 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy
 import pytest
 import torch
 from PIL import Image
+from small_scores import color_judge, colors
 from tiny_pipelines import dit_pipeline
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
 
 import mhla_hf
+from mhla_hf.evaluation import images as judging
 from mhla_hf.evaluation.image_scores import Extractor, Moments, frechet_distance, precision_recall
 from mhla_hf.evaluation.images import geneval_scores
 from mhla_hf.evaluation.records import Results
 
 STEPS = {"sampling.num_inference_steps": 2}
-
-
-def colors(images):
-    """A small extractor: color by quarters; everything that scores can need."""
-    pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
-    return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
-
-
-JUDGE = Extractor("color judge", colors, "1")
 
 
 @pytest.fixture(scope="module")
@@ -49,34 +49,17 @@ def reference(tmp_path):
 
 
 def judge(pipeline, tmp_path, reference, models=None, **changes):
-    settings = {"reference": reference[1], "samples": tmp_path / "samples", "extractor": JUDGE, "images": 22, **STEPS}
+    extractor = {"extractor": color_judge(), "images": 22, **STEPS}
+    settings = {"reference": reference[1], "samples": tmp_path / "samples", **extractor}
     settings |= changes.pop("settings", {})
     options = {"recipe": "table_9_class_to_image", "batch_size": 4, "progress": False, "settings": settings, **changes}
     return mhla_hf.evaluate(models or {"dit": pipeline}, **options)
 
 
-def test_scores_are_those_of_the_files_and_none_is_called_fid(pipeline, tmp_path, reference):
-    found = judge(pipeline, tmp_path, reference, output=tmp_path / "dit.json", seed=3)["dit"]
-    names = {"Fréchet distance", "spatial Fréchet distance", "classifier score", "precision", "recall"}
-    assert {record.metric for record in found} == {f"{name} (color judge)" for name in names}
-    folder = tmp_path / "samples" / "dit" / "imagenet_256-22"
-    files = sorted(folder.glob("*.png"))
-    images = torch.stack([torch.from_numpy(numpy.array(Image.open(file))).permute(2, 0, 1) for file in files])
-    assert len(files) == 22 and len({file.read_bytes() for file in files}) == 22
-    mine, theirs = colors(images)["features"], colors(torch.from_numpy(reference[0]).permute(0, 3, 1, 2))["features"]
-    distance = found.find("imagenet_256", "Fréchet distance (color judge)")
-    assert distance.value == pytest.approx(frechet_distance(Moments.of(mine), Moments.of(theirs)), rel=1e-6)
-    precision = found.find("imagenet_256", "precision (color judge)")
-    assert precision.value == pytest.approx(precision_recall(mine, theirs)[0]) and precision.higher_is_better
-    assert (distance.samples, distance.seed, distance.shots, distance.higher_is_better) == (22, 3, 0, False)
-    assert "--recipe table_9_class_to_image --set reference=" in distance.command and "color judge" in distance.command
-    assert len(Results.read(tmp_path / "dit.json")) == 5
-    assert not any("FID" in record.metric for record in Results.read(tmp_path / "dit.json"))
-
-
-def test_a_stop_is_resumed_and_gives_the_same_images(pipeline, tmp_path, reference, monkeypatch):
-    calls = []
-    true = type(pipeline).__call__
+def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files(
+    pipeline, tmp_path, reference, monkeypatch
+):
+    calls, true, stop = [], type(pipeline).__call__, True
 
     @functools.wraps(true)
     def counted(self, *args, **kwargs):
@@ -85,26 +68,36 @@ def test_a_stop_is_resumed_and_gives_the_same_images(pipeline, tmp_path, referen
         calls.append(kwargs["class_labels"])
         return true(self, *args, **kwargs)
 
-    stop = False
     monkeypatch.setattr(type(pipeline), "__call__", counted)
-    judge(pipeline, tmp_path / "whole", reference)
-    whole = sorted((tmp_path / "whole").rglob("*.png"))
-    drawn = torch.randint(1000, (22,), generator=torch.Generator().manual_seed(0)).tolist()
-    assert [label for batch in calls for label in batch] == drawn
-    stop, calls[:] = True, []
+    out = {"output": tmp_path / "out.json", "seed": 3}
     with pytest.raises(KeyboardInterrupt):
-        judge(pipeline, tmp_path / "stopped", reference)
-    assert len(list((tmp_path / "stopped").rglob("*.png"))) == 8 and not list((tmp_path / "stopped").rglob("*.tmp-*"))
+        judge(pipeline, tmp_path, reference, **out)
+    folder = tmp_path / "samples" / "dit" / "imagenet_256-22"
+    assert len(list(folder.glob("*.png"))) == 8 and not list(folder.rglob("*.tmp-*"))
     stop = False
-    judge(pipeline, tmp_path / "stopped", reference, output=tmp_path / "out.json")
-    again = sorted((tmp_path / "stopped").rglob("*.png"))
-    assert [file.read_bytes() for file in whole] == [file.read_bytes() for file in again] and len(calls) == 6
-    judge(pipeline, tmp_path / "stopped", reference, output=tmp_path / "out.json")
+    found = judge(pipeline, tmp_path, reference, **out)["dit"]
+    again = {file.name: file.read_bytes() for file in folder.glob("*.png")}
+    drawn = torch.randint(1000, (22,), generator=torch.Generator().manual_seed(3)).tolist()
+    assert [label for batch in calls for label in batch] == drawn and len(set(again.values())) == 22
+    judge(pipeline, tmp_path, reference, **out)
     assert len(calls) == 6, "what is known is not run again"
-    with pytest.raises(ValueError, match=re.escape("holds samples with another sampling")):
-        judge(pipeline, tmp_path / "stopped", reference, settings={"sampling.num_inference_steps": 3})
-    with pytest.raises(ValueError, match="holds samples with another plan"):
-        judge(pipeline, tmp_path / "stopped", reference, seed=1)
+    judge(pipeline, tmp_path / "whole", reference, tasks=["precision"], seed=3)
+    assert again == {file.name: file.read_bytes() for file in (tmp_path / "whole").rglob("*.png")}
+
+    names = {"Fréchet distance", "spatial Fréchet distance", "classifier score", "precision", "recall"}
+    kept = Results.read(tmp_path / "out.json")
+    assert {r.metric for r in found} == {r.metric for r in kept} == {f"{name} (color judge)" for name in names}
+    images = torch.stack([torch.from_numpy(numpy.array(Image.open(f))) for f in sorted(folder.glob("*.png"))])
+    mine, theirs = (colors(x.permute(0, 3, 1, 2))["features"] for x in (images, torch.from_numpy(reference[0])))
+    distance = found.find("imagenet_256", "Fréchet distance (color judge)")
+    assert distance.value == pytest.approx(frechet_distance(Moments.of(mine), Moments.of(theirs)), rel=1e-6)
+    precision = found.find("imagenet_256", "precision (color judge)")
+    assert precision.value == pytest.approx(precision_recall(mine, theirs)[0]) and precision.higher_is_better
+    assert (distance.samples, distance.seed, distance.shots, distance.higher_is_better) == (22, 3, 0, False)
+    assert "--recipe table_9_class_to_image --set reference=" in distance.command and "color judge" in distance.command
+    for changes, says in (({"settings": {"sampling.num_inference_steps": 3}, "seed": 3}, "sampling"), ({}, "plan")):
+        with pytest.raises(ValueError, match=f"holds samples with another {says}"):
+            judge(pipeline, tmp_path, reference, **changes)
 
 
 def distance(pipeline, tmp_path, reference, **changes):
@@ -114,7 +107,9 @@ def distance(pipeline, tmp_path, reference, **changes):
     return record.value
 
 
-def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, tmp_path, reference):
+def test_a_score_is_known_for_its_number_of_images_its_extractor_and_the_bytes_of_its_reference(
+    pipeline, tmp_path, reference
+):
     few = distance(pipeline, tmp_path, reference)
     many = distance(pipeline, tmp_path, reference, settings={"images": 12})
     assert many != few and len(list((tmp_path / "samples").rglob("*.png"))) == 18
@@ -124,23 +119,6 @@ def test_a_score_is_known_for_its_number_of_images_and_its_extractor(pipeline, t
     assert distance(pipeline, tmp_path, reference) == few
     assert distance(pipeline, tmp_path, reference, settings={"extractor": other}) == pytest.approx(9 * few, rel=1e-4)
 
-
-def test_a_damaged_reference_is_said_before_an_image_is_made(pipeline, tmp_path):
-    (tmp_path / "cut.npz").write_bytes(b"PK and no more")
-    with pytest.raises(ValueError, match=r"reference: '.*cut.npz' is no .npz file that can be read"):
-        judge(pipeline, tmp_path, (None, str(tmp_path / "cut.npz")))
-    assert not (tmp_path / "samples").exists()
-
-
-def test_an_extractor_that_gives_too_little_is_refused_before_an_image_is_made(pipeline, tmp_path, reference):
-    features = Extractor("only features", lambda images: images.float().mean((2, 3)), "1")
-    for task, part in (("sFID", "spatial"), ("IS", "logits")):
-        with pytest.raises(ValueError, match=f"extractor 'only features' gives no {part}, which {task} needs"):
-            judge(pipeline, tmp_path, reference, settings={"extractor": features}, tasks=["FID", task])
-    assert not list((tmp_path / "samples").rglob("*.png"))
-
-
-def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, reference):
     def scored(shade):
         (tmp_path / "references").mkdir(exist_ok=True)
         for number in range(6):
@@ -152,29 +130,17 @@ def test_a_folder_of_references_is_known_by_its_bytes(pipeline, tmp_path, refere
     assert first != second and scored(180) == second and scored(50) == first
 
 
-EXTRACTOR = """
-import torch
-from mhla_hf.evaluation.image_scores import Extractor
-
-
-def make():
-    def extract(images):
-        pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
-        return {"features": pooled, "logits": 9 * pooled, "spatial": pooled[:, :3]}
-
-    return Extractor("color judge", extract, version="1")
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path, reference):
     pipeline.save_pretrained(tmp_path / "dit")
-    (tmp_path / "own_extractor.py").write_text(EXTRACTOR)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
     found = {}
     for count in (1, 2):
         line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli evaluate dit --output {count}.json --quiet"
-        line += " --recipe table_9_class_to_image --batch-size 4 --set extractor=own_extractor:make --set images=22"
+        line += (
+            " --recipe table_9_class_to_image --batch-size 4 --set extractor=small_scores:color_judge --set images=22"
+        )
         line += f" --set sampling.num_inference_steps=2 --set samples=samples-{count} --set reference={reference[1]}"
         command = [sys.executable, *line.split()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -213,7 +179,6 @@ def save_clip(folder):
     start, end = (vocabulary[one] for one in ends)
     text = {**small, "vocab_size": len(vocabulary), "max_position_embeddings": 16}
     text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
-    torch.manual_seed(0)
     config = CLIPConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=6)
     CLIPModel(config).save_pretrained(folder)
     images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
@@ -229,9 +194,8 @@ def test_the_clip_score_of_a_text_pipeline(tmp_path):
     compared = mhla_hf.evaluate({"sana": Painter()}, batch_size=4, **options)
     (record,) = compared["sana"]
     model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
-    files = sorted((tmp_path / "samples").rglob("*.png"))
     values = []
-    for number, file in enumerate(files):
+    for number, file in enumerate(sorted((tmp_path / "samples").rglob("*.png"))):
         prompt = prompts.read_text().splitlines()[number % 2]
         given = processor(text=[prompt], images=[Image.open(file)], return_tensors="pt", truncation=True)
         with torch.no_grad():
@@ -271,30 +235,124 @@ def test_geneval_is_laid_out_run_and_read(tmp_path):
     with pytest.raises(ValueError, match="judged 3 images of 4"):
         geneval_scores([{"tag": "a", "correct": True}] * 3, 4)
     script.write_text("raise SystemExit('no detector')")
-    with pytest.raises(ValueError, match="GenEval's script failed \\(no detector\\)"):
+    with pytest.raises(ValueError, match=r"GenEval's script .* failed: no detector"):
         mhla_hf.evaluate({"sana": Painter()}, **options)
+
+
+FEATURES = Extractor("only features", lambda images: images.float().mean((2, 3)), "1")
+TEXT = {"recipe": "table_4_text_to_image", "settings": {}}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"settings": {"reference": "nowhere.npz"}}, "reference is 'nowhere.npz'"),
+        ({"settings": {"reference": "cut.npz"}}, "reference: 'cut.npz' is no .npz file that can be read"),
         ({"settings": {"color": 1}}, "settings: unknown 'color'"),
         ({"settings": {"images": 0}}, "images is 0; expected a whole number of at least 1"),
         ({"settings": {"prompts": "list.txt"}}, "classes is 1000 and prompts 'list.txt'"),
         ({"settings": {"sampling": 3}}, "sampling is 3; expected dict"),
+        ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "gives no spatial, which sFID needs"),
+        ({"settings": {"extractor": FEATURES}, "tasks": ["FID", "IS"]}, "gives no logits, which IS needs"),
         ({"limit": 0.5}, "limit is 0.5; expected a whole number"),
         ({"batch_size": "auto"}, "batch_size is 'auto'"),
         ({"num_fewshot": 3}, "num_fewshot is given, which the recipe 'table_9_class_to_image' does not take"),
         ({"models": {"lm": torch.nn.Linear(1, 1)}}, "model 'lm' is Linear; expected a folder, a Hub id or a loaded"),
         ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "Painter takes no class_labels"),
-        ({"recipe": "table_4_text_to_image", "tasks": ["CLIP score"]}, "prompts is None"),
-        ({"recipe": "table_4_text_to_image", "tasks": ["GenEval"]}, "geneval_python is None"),
+        ({**TEXT, "tasks": ["CLIP score"]}, "prompts is None"),
+        ({**TEXT, "tasks": ["GenEval"]}, "geneval_python is None"),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_nothing_is_written(pipeline, tmp_path, reference, changes, says):
-    if changes.get("recipe"):
-        changes = {"settings": {}, **changes}
+def test_bad_arguments_are_one_sentence_and_no_image_is_made(pipeline, tmp_path, reference, changes, says, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cut.npz").write_bytes(b"PK and no more")
     with pytest.raises((ValueError, TypeError), match=re.escape(says)) as caught:
         judge(pipeline, tmp_path, reference, **changes)
-    assert "\n" not in str(caught.value) and not (tmp_path / "samples").exists()
+    assert "\n" not in str(caught.value) and not list((tmp_path / "samples").rglob("*.png"))
+
+
+class Square:
+    """An image processor of one line, upside down or not."""
+
+    def __init__(self, version="square"):
+        self.version = version
+
+    def __call__(self, images, return_tensors):
+        arrays = [torch.from_numpy(numpy.array(image)).permute(2, 0, 1) / 255 for image in images]
+        pixels = torch.stack(arrays)
+        return {"pixel_values": 1 - pixels if self.version == "negative" else pixels}
+
+
+def save_pictures(folder, seed=1):
+    """Four pictures of each of three classes."""
+    random = numpy.random.default_rng(seed)
+    for name in ("ant", "bee", "cat"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(4):
+            image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
+            image.save(folder / name / f"{number}.png")
+
+
+def small_vit(channels=3):
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    small |= {"image_size": 8, "patch_size": 4, "num_channels": channels, "initializer_range": 3.0}
+    return ViTForImageClassification(ViTConfig(**small, id2label={0: "cat", 1: "ant", 2: "bee"})).eval()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_classifier_of_one_channel_sees_gray_pictures(tmp_path, channels):
+    small_vit(channels).save_pretrained(tmp_path / "vit")
+    normal = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
+    ViTImageProcessorPil(size={"height": 8, "width": 8}, **normal).save_pretrained(tmp_path / "vit")
+    save_pictures(tmp_path / "data")
+    options = {"recipe": "table_2_imagenet", "settings": {"data": str(tmp_path / "data")}, "progress": False}
+    (record,) = mhla_hf.evaluate(tmp_path / "vit", **options)["vit"]
+    assert 0 <= record.value <= 1 and record.samples == 12
+
+
+def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its_processor(tmp_path, monkeypatch):
+    runs, true, model = [], judging._count_right, small_vit()
+    monkeypatch.setattr(judging, "_count_right", lambda *given: runs.append(1) or true(*given))
+    options = {"recipe": "table_2_imagenet", "progress": False, "batch_size": 5, "output": tmp_path / "vit.json"}
+
+    def accuracy(processor="square", data=tmp_path / "data", **changes):
+        settings = {"data": str(data), "processor": Square(processor)}
+        return mhla_hf.evaluate({"vit": model}, settings=settings, **options, **changes)
+
+    save_pictures(tmp_path / "data")
+    compared = accuracy()
+    (record,) = compared["vit"]
+    right = 0
+    for file in sorted((tmp_path / "data").rglob("*.png")):
+        with torch.no_grad():
+            said = model(**Square()([Image.open(file)], "pt")).logits.argmax().item()
+        right += model.config.id2label[said] == file.parent.name
+    assert record.value == right / 12 and record.samples == 12 and 0 < record.value < 1
+    assert record.stderr == pytest.approx((record.value * (1 - record.value) / 12) ** 0.5)
+    assert f"| vit | {100 * record.value:.2f} ±" in compared.paper_table("markdown")
+    file, names = tmp_path / "vit.json", ["ant", "bee", "cat"]
+    kept = file.read_text()
+    file.write_text(kept.replace(f'"value": {record.value}', '"value": 0.12'))
+    assert file.read_text() != kept and accuracy()["vit"][0].value == record.value  # nobody's word is taken for it
+    assert len(runs) == 2 and accuracy() and len(runs) == 2
+    assert accuracy("negative") and accuracy("negative") and len(runs) == 3
+    save_pictures(tmp_path / "data", seed=2)
+    again = accuracy()["vit"][0].value
+    assert accuracy() and len(runs) == 4
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+
+    def table(*_, split):
+        files = sorted((tmp_path / "data").rglob("*.png"))
+        images = [{"bytes": file.read_bytes(), "path": None} for file in files]
+        labels = [names.index(file.parent.name) for file in files]
+        return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+
+    monkeypatch.setattr(datasets, "load_dataset", table)
+    assert accuracy(data="some/data")["vit"][0].value == again and accuracy(data="some/data") and len(runs) == 5
+    save_pictures(tmp_path / "data", seed=3)
+    assert accuracy(data="some/data") and len(runs) == 6
+    assert accuracy(limit=3)["vit"][0].samples == 3
+    (tmp_path / "data" / "dog").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "dog" / "0.png")
+    with pytest.raises(ValueError, match="the model has no label 'dog'"):
+        accuracy()

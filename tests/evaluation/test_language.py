@@ -1,13 +1,11 @@
-"""evaluate(): the numbers of lm-eval itself, once each, with standard errors.
-
-Run: pytest tests/evaluation/test_language.py
-"""
+"""evaluate(): the numbers of lm-eval itself, once each, with standard errors."""
 
 import json
 import math
 
 import numpy
 import pytest
+from accelerate.state import AcceleratorState
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
@@ -84,7 +82,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(world / "mhla").train()
     tokenizer = AutoTokenizer.from_pretrained(world / "mhla")
     options = {"include_path": world / "tasks", "progress": False, "limit": 4}
-    by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"].records
+    by_object = mhla_hf.evaluate({"model": model}, NAMES, tokenizer=tokenizer, **options)["model"]
     assert values(by_object) == by_folder and model.training
     assert by_object[0].fingerprint.startswith("tensors:") and by_object[0].model == "model"
     arguments = {"pretrained": str(world / "mhla")}
@@ -96,7 +94,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
 
 def test_a_record_says_all_that_is_needed(world, monkeypatch):
     monkeypatch.chdir(world)
-    record = judge(world, "mhla", ["here_cloze"], force=True, limit=0.5, seed=7)["mhla"].records[0]
+    record = judge(world, "mhla", ["here_cloze"], force=True, limit=0.5, seed=7)["mhla"][0]
     assert (record.task, record.metric, record.limit, record.seed) == ("here_cloze", "acc", 0.5, 7)
     assert (record.samples, record.shots, record.window, record.task_version) == (8, 0, WINDOW, "1.0")
     assert (record.model, record.revision, record.dtype) == ("mhla", None, "float32")
@@ -105,7 +103,7 @@ def test_a_record_says_all_that_is_needed(world, monkeypatch):
     assert record.command == words
     text = (world / "mhla" / "results.json").read_text()
     assert str(world) not in text
-    stated = judge(world, "mhla", ["here_cloze"], force=True, limit=1, command="make it")["mhla"].records[0]
+    stated = judge(world, "mhla", ["here_cloze"], force=True, limit=1, command="make it")["mhla"][0]
     assert stated.command == "make it" and stated.samples == 1 and stated.stderr is None
 
 
@@ -114,7 +112,7 @@ def test_only_what_is_missing_is_run(fresh, runs):
     first = judge(fresh, ["llama", "mhla"], two)
     assert runs == two * 2
     again = judge(fresh, ["llama", "mhla"], two)
-    assert runs == two * 2 and {k: v.records for k, v in again.items()} == {k: v.records for k, v in first.items()}
+    assert runs == two * 2 and again == first
     runs.clear()
     for changes in ({"limit": 4}, {"seed": 3}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "max_length": 100}):
         judge(fresh, "llama", NAMES[1:2], **changes)
@@ -126,16 +124,13 @@ def test_only_what_is_missing_is_run(fresh, runs):
     assert runs == []
     judge(fresh, "llama", NAMES[1:2], limit=4, force=True)
     assert runs == NAMES[1:2]
-
-
-def test_a_score_is_known_for_its_window(fresh, runs):
-    task, loaded = NAMES[:1], {"llama": small_llama()}
-    options = {"include_path": fresh / "tasks", "progress": False, "output": fresh / "llama.json"}
+    runs.clear()
+    loaded = {"tokenizer": small_tokenizer(), "include_path": fresh / "tasks", "output": fresh / "llama.json"}
     found = [
-        mhla_hf.evaluate(loaded, task, tokenizer=small_tokenizer(), max_length=length, **options)["llama"].records[0]
+        mhla_hf.evaluate({"llama": small_llama()}, NAMES[:1], max_length=length, progress=False, **loaded)["llama"][0]
         for length in (64, None, WINDOW, None)
     ]
-    assert runs == task * 2 and [record.window for record in found] == [64, *[WINDOW] * 3]
+    assert runs == NAMES[:1] * 2 and [record.window for record in found] == [64, *[WINDOW] * 3]
     assert found[0].value != found[1].value == found[3].value
 
 
@@ -185,40 +180,35 @@ def test_other_weights_and_other_questions_count_as_missing(fresh, runs):
     assert [record.task for record in Results.read(fresh / "llama")] == NAMES[:1]
 
 
-def test_a_stop_keeps_the_tasks_that_are_done(fresh, monkeypatch):
-    true, seen = language.score, []
+def test_a_stop_keeps_the_tasks_that_are_done_and_groups_are_aggregated_as_by_lm_eval(fresh, runs, monkeypatch):
+    counted = language.score
 
     def stopped(model, item, **options):
-        if seen:
+        if runs:
             raise KeyboardInterrupt
-        seen.append(item.name)
-        return true(model, item, **options)
+        return counted(model, item, **options)
 
     monkeypatch.setattr(language, "score", stopped)
     with pytest.raises(KeyboardInterrupt):
-        judge(fresh)
-    assert {record.task for record in Results.read(fresh / "llama")} == set(NAMES[:1])
+        judge(fresh, tasks="here_all, here_cloze, here_all")
+    found = Results.read(fresh / "llama")
+    assert runs == ["here_all"] and {record.task for record in found} == {"here_all", "here_cloze", "here_recall"}
     assert not [path for path in (fresh / "llama").iterdir() if ".tmp-" in path.name]
+    found = values(found)
+    mean = (found["here_cloze", "acc"] + found["here_recall", "acc"]) / 2
+    assert found["here_all", "acc"] == pytest.approx(mean)
 
 
 def test_few_shot_examples_do_not_depend_on_what_ran_before(fresh):
     shots = {"num_fewshot": 2, "max_length": 512, "limit": 6}
     both = judge(fresh, ["llama", "mhla"], ["here_shots"], **shots)
     alone = judge(fresh, "mhla", ["here_shots"], force=True, **shots)
-    assert both["mhla"].records[0].value == alone["mhla"].records[0].value
-    assert both["mhla"].records[0].shots == 2 and both["mhla"].records[0].task_version == "2.0"
+    assert both["mhla"][0].value == alone["mhla"][0].value
+    assert both["mhla"][0].shots == 2 and both["mhla"][0].task_version == "2.0"
     fixed = judge(fresh, "mhla", ["here_cloze"], num_fewshot=2, limit=6)
     assert {record.shots for record in fixed["mhla"]} == {0}
     assert len(judge(fresh, "mhla", ["here_shots"], limit=6)["mhla"]) == 1
     assert Results.read(fresh / "mhla").find("here_shots", "acc", shots=0, limit=6).shots == 0
-
-
-def test_groups_are_scored_as_lm_eval_aggregates_them(fresh, runs):
-    found = values(judge(fresh, "llama", ["here_all"])["llama"])
-    mean = (found["here_cloze", "acc"] + found["here_recall", "acc"]) / 2
-    assert found["here_all", "acc"] == pytest.approx(mean)
-    judge(fresh, "llama", "here_all, here_all")
-    assert runs == ["here_all"]
 
 
 @pytest.mark.parametrize("metric", ["bits_per_byte", "byte_perplexity", "word_perplexity"])
@@ -238,11 +228,6 @@ def test_the_standard_error_of_a_ratio_agrees_with_the_bootstrap(metric):
 
 def test_evaluating_leaves_no_global_settings_behind(world):
     """A training in the same process may choose its own precision."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     judge(world, "llama", ["here_cloze"], force=True, limit=0.2)
     assert not AcceleratorState._shared_state
-    assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
-    AcceleratorState._reset_state(reset_partial_state=True)

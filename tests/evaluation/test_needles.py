@@ -1,7 +1,4 @@
-"""Needles in a haystack: as long as asked, to be answered from the text alone, the same each time.
-
-Run: pytest tests/evaluation/test_needles.py
-"""
+"""Needles in a haystack: as long as asked, to be answered from the text alone, the same each time."""
 
 import re
 
@@ -58,10 +55,8 @@ def test_the_recipe_makes_needles_and_scores_them():
     ("settings", "says"),
     [
         ({"lengths": [64]}, r"settings: lengths is \[64\]; expected whole numbers of at least 128"),
-        ({"lengths": 0.5}, "settings: lengths is 0.5; expected"),
         ({"depths": [0, 101]}, r"depths is \[0, 101\]; expected between 2 and"),
         ({"depths": [50]}, r"depths is \[50\]; expected between 2 and"),
-        ({"items": 0}, "items is 0; expected a whole number of at least 1"),
         ({"lengths": 128, "depths": list(range(0, 100, 10))}, "128 tokens are too few for 10 depths"),
         ({"length": [256]}, "settings: unknown 'length'"),
         ({"items": 1}, f"settings: lengths has 4096 tokens, but the model sees {WINDOW}"),

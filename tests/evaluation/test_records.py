@@ -1,7 +1,4 @@
-"""The record of a score, its file, the table, the fingerprint of a model.
-
-Run: pytest tests/evaluation/test_records.py
-"""
+"""Records of scores: written whole, read back as they were, merged by what they measure, shown side by side."""
 
 import dataclasses
 import json
@@ -11,18 +8,26 @@ import re
 import pytest
 from small_scores import make_result
 
-from mhla_hf.evaluation.records import Results, finite, format_score, render_table, score_rows
+from mhla_hf.evaluation.records import Results, finite, render_table, score_rows
 
 SAMPLES = make_result().samples
 
 
-def test_a_file_gives_back_what_was_written(tmp_path):
+def test_a_file_gives_back_what_was_written_and_a_stop_leaves_the_old_one(tmp_path, monkeypatch):
     records = [make_result(), make_result(metric="ppl", value=None, stderr=None, limit=0.5, seconds=1.5, window=512)]
     path = Results(records).write(tmp_path)
     assert path == tmp_path / "results.json"
-    assert Results.read(tmp_path).records == records == Results.read(path).records
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-    assert len(Results.read(tmp_path / "nothing.json")) == 0
+    assert Results.read(tmp_path) == records == Results.read(path)
+    assert Results.read(tmp_path / "nothing.json") == []
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        Results([make_result(value=0.9)]).write(tmp_path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_merge_replaces_only_the_same_thing():
@@ -51,24 +56,10 @@ def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
     assert [record.value for record in both if record.samples == 7] == [0.25]
 
 
-def test_a_stop_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
-    Results([make_result()]).write(tmp_path)
-    before = (tmp_path / "results.json").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        Results([make_result(value=0.9)]).write(tmp_path)
-    assert (tmp_path / "results.json").read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_a_number_that_is_not_finite_is_never_written(tmp_path):
-    with pytest.raises(ValueError, match="JSON"):
-        Results([make_result(value=float("nan"))]).write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_a_number_that_is_not_finite_is_no_score():
+    for name in ("value", "stderr"):
+        with pytest.raises(ValueError, match=f"{name} is nan; expected a finite number"):
+            make_result(**{name: float("nan")})
     assert [finite(value) for value in (1, 0.5)] == [1.0, 0.5]
     assert {finite(value) for value in (float("inf"), float("nan"), "N/A", None, True)} == {None}
 
@@ -80,10 +71,10 @@ def broken_files():
     yield "list", "[1]", "is not a results file"
     yield "bytes", b"\xff\xfe\x00", "is not a results file"
     yield "newer", json.dumps(good | {"format_version": 99}), "format_version 99"
-    yield "unknown", json.dumps(good | {"results": [record | {"color": "red"}]}), "unexpected keyword argument 'color'"
+    yield "unknown", json.dumps(good | {"results": [record | {"color": "red"}]}), "unknown 'color'"
     missing = {key: value for key, value in record.items() if key != "hardware"}
-    yield "missing", json.dumps(good | {"results": [missing]}), "missing 1 required positional argument: 'hardware'"
-    yield "text", json.dumps(good | {"results": [record | {"value": "high"}]}), "value of 'copa' is 'high'"
+    yield "missing", json.dumps(good | {"results": [missing]}), "hardware is missing"
+    yield "text", json.dumps(good | {"results": [record | {"value": "high"}]}), "value is 'high'; expected int | float"
 
 
 @pytest.mark.parametrize(("content", "says"), [pytest.param(*case[1:], id=case[0]) for case in broken_files()])
@@ -109,9 +100,9 @@ def test_the_table_shows_models_side_by_side_with_errors():
     lines = render_table(models).splitlines()
     assert len({line.index("±") for line in lines if "0.5000" in line}) == 1 and len(lines) == 5
     assert lines[0].index("mhla") + 4 == lines[1].rindex("-") + 1
-    markdown = render_table({"a|b": [make_result()]}, style="markdown")
-    assert markdown.splitlines()[0] == "| task | metric | shots | samples | a\\|b |"
-    assert markdown.splitlines()[2] == "| copa | acc ↑ | 0 | 100 | 0.5000 ± 0.0500 |"
+    depths = {"a|b": [make_result(metric=f"acc_back_{back}") for back in (128, 64)]}
+    markdown = render_table(depths, style="markdown").splitlines()
+    assert markdown[0] == "| task | metric | shots | samples | a\\|b |"
+    assert markdown[2] == "| copa | acc_back_64 ↑ | 0 | 100 | 0.5000 ± 0.0500 |" and "_128" in markdown[3]
     with pytest.raises(ValueError, match="style is 'html'"):
         render_table(models, style="html")
-    assert format_score(1.0, 0.5, places=2) == "1.00 ± 0.50"

@@ -1,15 +1,28 @@
-"""evaluate(): what is wrong with its arguments is said before anything runs.
+"""evaluate(): what is wrong is said before anything runs; the recipes' tasks are lm-eval's own, in the paper's columns.
 
-Run: pytest tests/evaluation/test_runner.py
+Of the built-in tasks only the data are ours: each task's YAML is included, so prompts, choices, scoring and metrics are
+those of the installed lm-eval.
 """
 
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks import __file__ as LM_EVAL_TASKS
+from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_mhla
 
 import mhla_hf
+from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation import language
+from mhla_hf.evaluation.language import load_tasks
+from mhla_hf.evaluation.needles import NOISE
+from mhla_hf.evaluation.records import Results, paper_rows
+from mhla_hf.evaluation.runner import Comparison, read_score_recipe
 
 
 @pytest.mark.parametrize(
@@ -44,10 +57,170 @@ def test_bad_arguments_are_one_sentence(world, monkeypatch, changes, says):
 
 
 def test_without_lm_eval_the_line_that_installs_it(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "mhla_hf.evaluation.language")
-    monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], "language")
-    monkeypatch.delitem(sys.modules, "mhla_hf.evaluation.needles")
-    monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], "needles")
+    for name in ("language", "needles"):
+        monkeypatch.delitem(sys.modules, f"mhla_hf.evaluation.{name}")
+        monkeypatch.delattr(sys.modules["mhla_hf.evaluation"], name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[eval\]'"):
         mhla_hf.evaluate(world / "llama", "here_cloze", include_path=world / "tasks")
+
+
+# two rows of each table of the paper, as printed
+TABLE_6 = {
+    "GLA (340M)": "22.9 46.0 50.0 62.9 25.5 31.0 45.8 60.8 41.47 86.98",
+    "MHLA (340M)": "23.7 47.1 51.3 64.4 25.9 33.4 46.5 61.3 38.31 71.64",
+}
+TABLE_8 = {
+    "Mamba(360M)": "3.37 2.36 1.60 4.57 2.28 5.16 5.49 1.10 0.10 12.23 18.36 14.96 13.63 12.33 6.97",
+    "MHLA(325M)": "3.58 2.97 1.87 4.68 2.38 6.41 6.44 1.69 1.49 12.58 18.59 15.01 13.37 12.72 7.41",
+}
+PAPER = {"table_6_language": TABLE_6, "table_8_longbench": TABLE_8}
+NEEDED = [task for name in PAPER for task in read_score_recipe(name).tasks]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_rows_come_out_of_their_parts(name):
+    """With the columns' scores put in, each printed average is what the recipe computes."""
+    recipe = read_score_recipe(name)
+    for printed in PAPER[name].values():
+        cells = dict(zip(recipe.columns, map(float, printed.split()), strict=True))
+        records = [
+            make_result(task=c["task"], metric=c["metric"], value=cells[label] / (100 if c.get("percent") else 1))
+            for label, c in recipe.columns.items()
+            if "mean_of" not in c
+        ]
+        header, (row,) = paper_rows({"paper": records}, recipe.columns)
+        assert [cell.rstrip(" ↑↓") for cell in header[1:]] == list(cells)
+        for label, cell in zip(cells, row[1:], strict=True):
+            assert float(cell.split(" ± ")[0]) == pytest.approx(cells[label], abs=0.0501 if name[6] == "6" else 0.00501)
+
+
+def test_a_mean_is_refused_while_a_part_is_missing_and_carries_its_error():
+    recipe = read_score_recipe("table_6_language")
+    parts = [column for column in recipe.columns.values() if column.get("percent")]
+    records = [make_result(task=c["task"], metric=c["metric"], value=0.5, stderr=0.01) for c in parts]
+    compared = Comparison({"whole": Results(records), "less": Results(records[:-1])})
+    compared.recipe = recipe
+    whole, less = compared.paper_table("markdown").splitlines()[2:]
+    assert "| 50.00 ± 0.41 |" in whole and "0.41" not in less
+    assert compared.paper_table().splitlines()[0].startswith("model")
+    assert Comparison().paper_table() == ""
+
+
+OWN = {"kind": "language", "tasks": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("nothing", "got 'nothing'; expected a mapping"),
+        ("{", "is not YAML"),
+        ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
+        ({"kind": "language"}, "tasks is missing"),
+        ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
+        (OWN | {"color": 1}, "unknown 'color'"),
+        (OWN | {"settings": [1]}, "settings is [1]; expected dict"),
+        (OWN | {"columns": {"x": {"mean_of": ["y"]}}}, "column 'x' is {'mean_of': ['y']}; expected task and metric"),
+        (OWN | {"columns": {"x": {"taks": "a"}}}, "column 'x' is"),
+    ],
+)
+def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
+    path = tmp_path / "own.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.dump(content))
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        read_score_recipe(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="is no file; expected one, or a name: recall, ruler"):
+        read_score_recipe("nothing")
+
+
+PAGE = " = Classes = \n\n A class is a statement , and classes have names . \n"
+FOUR = {"text": ["a name", "a block", "an object", "a number"], "label": ["A", "B", "C", "D"]}
+LONG = {"context": HELD_OUT[:150], "question": "What is a block?", "all_classes": [], "language": "en"}
+CHOICE = [
+    {"question_stem": "A class is", "question": "What is a class?", "choices": FOUR, "answerKey": key} for key in "ABCB"
+]
+GOALS = {"goal": "To name a thing,", "sol1": "assign it.", "sol2": "delete the name of it."}
+BLANK = {"sentence": "The name met the class because _ was new.", "option1": "the name", "option2": "the class"}
+ROWS = {
+    "mmlu_anatomy": [{"question": "What is it? ", "choices": FOUR["text"], "answer": i} for i in (0, 3, 1)],
+    "mmlu_virology": [{"question": "And that? ", "choices": FOUR["text"], "answer": i} for i in (2, 2)],
+    "winogrande": [{**BLANK, "answer": answer} for answer in "121"],
+    "piqa": [{**GOALS, "label": label} for label in (0, 1)],
+    "arc_challenge": CHOICE,
+    "openbookqa": CHOICE,
+    "arc_easy": CHOICE[:3],
+    "boolq": [{"passage": HELD_OUT[i : i + 90], "question": "is it a name", "label": i % 2} for i in range(3)],
+    "wikitext": [{"page": PAGE}, {"page": PAGE * 2}],
+    "lambada_openai": [{"text": "A class is a statement and a class has a name"}, {"text": "So a block has a block"}],
+    "longbench_passage_retrieval_en": [{**LONG, "answers": ["Paragraph 1"]}, {**LONG, "answers": ["Paragraph 2"]}],
+    "longbench_passage_retrieval_zh": [{**LONG, "answers": ["段落1"]}, {**LONG, "answers": ["段落2"]}],
+}
+
+
+def write_local(folder, index):
+    """Tasks `local_<name>` that include lm-eval's own of the `index`, with data of ours."""
+    folder.mkdir()
+    for name in [name for name in NEEDED if name != "mmlu"] + ["mmlu_anatomy", "mmlu_virology"]:
+        rows = ROWS.get(name, [{**LONG, "answers": ["a name", "the block"]}])
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        content = {
+            "include": str(index[name].yaml_path),
+            "task": f"local_{name}",
+            "tag": None,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
+            **dict.fromkeys(("training_split", "validation_split", "fewshot_split")),
+            "test_split": "test",
+        }
+        if name.startswith("longbench"):  # the small model sees 192 tokens, some tasks want to write 512
+            content["generation_kwargs"] = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 4}
+        (folder / f"{name}.yaml").write_text(yaml.dump(content))
+    means = [{"metric": "acc", "weight_by_size": True}]
+    group = {
+        "group": "local_mmlu",
+        "task": ["local_mmlu_anatomy", "local_mmlu_virology"],
+        "aggregate_metric_list": means,
+    }
+    (folder / "mmlu.yaml").write_text(yaml.dump(group))
+    return folder
+
+
+def test_the_tasks_of_the_papers_tables_have_lm_evals_numbers(tmp_path, manager):
+    pytest.importorskip("jieba")
+    tasks, model = write_local(tmp_path / "tasks", manager.task_index), save_mhla(tmp_path / "mhla")
+    names = [f"local_{name}" for name in NEEDED]
+    ours = mhla_hf.evaluate(model, names, include_path=tasks, progress=False)["mhla"]
+    options = {"batch_size": 8, "device": "cpu"}
+    options["task_manager"] = TaskManager(include_path=str(tasks), include_defaults=False)
+    arguments = {"pretrained": str(model), "max_length": WINDOW}
+    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=names, **options)
+    found = {(record.task, record.metric): record for record in ours}
+    assert set(names) <= {task for task, _ in found}
+    for (task, metric), record in found.items():
+        assert record.value == theirs["results"][task][f"{metric},none"], (task, metric)
+        error = theirs["results"][task].get(f"{metric}_stderr,none")
+        assert not isinstance(error, float) or record.stderr == error, (task, metric)
+    recipes = [read_score_recipe(name) for name in PAPER]
+    columns = [column for recipe in recipes for column in recipe.columns.values() if "task" in column]
+    assert {(f"local_{column['task']}", column["metric"]) for column in columns} <= set(found)
+    assert {column["task"] for column in columns} == set(NEEDED) and {0} == {*recipes[0].tasks.values()}
+    assert set(read_score_recipe("ruler").tasks) <= set(manager.all_tasks)
+    assert found["local_mmlu", "acc"].samples == 5
+
+
+@pytest.mark.slow
+def test_questions_of_ruler_are_of_the_length_asked_and_the_same_each_time(tmp_path):
+    pytest.importorskip("wonderwords")
+    text = (
+        TRAINING + " ".join([*NOISE, "VAR = Find all variables "]) * 200
+    )  # RULER's example has to fit into 500 tokens
+    make_tokenizer(text, 700, 1024).save_pretrained(tmp_path)
+    metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": [512]}
+    tasks = {"niah_single_1": 0, "ruler_fwe": 0}
+    assert set(tasks) <= set(read_score_recipe("ruler").tasks)
+    found = [load_tasks(tasks, Path(LM_EVAL_TASKS).parent / "ruler", metadata=metadata) for _ in range(2)]
+    hashes = [[item.scored[item.name] for item in items] for items in found]
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 2
+    assert {row["max_length"] for item in found[0] for row in item.loaded["tasks"][item.name].eval_docs} == {512}

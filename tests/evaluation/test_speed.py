@@ -1,7 +1,4 @@
-"""Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them.
-
-Run: pytest tests/evaluation/test_speed.py
-"""
+"""Speed by length: models timed together get comparable records, the cache's size is exact, the card reads them."""
 
 import re
 
@@ -36,7 +33,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
     monkeypatch.setattr("mhla_hf.evaluation.speed.measure_speed", None)
-    assert judge(folders)["mhla"].records == compared["mhla"].records, "what is known is not timed again"
+    assert judge(folders)["mhla"] == compared["mhla"], "what is known is not timed again"
     text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
     assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text
     assert "| speed |" not in text.split("## Speed and memory")[0] and "forward_ms_32" not in text.split("---")[1]
@@ -61,8 +58,7 @@ def test_a_cache_counts_each_storage_once():
     [
         ({"lengths": []}, "lengths is []"),
         ({"lengths": ["long"]}, "lengths is ['long']"),
-        ({"warmup": 1}, "settings: unknown 'warmup'"),
-        ({"rounds": 0}, "rounds is 0; expected a whole number of at least 1"),
+        ({"rounds": 0}, "rounds is 0"),
     ],
 )
 def test_bad_settings_are_one_sentence(settings, says):

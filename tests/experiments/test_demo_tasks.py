@@ -123,12 +123,11 @@ class Reader(LM):
 
 
 def scores(made, judge, write=lambda context: ""):
-    facts = dict.fromkeys(
-        ("model", "revision", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date", "limit")
-    )
+    facts = dict.fromkeys(("model", "fingerprint", "commit", "dtype", "hardware", "seed", "command", "date"), "any")
+    facts |= {"revision": None, "limit": None, "versions": {}}
     found = {}
     for item in load_tasks(list(made.names), made.folder):
-        records = score(Reader(judge, write), item, seeds=HARNESS_SEEDS, facts={**facts, "versions": {}})
+        records = score(Reader(judge, write), item, seeds=HARNESS_SEEDS, facts=facts)
         found.update({(record.task.removeprefix("here_"), record.metric): record for record in records})
     return found
 

@@ -12,6 +12,7 @@ from IPython import display
 from loopback_hub import USER
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NAMES = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
 
 
 @pytest.fixture
@@ -35,8 +36,14 @@ def run(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", ["01_language.ipynb", "02_video.ipynb", "04_why_it_works.ipynb"])
-def test_what_a_notebook_imports_is_there(run, name):
+@pytest.fixture
+def signed_in(hub, monkeypatch, tmp_path):
+    for name, value in hub.environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_notebook_imports_is_there(run, signed_in, name):
     run(name, cells=1)
 
 
@@ -60,9 +67,8 @@ def test_video(run):
     assert distilled < 0.5 * untrained
 
 
-def test_convert_distil_share(run, hub, monkeypatch, tmp_path):
-    for name, value in hub.environment(tmp_path / "home").items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.slow
+def test_convert_distil_share(run, hub, signed_in):
     printed, _ = run("03_convert_distil_share.ipynb")
     assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == 1
     assert hub.sent("POST", "/commit/main") == 1 and hub.sent("POST", "/tag/") == 1

@@ -47,7 +47,7 @@ IN_FILES = {
     "that a second one hides": (
         "a.json",
         f'{{"hint": {{"a": ["{TOKEN}"], "a": 1}}}}',
-        r"json:hint\.a holds what looks like",
+        r"json:hint\.a holds what looks",
     ),
     "in a vocabulary": ("tokenizer.json", f'{{"hint": "{TOKEN}"}}', r"tokenizer\.json holds what looks"),
     "among merges": ("merges.txt", f"a b\n{TOKEN} c\n", r"merges\.txt holds what looks like"),
@@ -64,12 +64,8 @@ def test_where_a_secret_may_stand(case):
     assert TOKEN not in str(caught.value)
 
 
-ALPHABETS = {
-    "a": string.ascii_letters + string.digits,
-    "x": "0123456789abcdef",
-    "9": "123456789",
-    "s": string.ascii_letters,
-}
+ALPHABETS = {"x": "0123456789abcdef", "9": "123456789", "s": string.ascii_letters}
+ALPHABETS |= {"a": string.ascii_letters + string.digits}
 ALPHABETS |= {"+": ALPHABETS["a"] + "+/", "-": ALPHABETS["a"] + "-_", "A": string.ascii_uppercase + "234567"}
 # {a24}: 24 random letters and digits, and so on
 SECRETS = (

@@ -20,11 +20,8 @@ WHOLE = "the repository holds the old model or the new one, whole: push again"
 
 
 def converted(seed=0):
-    settings = {
-        "mixing_form": "softmax",
-        "block_size": 32,
-        "num_blocks": 4,
-    }  # a source file of the size that is sent apart
+    # a source file of the size that is sent apart
+    settings = {"mixing_form": "softmax", "block_size": 32, "num_blocks": 4}
     return mhla_hf.convert(small_llama(seed), layers="2/3", **settings)
 
 
@@ -91,18 +88,13 @@ def test_a_second_push_changes_only_what_changed(hub, shelf):
     assert held(repo) == content(shelf / "new")
 
 
-def test_what_would_still_be_loaded_goes(hub, shelf):
-    old = {"pytorch_model.bin": b"\x80\x02pickle", "tokenizer.model": b"old", "sample.png": b"png", "notes.md": b"mine"}
+def test_what_would_still_be_loaded_goes_and_the_repositorys_gitignore_leaves_nothing_out(hub, shelf):
+    kept = {"sample.png": b"png", "notes.md": b"mine", ".gitignore": b"model.safetensors\nconfig.json\n"}
+    old = {"pytorch_model.bin": b"\x80\x02pickle", "tokenizer.model": b"old"}
     old |= {"model-00001-of-00002.safetensors": b"\0" * 10, "evil.py": b"import os"}
-    hub.put(NAME, old)
+    hub.put(NAME, old | kept)
     send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == {**content(shelf / "new"), "sample.png": b"png", "notes.md": b"mine"}
-
-
-def test_the_repositorys_own_gitignore_leaves_nothing_out(hub, shelf):
-    hub.put(NAME, {".gitignore": b"model.safetensors\nconfig.json\n"})
-    send(shelf / "new", NAME)
-    assert content(shelf / "new").items() <= held(hub.repos[NAME]).items()
+    assert held(hub.repos[NAME]) == content(shelf / "new") | kept
 
 
 def test_a_pull_request_and_a_branch(hub, shelf):
