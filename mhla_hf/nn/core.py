@@ -199,7 +199,8 @@ class MHLA(MHLACore):
         else:
             refuse_gradients(self, q, k, v)
             if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
-                cache.state, cache.mixing = cache.state.clone(), None
+                cache.state.leave_inference_mode()
+                cache.mixing = None
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)

@@ -6,7 +6,7 @@ from math import log
 import torch
 
 from ..ops.local import LocalForm, local_attention
-from ..ops.local_state import LocalState, TokenLayout, local_extend, local_step
+from ..ops.local_state import LocalState, continue_local
 from .core import MHLACore, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing
 from .settings import MHLASettings
@@ -74,24 +74,9 @@ class DecayMHLA(MHLACore):
         """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
         fresh, (decays, balance) = cache.state is None, mixing
         if fresh:
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, self.k_map.num_features, form)
+            features = self.k_map.num_features
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
         else:
             refuse_gradients(self, q, k, v)
-            cache.state.leave_inference_mode()
-        state = cache.state
-        if state.cropped:
-            state.rewind(decays, map_keys, form)
-        if q.shape[1] == 1 and not fresh:
-            leaving = map_keys(state.leaving(k, form))
-            real = None if key_mask is None else key_mask[:, 0]
-            with torch.autocast(q.device.type, enabled=False):
-                return local_step(q, k, v, fq, leaving, decays, balance, form, state, real)
-        count = None if starts is None else q.shape[1] - starts.to(q.device)
-        layout = TokenLayout(state, q.shape[1], form, count, fresh)
-        real = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
-        valid = layout.place_keys(state.valid, real)
-        laid_k, laid_v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-        laid_q, laid_fq = layout.place_queries(q), layout.place_queries(fq)
-        fk = map_keys(laid_k)
-        with torch.autocast(q.device.type, enabled=False):
-            return local_extend(laid_q, laid_k, laid_v, laid_fq, fk, valid, decays, balance, form, state, layout)
+        options = {"fresh": fresh, "key_mask": key_mask, "starts": starts}
+        return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)

@@ -11,7 +11,7 @@ from .blocks import Blocks
 from .checks import check_blocks, check_features, check_mixing, check_options, check_padding, check_state, check_step
 from .reference import mhla_reference
 from .state import MHLAState
-from .torch_decode import absorb, torch_step
+from .torch_decode import append_tokens, own_tokens, torch_step
 from .torch_operator import torch_mhla
 from .triton.check import kernel_fault, kernel_kind
 from .triton.decode import triton_step
@@ -24,25 +24,12 @@ ANNOUNCED_CHOICES = set()
 
 
 def mhla(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    *,
-    blocks: Blocks,
-    key_blocks: Blocks | None = None,
-    causal: bool = False,
-    normalize: bool | str = True,
-    scale: float | None = None,
-    q_den: torch.Tensor | None = None,
-    k_den: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    unrounded: bool = False,
-    return_state: bool = False,
-    impl: str = "auto",
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: bool = False, impl: str = "auto",
+):  # fmt: skip
     """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
@@ -71,9 +58,9 @@ def mhla(
     Raises TypeError or ValueError, in one sentence, for anything else.
     """
     check_features(q, k, v, q_den, k_den, normalize)
-    check_options(q, scale, normalize, impl)
+    check_options(scale, normalize, impl)
     check_blocks(q, k, blocks, key_blocks, causal, normalize)
-    check_padding(q, k, blocks, causal, key_mask, cu_seqlens, starts)
+    check_padding(q, k, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state is True; expected so only with causal=True and without cu_seqlens.")
@@ -81,9 +68,8 @@ def mhla(
     asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mixing, q_den, k_den))
     kind = {**form, "masked": key_mask is not None, "backward": asked}
     choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
-    padding = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "starts": starts}
-    dens = {"q_den": q_den, "k_den": k_den}
-    o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **dens, **padding)
+    options = {"key_blocks": key_blocks, "scale": scale, "q_den": q_den, "k_den": k_den, "key_mask": key_mask}
+    o = FORMS[choice](q, k, v, mixing, **form, **options, cu_seqlens=cu_seqlens, starts=starts)
     if not return_state:
         return o
     return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
@@ -91,34 +77,22 @@ def mhla(
 
 @torch.no_grad()
 def mhla_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    *,
-    normalize: bool = True,
-    scale: float | None = None,
-    q_den: torch.Tensor | None = None,
-    k_den: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    unrounded: bool = False,
-    impl: str = "auto",
-) -> tuple:
-    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (paper appendix
-    C).
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
+    scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None, unrounded: bool = False, impl: str = "auto",
+) -> tuple:  # fmt: skip
+    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (appendix C).
 
     q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,
     return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
     call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
-    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step;
-    impl="reference" feeds it one token at a time; "triton" has kernels for a single token, which a CUDA graph can hold
-    (`pin_state` in ops/triton/decode.py).
+    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step, in PyTorch, and
+    with impl="triton" kernels for a single token, which a CUDA graph can hold (`pin_state` in ops/triton/decode.py).
 
     Raises TypeError or ValueError, in one sentence, before the state is touched.
     """
     check_features(q, k, v, q_den, k_den, normalize)
-    check_options(q, scale, normalize, impl)
+    check_options(scale, normalize, impl)
     check_state(state, q, k, v, normalize, k_den)
     single = q.shape[1] == 1 and starts is None  # what there are kernels for
     impl = "torch" if impl == "auto" and not single else impl
@@ -131,14 +105,7 @@ def mhla_step(
     with torch.autocast(q.device.type, enabled=False):
         if pinned:
             return triton_step(q, k, v, mixing, state, scale, q_den, k_den, unrounded), state
-        if choice != "reference":
-            return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded), state
-        outputs = []
-        for t in range(q.shape[1]):
-            now = [None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den)]
-            late = None if starts is None else (starts > t).long()
-            outputs.append(torch_step(*now[:3], mixing, state, scale, *now[3:], late, unrounded))
-        return torch.cat(outputs, 1), state
+        return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded), state
 
 
 @torch.no_grad()
@@ -146,12 +113,11 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     """The state of a decoder that has seen all of k and v."""
     widths = q.shape[0], k.shape[2], q.shape[2], k.shape[3], v.shape[3], block_size
     options = {"dtype": torch.promote_types(k.dtype, v.dtype), "device": k.device, "normalize": normalize}
-    den = {"separate_den": k_den is not None, "den_dim": None if k_den is None else k_den.shape[3]}
-    state = MHLAState.empty(*widths, **options, **den)
+    state = MHLAState.empty(*widths, **options, den_dim=None if k_den is None else k_den.shape[3])
     if key_mask is not None:
         k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
     with torch.autocast(q.device.type, enabled=False):
-        absorb(k, v, state, k_den, starts)
+        append_tokens(k, v, k_den, state, own_tokens(state, k.shape[1], starts))
     return state
 
 

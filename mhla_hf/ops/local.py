@@ -16,7 +16,7 @@ import torch
 
 from .decays import Decays, decayed_sums
 from .reference import divide_or_zero
-from .torch_layout import MoveTokens, shift_to_start
+from .torch_layout import MoveTokens, align_sequences, shift_to_start
 
 SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
 
@@ -51,14 +51,14 @@ def local_attention(
     if starts is not None:
         source, back = shift_to_start(starts.to(q.device), tokens)
     if cu_seqlens is not None:
-        source, back, place, sequence = blocks_of_sequences(cu_seqlens, tokens, size)
+        source, back, place, sequence = align_sequences(cu_seqlens, tokens, size)
     if back is not None:
         q, k, v, fq, fk = (MoveTokens.apply(x, source, back) for x in (q, k, v, fq, fk))
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if place is None:
-        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)[None]
-    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place, sequence=sequence)
+        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
+    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
     o = resize_tokens(o, q.shape[1])
     return o if back is None else MoveTokens.apply(o, back, source)
 
@@ -71,40 +71,9 @@ def resize_tokens(x, count):
     return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
-def blocks_of_sequences(cu_seqlens, tokens: int, size: int):
-    """source [1, M * C] and back [1, T] that bring each packed sequence to a block edge; and of each of those M blocks its
-    place in its sequence [1, M] and the sequence's number [M] (beyond the last: a number of its own)."""
-    edges = cu_seqlens.long()
-    last = ((edges.diff() + size - 1) // size).cumsum(0)
-    first = torch.nn.functional.pad(last, (1, 0))
-    token = torch.arange(tokens, device=edges.device)
-    sequence = torch.searchsorted(edges, token, right=True) - 1
-    back = first[sequence] * size + token - edges[sequence]
-    count = (tokens + (len(edges) - 1) * (size - 1)) // size
-    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
-    block = torch.arange(count, device=edges.device)
-    sequence = torch.searchsorted(last, block, right=True)
-    return source[None], back[None], (block - first[sequence])[None], sequence
-
-
 def attend_local(
-    q,
-    k,
-    v,
-    fq,
-    fk,
-    valid,
-    decays,
-    balance,
-    form,
-    place,
-    *,
-    sequence=None,
-    sink=None,
-    carried=None,
-    opened=None,
-    now=None,
-):
+    q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None, now=None
+):  # fmt: skip
     """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
 
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
@@ -114,8 +83,7 @@ def attend_local(
     `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
     """
     if form.sinks and sink is None:
-        first = None if sequence is None else torch.searchsorted(sequence, sequence)  # first block of the same sequence
-        sink = find_sinks(k, v, valid, form, first)
+        sink = find_sinks(k, v, valid, form, sequence)
     size, count = form.block_size, place.shape[1]
     real = torch.arange(count * size, device=q.device) < q.shape[1]
     tensors = [resize_tokens(x, count * size) for x in (q, k, v, fq, fk, valid)]
@@ -123,20 +91,17 @@ def attend_local(
     step = max(SEGMENT // size, form.lag)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
     if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
-        options = {"sequence": sequence, "sink": sink, "carried": carried, "opened": opened}
-        o, summaries = attend_segment(*tensors, decays, balance, form, place, **options)
+        o, summaries = attend_segment(*tensors, decays, balance, form, place, sequence, sink, carried, opened)
         return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
-    outputs, first = [], 0
-    while first < count:
+    outputs = []
+    for first in range(0, count, step):
         begin, end = max(first - form.lag, 0), min(first + step, count)
         here = place[:, begin:end]
         parts = (x[:, begin * size : end * size] for x in tensors)
-        o, summaries = attend_segment(
-            *parts, decays, balance, form, here, sequence=None, sink=sink, carried=carried, opened=opened
-        )
+        o, summaries = attend_segment(*parts, decays, balance, form, here, None, sink, carried, opened)
         outputs.append(o[:, (first - begin) * size :])
         last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
-        carried, opened, first = advance(carried, summaries, decays, form.lag, here, opened, last), last, end
+        carried, opened = advance(carried, summaries, decays, form.lag, here, opened, last), last
     return torch.cat(outputs, 1), carried
 
 
@@ -155,15 +120,14 @@ def advance(carried, summaries, decays, lag, place, opened, now):
     return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
 
 
-def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence, sink, carried, opened):
+def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened):
     """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    size, lag, heads, groups = form.block_size, form.lag, q.shape[2], k.shape[2]
+    size, lag, groups = form.block_size, form.lag, k.shape[2]
     fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, fq, fk = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq, fk))
     v = by_block_and_group(with_ones(v), groups, size, exact)
-    valid = valid.unflatten(1, (-1, size))
     decays = decays.to(exact)
 
     summaries = fk.mT @ v  # paper eq. 4
@@ -172,21 +136,34 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, *, sequ
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
-    far = decays.spread(fq) @ mixed.flatten(3, 4)
-
-    near_k, near_v, seen = near_keys(k, v, valid, place, form)
+    near_k, near_v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         near_k, near_v, seen = with_sinks(near_k, near_v, seen, sink, place, form, exact)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, heads // groups, -1, -1).flatten(3, 4)
-    score = (q @ near_k.mT) * form.scale
+    return attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays, balance, form, place), summaries
+
+
+def attend_near_and_far(q, k, v, seen, fq, mixed, decays, balance, form, place):
+    """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
+
+    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V + 1]; seen: bool [B, M, C, L]; mixed: running sums
+    [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
+    """
+    groups, size = q.shape[1], seen.shape[2]
+    share = decays.weight.shape[0] // groups
+
+    def of_each_query(x):
+        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+
+    far = decays.spread(fq) @ mixed.flatten(3, 4)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    score = (q @ k.mT) * form.scale
     if balance is None:
-        own = decays.weight.sum(-1).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
-        o = (torch.where(seen, score, 0) * own) @ near_v + form.scale * far
+        o = (torch.where(seen, score, 0) * of_each_query(decays.weight.sum(-1))) @ v + form.scale * far
     else:
-        b = balance.to(exact).view(groups, 1, -1, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
-        o = join(score, seen, near_v, far, b, (place >= lag)[:, None, :, None, None])
+        b = of_each_query(balance.to(q.dtype))
+        o = join(score, seen, v, far, b, (place >= form.lag)[:, None, :, None, None])
     o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
-    return o.unflatten(3, (heads // groups, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2), summaries
+    return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
 def join(score, seen, near_v, far, balance, has_far):
@@ -216,11 +193,12 @@ def sink_tokens(place, form):
     return position < form.sinks
 
 
-def find_sinks(k, v, valid, form, first):
+def find_sinks(k, v, valid, form, sequence):
     """The first tokens of each sequence: k, v and valid, [B, S, G, ...], or [B, M, S, G, ...] for packed ones."""
-    if first is None:
+    if sequence is None:
         return tuple(x[:, : form.sinks] for x in (k, v, valid))
-    token = (first[:, None] * form.block_size + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
+    first = torch.searchsorted(sequence, sequence) * form.block_size  # of the same sequence
+    token = (first[:, None] + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return tuple(x[:, token] for x in (k, v, valid))
 
 

@@ -11,19 +11,57 @@ from dataclasses import dataclass
 import torch
 
 
+class RowState:
+    """A dataclass of tensors, [B, ..] each: what a decoder remembers of B rows. Methods that change it work in place."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(value.nbytes for value in self.tensors().values())
+
+    def leave_inference_mode(self) -> None:
+        """Tensors of inference mode cannot be written outside of it: copies can."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        for name, value in self.tensors().items():
+            if value.is_inference():
+                setattr(self, name, value.clone())
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keep the rows of `index` (int64 [B'], repeats allowed), in that order; addresses stay where their number does."""
+        self.leave_inference_mode()
+        for name, value in self.tensors().items():
+            chosen = value.index_select(0, index.to(value.device))
+            if chosen.shape == value.shape:
+                value.copy_(chosen)
+            else:
+                setattr(self, name, chosen)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Put row index[i] in place i (beam search); index int64 [B]."""
+        self.select(index)
+
+    def repeat(self, times: int) -> None:
+        """Repeat every row `times` times, the copies side by side."""
+        rows = len(next(iter(self.tensors().values())))
+        self.select(torch.arange(rows).repeat_interleave(times))
+
+
 @dataclass
-class MHLAState:
-    """State of B rows. The methods that change it work in place and return None.
+class MHLAState(RowState):
+    """State of B rows of dense causal mixing.
 
     block_size C; normalize: the kind of denominator (True or False); summaries [B, G, N, K, V] of closed blocks and z
     [B, G, N, K] of their keys (None unless normalized), fp32 (fp64 for fp64 inputs), capacity N growing by doubling;
     prefix [B, H, K, V] and prefix_z [B, H, K]: sum over closed blocks b of mixing[i, b] times summary b, for the
-    block i in prefix_block (int64 [B], on the CPU; -1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or
-    V] in the inputs' dtype, the token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per
-    row, int64 [B], on the CPU;
-    oldest: first position the window still holds, int64 [B], on the CPU;
-    position: None, or for steps that a CUDA graph can hold (`pin_state`) the same as length, twice, int64 [2, B], on the
-    device. Then length is behind after replays of a graph, until `unpin`.
+    block i in prefix_block (-1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or V] in the inputs' dtype, the
+    token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per row; oldest: first position the
+    window still holds (prefix_block, length and oldest int64 [B], on the CPU); position: None, or for steps that a CUDA
+    graph can hold (`pin_state`) the same as length, twice, int64 [2, B], on the device. Then length is behind after
+    replays of a graph, until `unpin`.
     """
 
     block_size: int
@@ -42,51 +80,32 @@ class MHLAState:
 
     @staticmethod
     def empty(
-        batch: int,
-        num_kv_heads: int,
-        num_heads: int,
-        key_dim: int,
-        value_dim: int,
-        block_size: int,
-        *,
-        normalize: bool = True,
-        separate_den: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device=None,
-        den_dim: int | None = None,
-    ) -> "MHLAState":
-        """A state that has seen nothing. dtype: the inputs'. separate_den: a k_den of width den_dim (key_dim if None)
-        will come.
+        batch: int, num_kv_heads: int, num_heads: int, key_dim: int, value_dim: int, block_size: int, *,
+        normalize: bool = True, dtype: torch.dtype = torch.float32, device=None, den_dim: int | None = None,
+    ) -> "MHLAState":  # fmt: skip
+        """A state that has seen nothing. dtype: the inputs'. den_dim: width of the k_den that will come, if one will.
 
         ValueError for "official", which has no causal form.
         """
         if normalize not in (True, False):
             raise ValueError(f"normalize is {normalize!r}; expected True or False, which can be decoded.")
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        den_dim = den_dim if den_dim is not None and separate_den else key_dim
-        window = (batch, 2 * block_size, num_kv_heads)
+        exact = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
+        z_dim, separate = key_dim if den_dim is None else den_dim, normalize and den_dim is not None
+        window, own = (batch, 2 * block_size, num_kv_heads), {"dtype": dtype, "device": device}
         return MHLAState(
             block_size=block_size,
             normalize=bool(normalize),
-            summaries=torch.zeros(batch, num_kv_heads, 1, key_dim, value_dim, dtype=exact, device=device),
-            z=torch.zeros(batch, num_kv_heads, 1, den_dim, dtype=exact, device=device) if normalize else None,
-            prefix=torch.zeros(batch, num_heads, key_dim, value_dim, dtype=exact, device=device),
-            prefix_z=torch.zeros(batch, num_heads, den_dim, dtype=exact, device=device) if normalize else None,
+            summaries=torch.zeros(batch, num_kv_heads, 1, key_dim, value_dim, **exact),
+            z=torch.zeros(batch, num_kv_heads, 1, z_dim, **exact) if normalize else None,
+            prefix=torch.zeros(batch, num_heads, key_dim, value_dim, **exact),
+            prefix_z=torch.zeros(batch, num_heads, z_dim, **exact) if normalize else None,
             prefix_block=torch.full((batch,), -1),
-            window_k=torch.zeros(*window, key_dim, dtype=dtype, device=device),
-            window_v=torch.zeros(*window, value_dim, dtype=dtype, device=device),
-            window_k_den=torch.zeros(*window, den_dim, dtype=dtype, device=device)
-            if normalize and separate_den
-            else None,
+            window_k=torch.zeros(*window, key_dim, **own),
+            window_v=torch.zeros(*window, value_dim, **own),
+            window_k_den=torch.zeros(*window, z_dim, **own) if separate else None,
             length=torch.zeros(batch, dtype=torch.int64),
             oldest=torch.zeros(batch, dtype=torch.int64),
         )
-
-    def map_tensors(self, change) -> None:
-        """Replace every tensor t by change(name, t)."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                setattr(self, name, change(name, value))
 
     def unpin(self) -> None:
         """Let positions be counted on the CPU again, from what the device has counted; waits for the device."""
@@ -101,18 +120,9 @@ class MHLAState:
         self.length, self.prefix_block = length, length // self.block_size
 
     def select(self, index: torch.Tensor) -> None:
-        """Keep the rows of `index` (int64 [B'], repeats allowed), in that order."""
+        """As `RowState.select`; gives up pinned positions."""
         self.unpin()
-        self.map_tensors(lambda name, tensor: tensor.index_select(0, index.to(tensor.device)))
-
-    def reorder(self, index: torch.Tensor) -> None:
-        """Put row index[i] in place i (beam search); index int64 [B]."""
-        self.select(index)
-
-    def repeat(self, times: int) -> None:
-        """Repeat every row `times` times, the copies side by side."""
-        self.unpin()
-        self.map_tensors(lambda name, tensor: tensor.repeat_interleave(times, 0))
+        super().select(index)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row, exactly.
@@ -125,31 +135,13 @@ class MHLAState:
         self.unpin()
         length = self.length - count
         if bool((length < 0).any()):
-            raise ValueError(
-                f"crop got {count} tokens; expected at most {int(self.length.min())}, the shortest row's length."
-            )
+            shortest = int(self.length.min())
+            raise ValueError(f"crop got {count} tokens; expected at most {shortest}, the shortest row's length.")
         if bool((length < self.oldest).any()):
             reach = int((self.length - self.oldest).min())
             raise ValueError(f"crop got {count} tokens; expected at most {reach}, what the window still holds.")
         self.length = length
         self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)
-
-    def to(self, device) -> None:
-        """Move to `device`; positions stay on the CPU, where they are read without waiting for a device."""
-        self.unpin()
-        on_cpu = ("prefix_block", "length", "oldest")
-        self.map_tensors(lambda name, tensor: tensor if name in on_cpu else tensor.to(device))
-
-    def reset(self) -> None:
-        """Forget everything but the shapes."""
-        self.unpin()
-        self.map_tensors(lambda name, tensor: torch.full_like(tensor, -1 if name == "prefix_block" else 0))
-
-    def clone(self) -> "MHLAState":
-        """A copy that shares no memory with this state."""
-        copy = MHLAState(**vars(self))
-        copy.map_tensors(lambda name, tensor: tensor.clone())
-        return copy
 
     def reserve(self, closed: int) -> None:
         """Make room for `closed` summaries, at least doubling when there is too little."""

@@ -10,55 +10,32 @@ from .reference import divide_or_zero, without_row_scale
 from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_scores, own_weights, strips, summaries_of
 
 
-def blocked_backward(grad, q, k, v, mixing, q_den, k_den, o, den, form):
-    """Gradients of q, k, v, mixing, q_den and k_den (None where there is no such input), for that of o."""
-    work = HeadWork(q, k, v, form)
-    inputs = (q, k, v, mixing, q_den, k_den)
+def blocked_backward(grad, q, k, v, mixing, o, den, form):
+    """Gradients of q, k, v and mixing for that of o."""
+    work, inputs = HeadWork(q, k, v, form), (q, k, v, mixing)
     take_grads = causal_grads if work.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
         grads = [room_for(x, q.shape[2], work.exact) for x in inputs]
         for heads in work.groups:
-            parts = work.cut(heads, q, k, v)
-            m = heads.take_mixing(mixing, work.scale)
             g, r = heads.take(grad), None
             if work.normalize:
                 g = divide_or_zero(g, heads.take(den).squeeze(2))
                 r = work.rows.split(-(g * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
-            g = work.rows.split(g)
-            shared = work.normalize is True and q_den is None
-            dq, dk, dv, dm = take_grads(*parts, m, g, r if shared else None)
-            if work.normalize and not shared:
-                dens = work.den_parts(heads, parts, q_den, k_den)
-                dq_den, dk_den, dm_den = separate_den_grads(work, take_grads, *dens, m, r)
-                dm = dm + dm_den
-                if q_den is None:
-                    dq, dk = dq + dq_den, dk + dk_den
-                else:
-                    heads.give(work.rows.merge(dq_den), grads[4])
-                    heads.give(work.columns.merge(dk_den), grads[5])
+            m = heads.take_mixing(mixing, work.scale)
+            dq, dk, dv, dm = take_grads(*work.parts(heads, q, k, v), m, work.rows.split(g), r)
             heads.give(work.rows.merge(dq), grads[0])
             heads.give(work.columns.merge(dk), grads[1])
             heads.give(work.columns.merge(dv), grads[2])
             heads.give_mixing(dm * work.scale, grads[3])
         if work.normalize:
             grads[3] = without_row_scale(grads[3], mixing, work.causal)
-    return [None if x is None else dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)]
+    return [dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)]
 
 
 def room_for(x, heads, exact):
     """Where the gradient of an input goes; zeros where contributions of several heads are added up."""
-    if x is None:
-        return None
     added = x.dim() < 4 or x.shape[2] < heads
     return torch.zeros_like(x, dtype=exact) if added else torch.empty_like(x)
-
-
-def separate_den_grads(work, take_grads, q_den, k_den, m, r):
-    """Gradients of q_den, k_den and m for r, that of `HeadWork.separate_den`."""
-    if work.normalize == "official":
-        return official_den_grads(q_den, k_den, m, r)
-    dq, dk, _, dm = take_grads(q_den, k_den, torch.ones_like(k_den[..., :1]), m, r[..., None], None)
-    return dq, dk, dm
 
 
 def full_grads(q, k, v, m, g, r):
@@ -76,15 +53,6 @@ def full_grads(q, k, v, m, g, r):
         dk += torch.matmul(m.mT, dmixed_z)[:, :, None]
         dm += torch.bmm(dmixed_z, z.mT)
     return dq, dk, k @ dsummary, dm
-
-
-def official_den_grads(q, k, m, r):
-    """Gradients of q, k and m [R, M, M] for r [R, M, C], that of `official_den`."""
-    z = k.sum(2)[..., None]
-    own = (q @ z).squeeze(3)
-    down = torch.matmul(m.mT, r)[..., None]
-    dz = (q.mT @ down).mT
-    return down * z.mT, dz.expand_as(k), torch.bmm(r, own.mT)
 
 
 def causal_grads(q, k, v, m, g, r):

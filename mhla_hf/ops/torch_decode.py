@@ -10,17 +10,23 @@ steps. Positions (length, block, offset, counts) are int64 [B] on the CPU.
 import torch
 
 from .reference import divide_or_zero
+from .torch_layout import TokenLayout
 
 
 def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded=False):
     """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there."""
     steps = q.shape[1]
-    counts = torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
+    counts = own_tokens(state, steps, starts)
     if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
         o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
     else:
         o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
     return o if unrounded else o.to(v.dtype)
+
+
+def own_tokens(state, steps, starts):
+    """How many of `steps` tokens are each row's own, int64 [B]: those from `starts` on."""
+    return torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
 
 
 def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
@@ -82,11 +88,9 @@ def write_apart(state, entries, block, offset, steps):
 def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
     """T new tokens, of which row b keeps the last counts[b]; any number of blocks may close."""
     exact, size = state.summaries.dtype, state.block_size
-    layout = BlockLayout(state, counts, q.shape[1])
-    opened = append_tokens(state, layout, k, v, k_den)
-    rows = torch.arange(len(counts))
-    prefix, prefix_z = mixed_summaries(state, mixing, rows, layout.blocks)
-    query, query_den = (None if x is None else by_block(layout.place(x), exact, size) for x in (q, q_den))
+    layout, opened = append_tokens(k, v, k_den, state, counts)
+    prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(counts)), layout.blocks)
+    query, query_den = (None if x is None else by_block(layout.place_queries(x), exact, size) for x in (q, q_den))
     opened = [by_block(tokens, exact, size) for tokens in opened]
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     own = own_weight(mixing, layout.blocks, exact)
@@ -178,23 +182,26 @@ def block_summary(k, v):
     return k.permute(0, 2, 3, 1) @ v.transpose(1, 2)
 
 
-def append_tokens(state, layout, k, v, k_den):
-    """Write new tokens into the state; returns k, v and perhaps k_den laid out by block, [B, n * C, G, K or V]."""
-    size, exact, device = state.block_size, state.summaries.dtype, state.summaries.device
-    opened, windows = [], []
+def append_tokens(k, v, k_den, state, counts):
+    """Write new tokens, the last counts[b] of each row, into the state.
+
+    Returns their `TokenLayout`, and k, v and perhaps k_den laid out by it, [B, n * C, G, K or V], with the open block's
+    earlier tokens before and zeros behind them: padding may hold anything, and NaN would get through a weight of 0.
+    """
+    size, before, device = state.block_size, state.length, state.summaries.device
+    first, room = before // size, max(1, -(-int((before % size + counts).max()) // size))
+    layout = TokenLayout(before, counts, k.shape[1], first, room, size, 2 * size, device)
+    opened, filled = [], layout.filled[..., None, None]
     for name, new in window_entries(state, k, v, k_den):
         window = getattr(state, name)
-        opened.append(layout.place(new.to(window.dtype), window))
-        windows.append((name, layout.last_two_blocks(opened[-1], window)))
-    cut = [tokens.to(exact).unflatten(1, (-1, size)).flatten(0, 1) for tokens in opened]
-    rows = torch.arange(len(state.length)).repeat_interleave(layout.blocks.shape[1])
-    push_summaries(state, rows, layout.blocks.flatten(), cut)
-    for name, window in windows:
-        setattr(state, name, window)
-    state.length = state.length + layout.counts
+        opened.append(torch.where(filled, layout.place_keys(window, new), 0))
+        layout.keep(window, opened[-1])
+    cut = [tokens.to(state.summaries.dtype).unflatten(1, (-1, size)).flatten(0, 1) for tokens in opened]
+    push_summaries(state, torch.arange(len(before)).repeat_interleave(room), layout.blocks.flatten(), cut)
+    state.length = before + counts
     highest = (state.length - 1).clamp(min=0) // size
     state.oldest = torch.maximum(state.oldest, (highest - 1) * size)
-    return [tokens.to(device) for tokens in opened]
+    return layout, opened
 
 
 def window_entries(state, k, v, k_den):
@@ -213,59 +220,3 @@ def by_head(x, exact):
 def by_block(x, exact, size):
     """[B, n * C, H, K] -> [B, H, n, C, K] in the exact dtype."""
     return by_head(x, exact).squeeze(2).unflatten(2, (-1, size))
-
-
-class BlockLayout:
-    """Where each row's new tokens go when they are laid out from the edge of its own open block.
-
-    Row b starts with the `offset` tokens of its open block, then come its `counts[b]` new ones, the last of T; the
-    rest of the n blocks is empty. blocks: which blocks of the row these are, [B, n].
-    """
-
-    def __init__(self, state, counts, steps):
-        size = state.block_size
-        self.size, self.counts, self.steps = size, counts, steps
-        self.first, self.offset = state.length // size, state.length % size
-        self.device = state.summaries.device
-        room = max(1, -(-int((self.offset + counts).max()) // size))
-        self.blocks = self.first[:, None] + torch.arange(room)
-        place = torch.arange(room * size)
-        slot = (self.first[:, None] * size + place) % (2 * size)
-        token = (place - self.offset[:, None] + (steps - counts)[:, None]).clamp(max=steps - 1)
-        self.source = torch.where(place < self.offset[:, None], slot, token + 2 * size).to(self.device)
-        self.filled = (place < (self.offset + counts)[:, None]).to(self.device)
-
-    def place(self, tokens, window=None):
-        """[B, T, H, K] -> [B, n * C, H, K]; with a `window`, the open block's earlier tokens come from there, and what is
-        behind a row's last token is zeros: padding may hold anything, and NaN would get through a weight of 0.
-        """
-        rows = torch.arange(tokens.shape[0], device=self.device)[:, None]
-        if window is None:
-            return tokens[rows, (self.source - 2 * self.size).clamp(min=0)]
-        placed = torch.cat((window, tokens), 1)[rows, self.source]
-        return torch.where(self.filled[..., None, None], placed, 0)
-
-    def take_back(self, placed):
-        """The outputs of the new tokens, [B, n * C, H, V] -> [B, T, H, V]; zeros where a row has none."""
-        token = torch.arange(self.steps) - (self.steps - self.counts)[:, None]
-        rows = torch.arange(placed.shape[0], device=self.device)[:, None]
-        o = placed[rows, (token + self.offset[:, None]).clamp(min=0).to(self.device)]
-        return torch.where((token >= 0).to(self.device)[..., None, None], o, 0)
-
-    def last_two_blocks(self, placed, window):
-        """The window after these tokens: the last block with a token and the one before it, each in its half."""
-        highest = (self.first * self.size + self.offset + self.counts - 1).clamp(min=0) // self.size
-        half = torch.arange(2)
-        block = torch.where(highest[:, None] % 2 == half, highest[:, None], highest[:, None] - 1)
-        here = (block - self.first[:, None])[:, :, None] * self.size + torch.arange(self.size)
-        here = here.flatten(1).to(self.device)
-        rows = torch.arange(placed.shape[0], device=self.device)[:, None]
-        return torch.where((here >= 0)[..., None, None], placed[rows, here.clamp(min=0)], window)
-
-
-def absorb(k, v, state, k_den=None, starts=None):
-    """Let `state` see k and v (masked tokens already zero), as a decoder that had been fed them one by one."""
-    counts = torch.full_like(state.length, k.shape[1])
-    if starts is not None:
-        counts = counts - starts.cpu()
-    append_tokens(state, BlockLayout(state, counts, k.shape[1]), k, v, k_den)

@@ -15,7 +15,7 @@ from .torch_layout import BlockCut, Heads
 HEAD_BY_HEAD_SIZE = 32768  # numbers in one head's q; measured: below, the calls cost more than the cache gives
 
 
-def blocked_forward(q, k, v, mixing, q_den, k_den, form):
+def blocked_forward(q, k, v, mixing, form):
     """o [B, T, H, V], and where normalized the denominator [B, T, H, 1] (else None); `form` as in `HeadWork`.
 
     o is num / den, num the sum of weight * v, den that of the weights.
@@ -25,14 +25,11 @@ def blocked_forward(q, k, v, mixing, q_den, k_den, form):
     den = q.new_empty(*q.shape[:3], 1, dtype=work.exact) if work.normalize else None
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            parts = work.cut(heads, q, k, v)
-            m = heads.take_mixing(mixing, work.scale)
-            num, part_den = work.sums(*parts, m, work.normalize is True and q_den is None)
+            sums = causal_sums if work.causal else full_sums
+            num, own_den = sums(*work.parts(heads, q, k, v), heads.take_mixing(mixing, work.scale), work.normalize)
             if work.normalize:
-                if part_den is None:
-                    part_den = work.separate_den(*work.den_parts(heads, parts, q_den, k_den), m)
-                num = divide_or_zero(num, part_den)
-                heads.give(work.rows.merge(part_den[..., None]), den)
+                num = divide_or_zero(num, own_den)
+                heads.give(work.rows.merge(own_den[..., None]), den)
             heads.give(work.rows.merge(num), o)
     return o, den
 
@@ -40,7 +37,7 @@ def blocked_forward(q, k, v, mixing, q_den, k_den, form):
 class HeadWork:
     """What forward and backward have in common: the cut into blocks, the heads, and which sums are taken.
 
-    form: blocks, key_blocks, causal, normalize, scale and unrounded of `mhla`.
+    form: blocks, key_blocks, causal, normalize (True or False), scale and unrounded of `mhla`.
     """
 
     def __init__(self, q, k, v, form):
@@ -49,36 +46,17 @@ class HeadWork:
         self.rows = BlockCut(blocks, q.device)
         self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
-        one_by_one = one_by_one and not torch.compiler.is_compiling()
-        self.groups = Heads.groups(q, self.exact, one_by_one)
-        self.sums = causal_sums if self.causal else full_sums
+        self.groups = Heads.groups(q, self.exact, one_by_one and not torch.compiler.is_compiling())
 
-    def cut(self, heads, q, k, v):
+    def parts(self, heads, q, k, v):
         """q, k, v of some heads, by block."""
         return self.rows.split(heads.take(q)), self.columns.split(heads.take(k)), self.columns.split(heads.take(v))
-
-    def den_parts(self, heads, parts, q_den, k_den):
-        """The two features of the denominator of some heads, by block."""
-        if q_den is None:
-            return parts[:2]
-        return self.rows.split(heads.take(q_den)), self.columns.split(heads.take(k_den))
-
-    def separate_den(self, q_den, k_den, m):
-        """A denominator that needs a pass of its own: the official one, or that of other features (the sum with v = 1)."""
-        if self.normalize == "official":
-            return official_den(q_den, k_den, m)
-        return self.sums(q_den, k_den, torch.ones_like(k_den[..., :1]), m, False)[0].squeeze(3)
 
 
 def full_sums(q, k, v, m, with_den):
     """Sum of weight times v, [R, M, C, V], and the sum of the weights, [R, M, C] (None unless with_den)."""
     mixed = mix_blocks(m, k.mT @ v)
     return q @ mixed, (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
-
-
-def official_den(q, k, m):
-    """The denominator of the authors' vision code, sum_b m_ib <q at the same slot of block b, z_b>, [R, M, C]."""
-    return torch.matmul(m, (q @ k.sum(2)[..., None]).squeeze(3))
 
 
 def mix_blocks(m, summary):

@@ -50,56 +50,53 @@ def gather_by_block(block, sizes, size):
 
 
 class Heads:
-    """Some query heads: head `head` of row `row` of the batch as views, or all of all rows (row None) as copies.
+    """Query heads `heads` of rows `rows` of the batch, slices: views where that is a single head, else copies.
 
-    Tensors of the caller are [B, T, H or G, K]; here they are [R, T, K] in the exact dtype, R heads.
+    Tensors of the caller are [B, T, H or G, K]; here they are [R, T, K] in the exact dtype, R heads of all those rows.
     """
 
-    def __init__(self, row, head, batch, heads, exact):
-        self.row, self.head, self.batch, self.heads, self.exact = row, head, batch, heads, exact
+    def __init__(self, rows, heads, q, exact):
+        self.rows, self.heads, self.every, self.exact = rows, heads, q.shape[2], exact
+        self.count, self.batch = heads.stop - heads.start, len(q[rows])
 
     @staticmethod
     def groups(q, exact, one_by_one):
         """All heads of q, one by one or at once."""
         batch, heads = q.shape[0], q.shape[2]
         if not one_by_one:
-            return [Heads(None, None, batch, heads, exact)]
-        return [Heads(row, head, batch, heads, exact) for row in range(batch) for head in range(heads)]
+            return [Heads(slice(None), slice(0, heads), q, exact)]
+        each = [slice(head, head + 1) for head in range(heads)]
+        return [Heads(slice(row, row + 1), head, q, exact) for row in range(batch) for head in each]
+
+    def part(self, x):
+        """The heads of x [B, T, H or G, K] that these use; query head h has key head h // (H // G)."""
+        group = self.every // x.shape[2]
+        return x[self.rows, :, self.heads.start // group : (self.heads.stop - 1) // group + 1]
 
     def take(self, x):
-        """[B, T, H or G, K] -> [R, T, K]; query head h has key head h // (H // G)."""
-        group = self.heads // x.shape[2]
-        if self.row is not None:
-            return x[self.row, :, self.head // group][None].to(self.exact)
-        x = x.to(self.exact).transpose(1, 2)
-        return (x.repeat_interleave(group, 1) if group > 1 else x).flatten(0, 1)
+        """[B, T, H or G, K] -> [R, T, K]."""
+        x = self.part(x).to(self.exact).transpose(1, 2)
+        return (x.repeat_interleave(self.count // x.shape[1], 1) if x.shape[1] < self.count else x).flatten(0, 1)
 
     def give(self, x, out):
         """Write [R, T, K] to out [B, T, H or G, K]; query heads that share a key head are summed, into zeros."""
-        group = self.heads // out.shape[2]
-        if self.row is None:
-            x = x.unflatten(0, (self.batch, self.heads))
-            out.copy_((x.unflatten(1, (-1, group)).sum(2) if group > 1 else x).transpose(1, 2))
-        elif group > 1:
-            out[self.row, :, self.head // group] += x[0]
+        place, x = self.part(out), x.unflatten(0, (self.batch, self.count))
+        if out.shape[2] == self.every:
+            place.copy_(x.transpose(1, 2))
         else:
-            out[self.row, :, self.head] = x[0]
+            place.add_(x.unflatten(1, (place.shape[2], -1)).sum(2).transpose(1, 2))
 
     def take_mixing(self, mixing, scale):
         """[Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk], times scale."""
         mixing = mixing.to(self.exact) * scale
-        if mixing.dim() == 2:
-            return mixing[None]
-        return mixing.repeat(self.batch, 1, 1) if self.row is None else mixing[self.head][None]
+        return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.batch, 1, 1)
 
     def give_mixing(self, dm, out):
         """Add the gradients [R, Mq, Mk] to out [Mq, Mk] or [H, Mq, Mk]."""
         if out.dim() == 2:
             out += dm.sum(0)
-        elif self.row is None:
-            out += dm.unflatten(0, (self.batch, self.heads)).sum(0)
         else:
-            out[self.head] += dm[0]
+            out[self.heads] += dm.unflatten(0, (self.batch, self.count)).sum(0)
 
 
 class MoveTokens(torch.autograd.Function):
@@ -127,24 +124,74 @@ def shift_to_start(starts, tokens):
     return torch.where(source < tokens, source, -1), torch.where(back >= 0, back, -1)
 
 
-def align_sequences(cu_seqlens, tokens, block_size, mixing):
-    """source [1, M * C] and back [1, T] that bring every packed sequence to a block edge, and the mixing of those M blocks.
+def align_sequences(cu_seqlens, tokens, size):
+    """How packed sequences are brought to block edges: source [1, M * C] and back [1, T] for `MoveTokens`, and of each of
+    those M blocks its place in its sequence and the sequence's number, int64 [M] (behind the last: a number of its own).
 
-    M is the most that so many sequences can need. Blocks of different sequences weigh nothing for each other.
+    M is the most that so many sequences can need.
     """
     edges = cu_seqlens.long()
-    counts = (edges.diff() + block_size - 1) // block_size
-    last = counts.cumsum(0)
-    first = last - counts
+    last = ((edges.diff() + size - 1) // size).cumsum(0)
+    first = torch.nn.functional.pad(last, (1, 0))
     token = torch.arange(tokens, device=edges.device)
     sequence = torch.searchsorted(edges, token, right=True) - 1
-    back = first[sequence] * block_size + token - edges[sequence]
-    room = (tokens + len(counts) * (block_size - 1)) // block_size
-    source = torch.full((room * block_size,), -1, device=edges.device).index_copy(0, back, token)
-
-    block = torch.arange(room, device=edges.device)
+    back = first[sequence] * size + token - edges[sequence]
+    count = (tokens + (len(edges) - 1) * (size - 1)) // size
+    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
+    block = torch.arange(count, device=edges.device)
     sequence = torch.searchsorted(last, block, right=True)
-    place = block - first[sequence.clamp(max=len(counts) - 1)]
+    return source[None], back[None], block - first[sequence], sequence
+
+
+def mixing_of_sequences(mixing, place, sequence):
+    """The mixing [.., M, M] of blocks of `align_sequences`: those of different sequences weigh nothing for each other."""
     rows, columns = place.clamp(max=mixing.shape[-2] - 1), place.clamp(max=mixing.shape[-1] - 1)
-    mixing = mixing[..., rows[:, None], columns[None, :]]
-    return source[None], back[None], torch.where(sequence[:, None] == sequence[None, :], mixing, 0)
+    return torch.where(sequence[:, None] == sequence, mixing[..., rows[:, None], columns], 0)
+
+
+class TokenLayout:
+    """New tokens behind those that a ring holds, each row laid out from the edge of its block `first` on.
+
+    before: int64 [B], tokens that a row has seen, that at position p in slot p % `ring` (0: nothing is held). count: int64
+    [B], how many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of
+    them there are. All these may be on the CPU while tokens are on `device`.
+    """
+
+    def __init__(self, before, count, steps, first, blocks, size, ring, device):
+        self.before, self.count, self.steps, self.first, self.size = before, count, steps, first * size, size
+        self.ring, self.device = ring, device
+        self.blocks = first[:, None] + torch.arange(blocks, device=first.device)  # [B, M]
+        position = self.first[:, None] + torch.arange(blocks * size, device=first.device)
+        token = (position - before[:, None] + (steps - count)[:, None]).clamp(min=0, max=steps - 1)
+        held = torch.where(position < before[:, None], position % ring, token + ring) if ring else token
+        self.token, self.source = token.to(device), held.to(device)
+        self.filled = (position < (before + count)[:, None]).to(device)
+        self.rows = torch.arange(len(before), device=device)[:, None]
+
+    def place_keys(self, held, new):
+        """[B, W, ..] of the ring and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
+        return (torch.cat([held, new.to(held.dtype)], 1) if self.ring else new)[self.rows, self.source]
+
+    def place_queries(self, q):
+        """[B, T, ..] -> [B, M * C, ..]."""
+        return q[self.rows, self.token]
+
+    def take_back(self, o):
+        """[B, M * C, ..] -> [B, T, ..], zeros for padding."""
+        token = torch.arange(self.steps, device=self.before.device) - (self.steps - self.count)[:, None]
+        place = (token + (self.before - self.first)[:, None]).clamp(min=0).to(self.device)
+        real = (token >= 0).to(self.device)
+        return torch.where(real.view(*real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
+
+    def keep(self, held, laid):
+        """Write the last of the tokens laid out, [B, M * C, ..], into the ring `held` [B, W, ..]."""
+        end = (self.before + self.count - 1)[:, None]
+        position = end - (end - torch.arange(held.shape[1], device=end.device)) % held.shape[1]  # the last of each slot
+        new = position >= torch.maximum(self.before, self.first)[:, None]
+        place = (position - self.first[:, None]).clamp(min=0)
+        write(held, new.to(self.device), laid[self.rows, place.to(self.device)])
+
+
+def write(held, new, values):
+    """values where new [B, N] in held [B, N, ..], in place."""
+    held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))

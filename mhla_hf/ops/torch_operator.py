@@ -9,9 +9,10 @@ moved out of the way before, and outputs are moved back.
 import torch
 
 from .blocks import Blocks
+from .reference import divide_or_zero, without_row_scale
 from .torch_backward import blocked_backward
 from .torch_forward import blocked_forward
-from .torch_layout import MoveTokens, align_sequences, shift_to_start
+from .torch_layout import BlockCut, Heads, MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
 def torch_mhla(
@@ -26,27 +27,63 @@ def torch_mhla(
     if starts is not None:
         source, back = shift_to_start(starts.to(q.device), q.shape[1])
     if cu_seqlens is not None:
-        source, back, mixing = align_sequences(cu_seqlens, q.shape[1], blocks.block_size, mixing)
-        blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+        source, back, *places = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+        mixing, blocks = mixing_of_sequences(mixing, *places), Blocks.sequence(source.shape[1], blocks.block_size)
     if back is not None:
         q, k, v, q_den, k_den = (
             None if x is None else MoveTokens.apply(x, source, back) for x in (q, k, v, q_den, k_den)
         )
     if causal:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
-    form = blocks, blocks if key_blocks is None else key_blocks, causal, normalize, scale, unrounded
-    o = BlockedAttention.apply(q, k, v, mixing, q_den, k_den, form)
+    key_blocks = blocks if key_blocks is None else key_blocks
+    if normalize is False or (normalize is True and q_den is None):
+        o = BlockedAttention.apply(q, k, v, mixing, (blocks, key_blocks, causal, normalize, scale, unrounded))
+    else:  # a denominator of other features, or the official one, takes a pass of its own
+        mixing, form = RowScaleFree.apply(mixing, causal), (blocks, key_blocks, causal, False, scale, True)
+        num = BlockedAttention.apply(q, k, v, mixing, form)
+        q, k = (q, k) if q_den is None else (q_den, k_den)
+        if normalize == "official":
+            den = official_den(q, k, mixing, blocks, scale, num.dtype)
+        else:
+            den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
+        o = divide_or_zero(num, den)
+        o = o if unrounded else o.to(v.dtype)
     return o if back is None else MoveTokens.apply(o, back, source)
+
+
+def official_den(q, k, mixing, blocks, scale, exact):
+    """The denominator of the authors' vision code, sum_b m_ib <q at the same slot of block b, z_b>, [B, T, H]."""
+    cut, (heads,) = BlockCut(blocks, q.device), Heads.groups(q, exact, one_by_one=False)
+    with torch.autocast(q.device.type, enabled=False):
+        own = (cut.split(heads.take(q)) @ cut.split(heads.take(k)).sum(2)[..., None]).squeeze(3)  # [R, M, C]
+        den = cut.merge(torch.matmul(heads.take_mixing(mixing, scale), own)[..., None])
+    return den.view(q.shape[0], q.shape[2], -1).transpose(1, 2)
+
+
+class RowScaleFree(torch.autograd.Function):
+    """The mixing itself; of its gradient, the part that a denominator cancels is left out (`without_row_scale`)."""
+
+    @staticmethod
+    def forward(ctx, mixing, causal):
+        ctx.save_for_backward(mixing)
+        ctx.causal = causal
+        return mixing.view_as(mixing)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (mixing,) = ctx.saved_tensors
+        exact = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return without_row_scale(exact, mixing, ctx.causal).to(grad.dtype), None
 
 
 class BlockedAttention(torch.autograd.Function):
     """`blocked_forward`, differentiable once by `blocked_backward`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mixing, q_den, k_den, form):
-        o, den = blocked_forward(q, k, v, mixing, q_den, k_den, form)
+    def forward(ctx, q, k, v, mixing, form):
+        o, den = blocked_forward(q, k, v, mixing, form)
         ctx.form = form
-        ctx.save_for_backward(q, k, v, mixing, q_den, k_den, None if den is None else o, den)
+        ctx.save_for_backward(q, k, v, mixing, None if den is None else o, den)
         return o
 
     @staticmethod
@@ -54,7 +91,7 @@ class BlockedAttention(torch.autograd.Function):
         with torch.no_grad():
             grads = blocked_backward(grad, *ctx.saved_tensors, ctx.form)
         if torch.is_grad_enabled():  # create_graph=True: without this they would pass for constants
-            grads = [None if x is None else DifferentiableOnce.apply(x, grad, *ctx.saved_tensors[:6]) for x in grads]
+            grads = [DifferentiableOnce.apply(x, grad, *ctx.saved_tensors[:4]) for x in grads]
         return *grads, None
 
 

@@ -9,7 +9,6 @@ from ops_cases import distance, run
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.torch_forward import chunk_size
 
 FORMS = {
     "causal": {"blocks": Blocks.sequence(300, 64), "causal": True},
@@ -215,10 +214,3 @@ def test_large_mixing_keeps_its_spare_part_without_gradient():
     grad = grads["mixing"]
     assert grad.shape == (9, 8) and not grad[5:].any() and not grad[:, 5:].any()
     assert torch.equal(grad[1:5, :5] != 0, torch.ones(5, 5, dtype=torch.bool).tril()[1:])
-
-
-@pytest.mark.parametrize(
-    "size, expected", [(1, 1), (64, 64), (100, 100), (128, 128), (192, 64), (256, 64), (160, 80), (131, 131), (186, 93)]
-)
-def test_chunk_size(size, expected):
-    assert chunk_size(size) == expected

@@ -5,7 +5,7 @@ import torch
 
 from mhla_hf.ops.decays import Decays, decayed_sums
 from mhla_hf.ops.local import LocalForm, local_attention
-from mhla_hf.ops.local_state import LocalState, TokenLayout, local_extend, local_step
+from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
 
 FORMS = {
@@ -82,38 +82,20 @@ def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
     q, k, v, fq, fk = (x.detach() for x in tensors)
     map_keys = (lambda x: x) if balance is None else (lambda x: torch.nn.functional.elu(x) + 1)
     state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
-    outputs, pieces, start = [], [], 0
-    for end in cuts:
-        pieces.append((start, end))
-        start = end
+    pieces = list(zip([0, *cuts], cuts, strict=False))
     for at, back in crops:
-        index = [end for _, end in pieces].index(at) + 1
-        pieces.insert(index, (at - back, at))
-    fed = 0
+        pieces.insert([end for _, end in pieces].index(at) + 1, (at - back, at))
+    done = v.new_zeros(len(q), 0, q.shape[2], v.shape[3])
     for start, end in pieces:
-        if start < fed:
-            state.crop(fed - start)
-            state.rewind(decays, map_keys, form)
-        piece = slice(start, end)
-        if end - start == 1 and count is None:
-            leaving = map_keys(state.leaving(k[:, piece], form))
-            o = local_step(q[:, piece], k[:, piece], v[:, piece], fq[:, piece], leaving, decays, balance, form, state)
-        else:
-            now = None if count is None else (count - (q.shape[1] - end)).clamp(0, end - start)
-            layout = TokenLayout(state, end - start, form, now, fresh=start == 0 and fed == 0)
-            laid_k, laid_v = layout.place_keys(state.k, k[:, piece]), layout.place_keys(state.v, v[:, piece])
-            valid = layout.place_keys(state.valid, torch.ones(len(k), end - start, dtype=torch.bool))
-            laid_q, laid_fq = layout.place_queries(q[:, piece]), layout.place_queries(fq[:, piece])
-            o = local_extend(
-                laid_q, laid_k, laid_v, laid_fq, map_keys(laid_k), valid, decays, balance, form, state, layout
-            )
-        outputs = (
-            [(s, e, x) for s, e, x in outputs if e <= start] + [(start, end, o)]
-            if start < fed
-            else [*outputs, (start, end, o)]
-        )
-        fed = end
-    return torch.cat([o for _, _, o in outputs], 1), state
+        if start < done.shape[1]:
+            state.crop(done.shape[1] - start)
+        starts = None if count is None else (q.shape[1] - count - start).clamp(0, end - start)
+        options = {"fresh": start == 0, "starts": starts}
+        options["key_mask"] = None if starts is None else torch.arange(end - start) >= starts[:, None]
+        tokens = (x[:, start:end] for x in (q, k, v, fq))
+        o = continue_local(*tokens, map_keys, decays, balance, form, state, **options)
+        done = torch.cat([done[:, :start], o], 1)
+    return done, state
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -171,6 +153,14 @@ def test_no_more_is_taken_back_than_the_ring_holds():
     state.crop(1)
     state.reorder(torch.tensor([1, 0]))
     assert not state.position.is_inference() and state.position.tolist() == [39, 39]
+
+
+def test_autocast_changes_nothing():
+    problem_of_32_bits = problem("window", dtype=torch.float32)
+    expected, _ = decode(*problem_of_32_bits, [40, *range(41, 50), 83])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = decode(*problem_of_32_bits, [40, *range(41, 50), 83])
+    assert torch.equal(o, expected) and state.pending.dtype == torch.float32
 
 
 def test_near_tokens_count_where_nothing_is_far():

@@ -21,19 +21,8 @@ FAULTS_FOUND = {}
 
 
 def kernel_kind(
-    q,
-    k,
-    v,
-    q_den=None,
-    *,
-    normalize,
-    causal=False,
-    blocks=None,
-    masked=False,
-    unrounded=False,
-    backward=False,
-    decode=False,
-):
+    q, k, v, q_den=None, *, normalize, causal=False, blocks=None, masked=False, unrounded=False, backward=False, decode=False
+):  # fmt: skip
     """What calls of `mhla`, or with `decode` of `mhla_step`, have in common that are checked once; as `small_call` takes it.
 
     Tables of places, padding on the left and packed sequences, which only say where tokens lie, are not part of it.
@@ -113,9 +102,8 @@ def decode_all(q, k, v, mixing, *rest):
     """All tokens, one by one."""
     *dens, blocks, normalize, unrounded = rest
     widths = k.shape[2], q.shape[2], q.shape[3], v.shape[3], blocks.block_size
-    options = {"separate_den": bool(dens), "den_dim": dens[0].shape[3] if dens else None, "device": q.device}
-    dtype = torch.promote_types(k.dtype, v.dtype)
-    state, outputs = MHLAState.empty(1, *widths, normalize=bool(normalize), dtype=dtype, **options), []
+    options = {"dtype": torch.promote_types(k.dtype, v.dtype), "device": q.device, "normalize": bool(normalize)}
+    state, outputs = MHLAState.empty(1, *widths, **options, den_dim=dens[0].shape[3] if dens else None), []
     for token in zip(*(x.split(1, 1) for x in (q, k, v, *dens)), strict=True):
         den = token[3:] or (None, None)
         outputs.append(triton_step(*token[:3], mixing, state, q.shape[3] ** -0.5, *den, unrounded))

@@ -96,11 +96,30 @@ def tokens_from(low, high, places, BT: constexpr):
 
 
 @kernel
-def real_keys(key_mask, row, token, valid, tokens):
-    """valid, and not masked by key_mask [B, T]."""
+def keys_from(low, high, places, key_mask, row, tokens, BT: constexpr):
+    """As `tokens_from`, for keys: without those that key_mask [B, T] leaves out."""
+    token, valid = tokens_from(low, high, places, BT)
     if key_mask is not None:
         valid = valid & (tl.load(key_mask + row * tokens + token, mask=valid, other=0) != 0)
-    return valid
+    return token, valid
+
+
+@kernel
+def tile_of(
+    lane_tiles, key_mask, places, tokens, size, span, blocks, heads, BT: constexpr, CAUSAL: constexpr, KEYS: constexpr
+):  # fmt: skip
+    """What this program is for: the tile of lanes, row, head and block; the place of its state among a head's, and their
+    number; its tokens, which of them there are, and where KEYS which of them are real keys."""
+    parts = tl.cdiv(span, BT)
+    tile, part, block, head, row = program_of(lane_tiles, parts, blocks, heads)
+    low, high = block_range(block, row, places, tokens, size)
+    token, valid = tokens_from(low + part * BT, high, places, BT)
+    state, states, real = block, blocks, valid
+    if CAUSAL:
+        state, states = block * parts + part, blocks * parts
+    if KEYS:
+        token, real = keys_from(low + part * BT, high, places, key_mask, row, tokens, BT)
+    return tile, row, head, block, state, states, token, valid, real
 
 
 @kernel

@@ -9,10 +9,10 @@ second copy of the same version uses the first one's.
 import torch
 
 from ..namespace import NAMESPACE
-from ..reference import divide_or_zero, without_row_scale
-from ..torch_layout import BlockCut, align_sequences
-from .attend_backward import dkdv_kernel, dq_kernel
-from .attend_forward import forward_kernel
+from ..reference import divide_or_zero
+from ..torch_layout import BlockCut, align_sequences, mixing_of_sequences
+from ..torch_operator import RowScaleFree
+from .attend import dkdv_kernel, dq_kernel, forward_kernel
 from .common import cut_of, spell
 from .mix import mix_states, mix_states_grads
 from .summaries import summaries
@@ -38,8 +38,8 @@ def triton_mhla(
     with torch.autocast(q.device.type, enabled=False):
         edges = None
         if cu_seqlens is not None:
-            source, _, mixing = align_sequences(cu_seqlens, q.shape[1], blocks.block_size, mixing)
-            source = source.view(-1, blocks.block_size)
+            source, _, *places = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+            mixing, source = mixing_of_sequences(mixing, *places), source.view(-1, blocks.block_size)
             first = source[:, 0].clamp(min=0)
             edges = torch.stack((first, first + (source >= 0).sum(1)), 1).to(torch.int32)
         elif causal:
@@ -67,21 +67,6 @@ def across_blocks(x, mixing, blocks):
     cut = BlockCut(blocks, x.device)
     slots = cut.split(x.transpose(1, 2).flatten(0, 1)[..., None]).squeeze(3).unflatten(0, (x.shape[0], x.shape[2]))
     return cut.merge((mixing @ slots).flatten(0, 1)[..., None]).view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
-
-
-class RowScaleFree(torch.autograd.Function):
-    """The mixing itself; of its gradient, the part that a denominator cancels is left out (`without_row_scale`)."""
-
-    @staticmethod
-    def forward(ctx, mixing, causal):
-        ctx.save_for_backward(mixing)
-        ctx.causal = causal
-        return mixing.view_as(mixing)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (mixing,) = ctx.saved_tensors
-        return without_row_scale(grad.float(), mixing, ctx.causal).to(grad.dtype), None
 
 
 def triton_refusal(q, k, v, k_den=None):
@@ -149,10 +134,10 @@ class Call:
         """The gradient of the mixing, from those of states and, causal, dm_own [B, H, M * chunks, K] from within chunks."""
         pairs = zip(dstates, self.s, strict=True)
         dm = sum(mix_states_grads(dp, s, self.mixing.shape, self.chunks) for dp, s in pairs if s is not None)
-        if dm_own is None:
-            return dm
-        own = dm_own.unflatten(2, (-1, self.chunks)).sum((0, 3, 4))
-        return dm + torch.diag_embed(own if self.mixing.dim() == 3 else own.sum(0))
+        if dm_own is not None:
+            own = dm_own.unflatten(2, (-1, self.chunks)).sum((0, 3, 4))
+            dm = dm + torch.diag_embed(own if self.mixing.dim() == 3 else own.sum(0))
+        return dm
 
 
 def triton_forward(q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, dtype):
@@ -215,20 +200,14 @@ def registered_operator(name, schema, function, fake):
     """The operator of that name in this version's namespace, registered unless an equal copy of this file has done so."""
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
-        torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
-        torch.library.register_fake(f"{TRITON_SPACE}::{name}", fake)
+        operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
         if name == "forward":
-            setup = {"setup_context": keep_for_backward}
-            torch.library.register_autograd(f"{TRITON_SPACE}::{name}", triton_gradients, **setup)
+            operator.register_autograd(triton_gradients, setup_context=keep_for_backward)
     return getattr(space, name)
 
 
-TRITON_BACKWARD = registered_operator(
-    "backward",
-    f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)",
-    triton_backward,
-    triton_backward_fake,
-)
-TRITON_FORWARD = registered_operator(
-    "forward", f"({TRITON_SCHEMA} -> (Tensor, Tensor)", triton_forward, triton_forward_fake
-)
+BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)"
+FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
+TRITON_BACKWARD = registered_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
+TRITON_FORWARD = registered_operator("forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake)

@@ -8,18 +8,7 @@ and v.
 
 import torch
 
-from .common import (
-    block_range,
-    cast,
-    constexpr,
-    dot,
-    load_number,
-    load_scaled,
-    load_tile,
-    program_of,
-    real_keys,
-    tokens_from,
-)
+from .common import block_range, cast, constexpr, dot, keys_from, load_number, load_scaled, load_tile, program_of
 from .tuning import CHUNK, as_argument, summary_tiles, tiles, tl, tuned
 
 PART_TOKENS = 256
@@ -42,8 +31,7 @@ def summaries_kernel(
     for member in range(group):
         source = head * group + member
         for first in range(low, high, BT):
-            token, valid = tokens_from(first, high, places, BT)
-            valid = real_keys(key_mask, row, token, valid, tokens)
+            token, valid = keys_from(first, high, places, key_mask, row, tokens, BT)
             key = load_tile(k, row, token, source, valid, k_lanes, K)
             value = load_scaled(v, inv, row, token, source, tokens, heads * group, valid, v_lanes, V, DOT)
             total += dot(tl.trans(key), value, DOT)

@@ -21,8 +21,7 @@ INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
 WIDEST = 256
 LENGTHS = {
-    *("tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "rows", "pairs", "splits", "capacity"),
-    *("limit", "group"),
+    *("tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "rows", "capacity", "limit", "group")
 }
 
 
@@ -65,14 +64,15 @@ class TunedKernel:
     def launch(self, grid, device, arguments, constants):
         """Start the kernel; grid is a function of the constants, tiles among them."""
         constants = {**constants, "enable_fp_fusion": True}
-        if self.tuner is None:
-            self.jitted[grid](*arguments, **constants, **self.configurations(constants)[0])
-        elif is_capturing(device):
+        if self.tuner is not None and not is_capturing(device):
+            self.tuner[grid](*arguments, **constants)
+            return
+        tiles = self.configurations(constants)[0]
+        if self.tuner is not None:
             wanted = tuple(constants[name] for name in self.key)
             known = [config for key, config in self.tuner.cache.items() if key[: len(wanted)] == wanted]
-            self.jitted[grid](*arguments, **constants, **(known or self.choices(constants))[0].all_kwargs())
-        else:
-            self.tuner[grid](*arguments, **constants)
+            tiles = (known or self.choices(constants))[0].all_kwargs()
+        self.jitted[grid](*arguments, **constants, **tiles)
 
 
 def tuned(configurations, *key):
@@ -80,19 +80,19 @@ def tuned(configurations, *key):
     return lambda function: TunedKernel(function, configurations, key)
 
 
-def tiles_for(K, V, DOT, most=128):
-    """The rule: whole heads of up to `most` lanes (fp32: 32), so that tiles stay in registers; else parts, of both alike."""
-    parts = max(1, lanes_for(max(K, V)) // (most if DOT == "bf16" else 32))
-    lanes = {"BK": max(16, lanes_for(K) // parts), "BV": max(16, lanes_for(V) // parts)}
-    return {"BT": CHUNK, **lanes, "num_warps": 4 if DOT == "bf16" and max(lanes.values()) <= 64 else 8, "num_stages": 2}
-
-
 def token_tiles(constants, most=128):
-    """What is tried for kernels on tokens: the rule of `tiles_for`, and its neighbors."""
-    rule = tiles_for(constants["K"], constants["V"], constants["DOT"], most)
-    half = {**rule, "BK": max(16, rule["BK"] // 2), "BV": max(16, rule["BV"] // 2), "num_warps": 4}
+    """What is tried for kernels on tokens: a rule, and its neighbors.
+
+    The rule: whole heads of up to `most` lanes (fp32: 32), so that tiles stay in registers; else parts, of both alike.
+    """
+    K, V, bf16 = lanes_for(constants["K"]), lanes_for(constants["V"]), constants["DOT"] == "bf16"
+    parts = max(1, max(K, V) // (most if bf16 else 32))
+    BK, BV = max(16, K // parts), max(16, V // parts)
+    warps = 4 if bf16 and max(BK, BV) <= 64 else 8
+    rule = {"BT": CHUNK, "BK": BK, "BV": BV, "num_warps": warps, "num_stages": 2}
+    half = {**rule, "BK": max(16, BK // 2), "BV": max(16, BV // 2), "num_warps": 4}
     more = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
-    return [rule, {**rule, "num_warps": 12 - rule["num_warps"]}, *more, half, {**half, "num_stages": 1}]
+    return [rule, {**rule, "num_warps": 12 - warps}, *more, half, {**half, "num_stages": 1}]
 
 
 def summary_tiles(constants):
@@ -104,12 +104,7 @@ def block_tiles(constants):
     """What is tried for products of mixing and summaries: a rule that knows the dtype only, and its neighbors."""
     wide = 2048 if INTERPRETED else 128 if constants["DOT"] == "bf16" else 64  # every tile costs the same in the former
     rule = {"BM": 32, "BN": 32, "BX": wide, "num_warps": 4, "num_stages": 2}
-    return [
-        rule,
-        {**rule, "num_stages": 3},
-        {**rule, "BM": 64, "BN": 64, "num_warps": 8},
-        {**rule, "BX": rule["BX"] // 2},
-    ]
+    return [rule, {**rule, "num_stages": 3}, {**rule, "BM": 64, "BN": 64, "num_warps": 8}, {**rule, "BX": wide // 2}]
 
 
 def shared_bytes(DOT, config):

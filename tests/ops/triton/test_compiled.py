@@ -52,7 +52,7 @@ TUNING = """
 from types import SimpleNamespace
 import torch
 import mhla_hf.ops.triton.tuning as tuning
-from mhla_hf.ops.triton.attend_forward import forward_kernel
+from mhla_hf.ops.triton.attend import forward_kernel
 from mhla_hf.ops.triton.summaries import summaries_kernel
 from offline import *
 

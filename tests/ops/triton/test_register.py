@@ -23,8 +23,11 @@ GRIDS = {
     "3-D": Blocks.grid((3, 4, 4), (2, 2, 2)),
     "prefix": Blocks.grid((5, 6), (2, 3), prefix=3),
     "even": Blocks.grid((4, 6), (2, 2)),
+    "even 3-D": Blocks.grid((2, 4, 4), (2, 2, 2)),
+    "thirds": Blocks.sequence(24, 6),
     "runs": Blocks.grid((4, 6), (2, 1), prefix=12),
 }
+KEYS = Blocks.grid((4, 7), (2, 2))
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
@@ -84,31 +87,62 @@ def check(
     assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("normalize, dtype", [(True, F32), (False, BF16)])
-def test_bidirectional(grid, normalize, dtype):
-    """Mixing per head and masks by turns, so that every pair of options meets."""
-    number = list(GRIDS).index(grid)
-    if (grid, normalize) == ("one block", False):
-        dtype = (
-            F32  # one number, the sum of a few hundred rounded terms of either sign, has no relative error to speak of
-        )
-    options = {"per_head": number % 2 == 1, "mask": number // 2 % 2 == 1}
-    check(GRIDS[grid], normalize=normalize, dtype=dtype, **options)
+CASES = [  # name, blocks, options
+    *(  # masks and mixing per head by turns, so that every pair of options meets
+        ("both ways", blocks, {"normalize": normalize, "dtype": dtype, "per_head": n % 2 == 1, "mask": n // 2 % 2 == 1})
+        for n, blocks in enumerate(GRIDS)
+        if blocks not in ("even 3-D", "thirds")
+        for normalize, dtype in (
+            (True, F32),
+            (False, F32 if blocks == "one block" else BF16),
+        )  # one number in bf16: noise
+    ),
+    ("rectangular", "2-D", {"key_blocks": KEYS, "mask": True, "groups": 2, "dtype": BF16}),
+    ("rectangular", "2-D", {"key_blocks": KEYS, "normalize": False, "per_head": True, "groups": 2}),
+    ("rectangular", "sequence", {"key_blocks": KEYS, "per_head": True, "groups": 2}),
+    ("own denominator", "2-D", {"widths": (12, 20, 7)}),
+    ("own denominator", "2-D", {"widths": (12, 20, 7), "per_head": True, "mask": True, "dtype": BF16}),
+    ("official", "even", {"normalize": "official", "groups": 2}),
+    (
+        "official",
+        "thirds",
+        {"normalize": "official", "widths": (12, 20, 7), "per_head": True, "mask": True, "groups": 2},
+    ),
+    ("official", "even 3-D", {"normalize": "official", "dtype": BF16, "groups": 2}),
+    *(
+        ("causal", sizes, {"normalize": normalize, "per_head": not normalize, "mask": sizes[1] in (70, 32)})
+        for sizes in ((37, 8), (150, 70), (20, 32), (64, 32), (200, 130))
+        for normalize in (True, False)
+    ),
+    *(  # with few blocks the mixing's gradient is small beside the terms it is the difference of
+        ("causal", sizes, {"normalize": normalize, "mask": sizes[1] == 40, "dtype": BF16 if normalize else F16})
+        for sizes in ((37, 6), (160, 40), (300, 70))
+        for normalize in (True, False)
+    ),
+    *(  # six blocks: with two, causal and normalized, one number is all of the mixing's gradient, mostly rounding
+        ("causal" if causal else "widths", (11, 2), {"widths": w, "dtype": dtype, "heads": 1, "normalize": w != (1, 1)})
+        for w, dtype in (((64, 64), F32), ((72, 72), BF16), ((17, 33), F16), ((1, 1), F32), ((128, 256), BF16))
+        for causal in (True, False)
+    ),
+    ("causal", (45, 8), {"starts": (0, 11, 45), "widths": (12, 20, 5)}),
+    ("causal", (150, 70), {"starts": (0, 11, 150), "normalize": False, "per_head": True, "widths": (5, 33)}),
+    ("causal", (45, 8), {"starts": (0, 11, 45), "heads": 1, "dtype": BF16, "mask": True}),
+    ("causal", (90, 8), {"cu_seqlens": (0, 20, 20, 52, 90), "heads": 1, "dtype": BF16}),
+    ("causal", (90, 8), {"cu_seqlens": (0, 20, 20, 45, 90)}),
+    ("causal", (230, 70), {"cu_seqlens": (0, 20, 20, 115, 230), "normalize": False, "per_head": True}),
+    ("causal", (300, 70), {"cu_seqlens": (0, 20, 20, 157, 300), "heads": 1, "dtype": F16, "widths": (12, 20, 7)}),
+    ("causal", (150, 70), {"heads": 4, "groups": 2, "per_head": True, "widths": (5, 6)}),
+    ("causal", (24, 6), {"heads": 6, "groups": 2, "widths": (5, 6)}),
+    ("grouped heads", (24, 6), {"heads": 6, "groups": 2, "widths": (5, 6)}),
+    ("grouped heads", (24, 6), {"heads": 3, "groups": 1, "per_head": True, "batch": 2, "widths": (5, 6)}),
+]
 
 
-@pytest.mark.parametrize(
-    "grid, normalize, per_head, mask",
-    [
-        ("2-D", True, False, True),
-        ("2-D", False, True, False),
-        ("sequence", True, True, False),
-        ("sequence", False, False, True),
-    ],
-)
-def test_rectangular(grid, normalize, per_head, mask):
-    options = {"normalize": normalize, "per_head": per_head, "mask": mask, "groups": 2}
-    check(GRIDS[grid], key_blocks=Blocks.grid((4, 7), (2, 2)), dtype=BF16 if mask else F32, **options)
+@pytest.mark.parametrize("name, blocks, options", CASES, ids=str)
+def test_every_form(name, blocks, options):
+    blocks = GRIDS[blocks] if isinstance(blocks, str) else Blocks.sequence(*blocks)
+    options = {key: torch.tensor(x) if key in ("starts", "cu_seqlens") else x for key, x in options.items()}
+    check(blocks, causal=name == "causal", batch=options.pop("batch", 3 if "starts" in options else 1), **options)
 
 
 @pytest.mark.parametrize(
@@ -128,73 +162,6 @@ def test_tensors_of_different_dtypes(dtypes, normalize, causal):
         assert error(x, y) <= max(TOLERANCE[x.dtype], TOLERANCE[dtypes[2]] if normalize else 0), (x.dtype, error(x, y))
 
 
-@pytest.mark.parametrize("grid, per_head, dtype", [("2-D", False, F32), ("2-D", True, BF16), ("sequence", True, F32)])
-def test_separate_denominator(grid, per_head, dtype):
-    check(GRIDS[grid], widths=(12, 20, 7), per_head=per_head, mask=per_head, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "grid, widths, per_head, dtype",
-    [
-        (Blocks.grid((4, 6), (2, 2)), (12, 20), False, F32),
-        (Blocks.sequence(24, 6), (12, 20, 7), True, F32),
-        (Blocks.grid((2, 4, 4), (2, 2, 2)), (12, 20), False, BF16),
-    ],
-)
-def test_official_denominator(grid, widths, per_head, dtype):
-    check(grid, normalize="official", widths=widths, per_head=per_head, mask=per_head, dtype=dtype, groups=2)
-
-
-@pytest.mark.parametrize("length, size", [(37, 8), (150, 70), (20, 32), (64, 32), (200, 130)])
-@pytest.mark.parametrize("normalize, per_head", [(True, False), (False, True)])
-def test_causal(length, size, normalize, per_head):
-    mask = size in (70, 32)
-    check(Blocks.sequence(length, size), causal=True, normalize=normalize, per_head=per_head, mask=mask)
-
-
-@pytest.mark.parametrize("length, size", [(37, 6), (160, 40), (300, 70)])
-@pytest.mark.parametrize("normalize, dtype", [(True, BF16), (False, F16)])
-def test_causal_in_half_precision(length, size, normalize, dtype):
-    """With few blocks the mixing's gradient is small beside the terms it is the difference of."""
-    check(Blocks.sequence(length, size), causal=True, normalize=normalize, mask=size == 40, dtype=dtype)
-
-
-@pytest.mark.parametrize("size, dtype, widths", [(8, BF16, (12, 20)), (70, F16, (12, 20, 7))])
-def test_padding_in_half_precision(size, dtype, widths):
-    options = {"causal": True, "heads": 1, "dtype": dtype, "widths": widths}
-    length = 45 if size == 8 else 150
-    check(Blocks.sequence(length, size), batch=3, starts=torch.tensor([0, 11, length]), mask=size == 8, **options)
-    check(Blocks.sequence(2 * length, size), cu_seqlens=torch.tensor([0, 20, 20, length + 7, 2 * length]), **options)
-
-
-@pytest.mark.parametrize("length, size", [(45, 8), (150, 70)])
-@pytest.mark.parametrize("normalize, per_head, widths", [(True, False, (12, 20, 5)), (False, True, (5, 33))])
-def test_left_padding(length, size, normalize, per_head, widths):
-    options = {"starts": torch.tensor([0, 11, length]), "normalize": normalize, "per_head": per_head, "widths": widths}
-    check(Blocks.sequence(length, size), causal=True, batch=3, **options)
-
-
-@pytest.mark.parametrize("length, size", [(90, 8), (230, 70)])
-@pytest.mark.parametrize("normalize, per_head, dtype", [(True, False, torch.int32), (False, True, torch.int64)])
-def test_packed_sequences(length, size, normalize, per_head, dtype):
-    edges = torch.tensor([0, 20, 20, length // 2, length], dtype=dtype)
-    check(Blocks.sequence(length, size), causal=True, cu_seqlens=edges, normalize=normalize, per_head=per_head)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "widths, dtype",
-    [
-        *[((64, 64), F32), ((72, 72), BF16), ((17, 33), F16), ((1, 1), F32)],
-        *[((128, 128), F16), ((128, 256), BF16)],
-    ],
-)
-def test_widths(widths, causal, dtype):
-    """Six blocks: with two, causal and normalized, one number is all of the mixing's gradient, mostly rounding."""
-    normalize = widths != (1, 1)  # one feature cancels: its gradient is 0 but for rounding
-    check(Blocks.sequence(11, 2), causal=causal, widths=widths, dtype=dtype, heads=1, normalize=normalize)
-
-
 @pytest.mark.parametrize("normalize, per_head, dtype", [(True, True, BF16), (False, False, F32)])
 def test_long_blocks_in_parts(normalize, per_head, dtype, monkeypatch):
     """Few long blocks are summed up by several programs each."""
@@ -211,12 +178,3 @@ def test_blocks_come_in_parts_where_a_gpu_would_be_idle():
     assert summaries.part_span(16384, 6) == 256  # the same as one block
     assert summaries.part_span(210, 150) == 256
     assert summaries.part_span(1024, 6144) == 1024
-
-
-@pytest.mark.parametrize(
-    "heads, groups, per_head, causal",
-    [(4, 2, True, True), (6, 2, False, True), (6, 2, False, False), (3, 1, True, False)],
-)
-def test_grouped_heads(heads, groups, per_head, causal):
-    options = {"heads": heads, "groups": groups, "per_head": per_head, "batch": 2 // groups, "widths": (5, 6)}
-    check(Blocks.sequence(150, 70) if per_head and causal else Blocks.sequence(24, 6), causal=causal, **options)

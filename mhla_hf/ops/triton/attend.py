@@ -1,28 +1,63 @@
-"""The two kernels of the backward pass that make gradients of tokens from states: dq, and dk with dv.
+"""The kernels that make tokens from states: outputs in the forward pass, dq, dk and dv in the backward pass.
 
-With P the state that a tile of tokens sees, dS the gradient of the summary it went into, A = tril(q k^T) and
-dA = tril(do v^T + r) of the tile itself (causal only):
+With P the state that a tile of tokens sees (that of its block or, causal, of its chunk of 64 tokens), dS the gradient of the
+summary it went into, A = tril(q k^T) and dA = tril(do v^T + r) of the tile itself, causal only:
 
-    dq = do P^T + r z^T + m_ii dA k        dk = v dS^T + dz + m_ii dA^T q        dv = k dS + m_ii A^T do
+    o = q P + m_ii A v    dq = do P^T + r z^T + m_ii dA k    dk = v dS^T + dz + m_ii dA^T q    dv = k dS + m_ii A^T do
 
-do is the gradient of the sum of weight times v and r that of the sum of weights, den. Where o is the quotient of both, what
-arrives is its gradient: do is that times inv = 1 / den, as it is read, and r = -<do, o>, which the first kernel writes.
+o may be divided by the sum of weights, den. do is the gradient of the sum of weight times v and r that of den. Where o is
+the quotient, what arrives is its gradient: do is that times inv = 1 / den, as it is read, and r = -<do, o>, from
+`dq_kernel`. A program makes some lanes of one tile of tokens of one block.
 """
 
-from .common import (
-    block_range,
-    constexpr,
-    dot,
-    load_number,
-    load_scaled,
-    load_state,
-    load_tile,
-    program_of,
-    real_keys,
-    store_tile,
-    tokens_from,
-)
+from .common import constexpr, dot, invert_or_zero, load_number, load_scaled, load_state, load_tile, store_tile, tile_of
 from .tuning import tl, token_tiles, tuned
+
+
+@tuned(token_tiles, "K", "V", "CAUSAL", "DOT")
+def forward_kernel(
+    q, k, v, state, state_z, inv, o, mixing, m_head, m_row, key_mask, places, tokens, size, span, blocks, heads, group,
+    share, scale,
+    K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
+):  # fmt: skip
+    """o [B, T, H, V]: BV lanes of one tile of tokens, times scale; or, if there is a state_z, divided by the sum of weights,
+    one over which goes into inv [B, T, H].
+
+    q, k, v as in `mhla`; state [B, H or G, M, K, V], state_z [B, H or G, M, K], causal ones of every chunk (`mix_states`);
+    mixing fp32. `group` query heads share a key head, `share` a state.
+    """
+    v_tiles: constexpr = (V + BV - 1) // BV
+    v_tile, row, head, block, state_place, states, token, valid, source = tile_of(
+        v_tiles, key_mask, places, tokens, size, span, blocks, heads, BT, CAUSAL, CAUSAL
+    )
+    v_lanes = v_tile * BV + tl.arange(0, BV)
+    index = (row * (heads // share) + head // share) * states + state_place
+    total = tl.zeros((BT, BV), tl.float32)
+    weight = tl.zeros((BT, BT), tl.float32)
+    den = tl.zeros((BT,), tl.float32)
+    for first in range(0, K, BK):
+        k_lanes = first + tl.arange(0, BK)
+        query = load_tile(q, row, token, head, valid, k_lanes, K)
+        total += dot(query, load_state(state, index, k_lanes, v_lanes, K, V), DOT)
+        if state_z is not None:
+            z = tl.load(state_z + index * K + k_lanes, mask=k_lanes < K, other=0.0)
+            den += tl.sum(query.to(tl.float32) * z[None, :], 1)
+        if CAUSAL:
+            weight += dot(query, tl.trans(load_tile(k, row, token, head // group, source, k_lanes, K)), DOT)
+    if CAUSAL:
+        own = tl.load(mixing + head * m_head + block.to(tl.int64) * (m_row + 1))
+        place = tl.arange(0, BT)
+        weight = tl.where(place[None, :] <= place[:, None], weight * own, 0.0)
+        total += dot(weight, load_tile(v, row, token, head // group, source, v_lanes, V), DOT)
+        den += tl.sum(weight, 1)
+    if state_z is not None:
+        inverse = invert_or_zero(den)
+        total *= inverse[:, None]
+        if v_tile == 0:
+            tl.store(inv + (row * tokens + token) * heads + head, inverse, mask=valid)
+    else:
+        total *= scale
+    store_tile(o, row, token, head, valid, v_lanes, total, V)
 
 
 @tuned(token_tiles, "K", "V", "CAUSAL", "DOT")
@@ -37,15 +72,11 @@ def dq_kernel(
     do and o [B, T, H, V], inv [B, T, H] as `forward_kernel` wrote it; the rest as there.
     """
     k_tiles: constexpr = (K + BK - 1) // BK
-    parts = tl.cdiv(span, BT)
-    k_tile, part, block, head, row = program_of(k_tiles, parts, blocks, heads)
-    low, high = block_range(block, row, places, tokens, size)
-    token, valid = tokens_from(low + part * BT, high, places, BT)
+    k_tile, row, head, block, state_place, states, token, valid, source = tile_of(
+        k_tiles, key_mask, places, tokens, size, span, blocks, heads, BT, CAUSAL, CAUSAL
+    )
     k_lanes = k_tile * BK + tl.arange(0, BK)
-    index = (row * (heads // share) + head // share) * blocks + block
-    if CAUSAL:
-        index = index * parts + part
-        source = real_keys(key_mask, row, token, valid, tokens)
+    index = (row * (heads // share) + head // share) * states + state_place
     total = tl.zeros((BT, BK), tl.float32)
     dweight = tl.zeros((BT, BT), tl.float32)
     den_grad = tl.zeros((BT,), tl.float32)
@@ -71,7 +102,7 @@ def dq_kernel(
         from_own = dot(dweight, load_tile(k, row, token, head // group, source, k_lanes, K), DOT)
         total += from_own * own
         query = load_tile(q, row, token, head, valid, k_lanes, K).to(tl.float32)
-        at = ((row * heads + head) * blocks + block) * parts + part
+        at = (row * heads + head) * states + state_place
         tl.store(dm_own + at * K + k_lanes, tl.sum(from_own * query, 0), mask=k_lanes < K)
     store_tile(dq, row, token, head, valid, k_lanes, total * scale, K)
 
@@ -88,15 +119,11 @@ def dkdv_kernel(
     the summaries, causal ones of every chunk. The places are the keys'.
     """
     both: constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
-    parts = tl.cdiv(span, BT)
-    tile, part, block, head, row = program_of(both, parts, blocks, heads)
-    low, high = block_range(block, row, places, tokens, size)
-    token, valid = tokens_from(low + part * BT, high, places, BT)
-    source = real_keys(key_mask, row, token, valid, tokens)
+    tile, row, head, block, state_place, states, token, valid, source = tile_of(
+        both, key_mask, places, tokens, size, span, blocks, heads, BT, CAUSAL, True
+    )
     k_lanes, v_lanes = tile * BK + tl.arange(0, BK), tile * BV + tl.arange(0, BV)
-    index = (row * heads + head) * blocks + block
-    if CAUSAL:
-        index = index * parts + part
+    index = (row * heads + head) * states + state_place
     diagonal = block.to(tl.int64) * (m_row + 1)
     sees = tl.arange(0, BT)[None, :] <= tl.arange(0, BT)[:, None]  # a query, in a row, sees a key, in a column
 
