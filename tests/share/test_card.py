@@ -108,17 +108,22 @@ def test_who_is_faster_where(tmp_path, softmax):
 CACHES = {
     "hedgehog": ({}, f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes"),
     "decay": ({"mixing_form": "decay"}, "kept as 2 running summaries"),
+    "local": ({"mixing_form": "decay", "local": "softmax"}, "all between through 2 running summaries"),
 }
+CHOICE = {"kept": [3], "layers": [1, 2], "single": [{"layer": i, "kl": 0.01 * i, "recall": 0.5} for i in (1, 2, 3)]}
 
 
 @pytest.mark.parametrize("form", CACHES)
-def test_the_cache_in_half_precision(tmp_path, form):
+def test_what_decoding_keeps_and_which_layers_kept_softmax(tmp_path, form):
     changes, said = CACHES[form]
     mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
     edit(mine / "config.json", lambda config: config.update(dtype="bfloat16") or config["mhla"].update(changes))
+    if form == "local":
+        edit(mine / "config.json", lambda config: config.update(mhla_measured={"choice": CHOICE}))
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
-    assert said in text and ("grows with the text" in text) is (form != "decay")
+    assert said in text and ("cache grows with the text" in text) is (form == "hedgehog")
+    assert ("| 3 (kept) | 0.0300 | 0.5000 |" in text) is (form == "local")
 
 
 def test_a_stage_with_one_entry_has_one_loss(folders):
