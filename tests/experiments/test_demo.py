@@ -139,6 +139,7 @@ def test_run_again_it_trains_and_measures_nothing(journey):
     assert output.count("is there already") == 7 and output.count("is scored already") == 5
 
 
+@pytest.mark.slow
 def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
     """Scored and trained as the others, which is not repeated here; `control` is made with several seeds only."""
     given, out = tmp_path / "given", tmp_path / "out"
@@ -162,7 +163,7 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
         ({"model": "someone/else"}, "holds a demo with another model"),
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "there is no file or folder"),
-        ({"text": ""}, "text: '' is no name"),
+        ({"text": ""}, "text: got ''; expected a file"),
         ({"student_recipe": "TEACHER"}, "student_recipe: expected a stage with loss 'transfer'"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
     ],

@@ -39,7 +39,7 @@ def test_autocast_gives_the_operator_one_dtype(model, monkeypatch):
 
         return noted
 
-    for module, name in ((mhla_hf.nn.core, "mhla"), (mhla_hf.nn.local, "local_extend")):
+    for module, name in ((mhla_hf.nn.core, "mhla"), (mhla_hf.nn.local, "continue_local")):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     exact = model(ids, labels=ids).loss
     given.clear()
