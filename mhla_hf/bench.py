@@ -27,8 +27,13 @@ from tqdm import tqdm
 from .checkpoints.files import write_json
 from .checkpoints.load import choose_device
 from .checkpoints.machine import describe_run
+from .nn.decay_mixing import DecayMixing
+from .nn.local import start_balance
+from .nn.settings import MHLASettings
 from .ops.api import mhla, mhla_step
 from .ops.blocks import Blocks
+from .ops.local import LocalForm
+from .ops.local_state import LocalState, continue_local
 
 FORMAT_VERSION = 2
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
@@ -37,21 +42,56 @@ NO_ROOM = "did not fit the memory of the device"
 FORWARD, TRAINING = "forward", "forward + backward"
 STEPS = 64
 SAMPLED_QUERIES = 16
+WINDOW, DEFAULT = "window", MHLASettings()
 
 
-def definition(q, k, v, mixing, queries, blocks, causal, normalize=False):
-    """The outputs of some queries in fp64, head by head: MHLA's, or softmax attention's where `mixing` is None."""
-    later = (torch.arange(k.shape[1], device=q.device) > queries[:, None]) & causal
+def definition(q, k, v, mixing, queries, blocks, causal, normalize=False, window=None):
+    """The outputs of some queries in fp64, head by head: MHLA's, or softmax attention's where `mixing` is None.
+
+    window: a `Window`, whose attention it is then.
+    """
+    token = torch.arange(k.shape[1], device=q.device)
+    later = (token > queries[:, None]) & causal
     index, rows = blocks.index(q.device), []
     for head in range(q.shape[2]):
         weights = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
-        if mixing is None:
+        if window is not None:
+            distance, (decays, balance) = index[queries][:, None] - index, window.mixing
+            lambdas = decays.log_rate[head].double().exp() ** distance.clamp(min=0)[..., None]
+            far = hedgehog(q[:, queries, head].double()) @ hedgehog(k[:, :, head].double()).mT
+            far = far * (lambdas @ decays.weight[head].double()) * balance[head].double().exp()
+            near = (distance < window.form.lag) | (token < window.form.sinks)
+            weights = torch.where(near, weights.exp(), far) * ~later
+            weights = weights / weights.sum(-1, keepdim=True)
+        elif mixing is None:
             weights = weights.masked_fill(later, -torch.inf).softmax(-1)
         else:
             weights = weights * (mixing.double()[index[queries]][:, index] * ~later)
             weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
         rows.append(weights @ v[:, :, head].double())
     return torch.stack(rows, 2)
+
+
+def hedgehog(x):
+    """The feature map of converted language models as it starts, [.., 2 K]."""
+    return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+
+
+class Window:
+    """What converted language models attend by, as it starts: softmax over a window, two decays before it."""
+
+    def __init__(self, heads, width, device):
+        self.form = LocalForm(DEFAULT.block_size, sinks=DEFAULT.sinks, scale=width**-0.5)
+        mixing = DecayMixing(heads, heads, DEFAULT.num_decays, balance=start_balance("hedgehog", width))
+        with torch.no_grad():
+            self.mixing = mixing.to(device)()
+
+    def read(self, q, k, v, state=None):
+        """The outputs of new tokens, and the state behind them."""
+        fresh = state is None
+        state = LocalState.empty(k, v, DEFAULT.num_decays, 2 * k.shape[-1], self.form) if fresh else state
+        o = continue_local(q, k, v, hedgehog(q), hedgehog, *self.mixing, self.form, state, fresh=fresh)
+        return o.to(v.dtype), state
 
 
 def relative_error(got, expected):
@@ -106,7 +146,6 @@ class Operator:
     graph = True
 
     def names(self, device):
-        """The competitors, and the copy."""
         return [*competitors(device), "copy"]
 
     def prepare(self, device, seed):
@@ -166,8 +205,8 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """STEPS tokens, one by one, after `length` of causal attention with one sequence and no denominator; a block ends half
-    way through them, so that closing one is paid for.
+    """STEPS tokens, one by one, after `length` of causal attention with one sequence; a block ends half way through them, so
+    that closing one is paid for. MHLA is the paper's, without denominator, and that of converted language models.
 
     block_size: None: a power of two from 2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens. `length`
     is cut down to whole blocks.
@@ -183,18 +222,15 @@ class Decoding:
 
     @property
     def name(self):
-        """After how many tokens."""
         return f"after {self.length:,} tokens, {self.heads} heads of {self.width}"
 
     @property
     def blocks(self):
-        """Of the text with the tokens that are decoded."""
         size = self.block_size or 1 << math.ceil(math.log2(max(2 * self.width, self.length**0.5)))
         return Blocks.sequence(max(1, self.length // size) * size + STEPS // 2, size)
 
     def names(self, device):
-        """The competitors."""
-        return competitors(device)
+        return [*competitors(device), WINDOW]
 
     def prepare(self, device, seed):
         """q, k, v [1, T, H, K], the last STEPS of which are to be decoded, and mixing fp32 [M, M]."""
@@ -209,7 +245,10 @@ class Decoding:
         q, k, v, mixing = self.prepare(device, seed)
         steps = torch.tensor([0, STEPS // 2 - 1, STEPS // 2, STEPS - 1], device=device)
         known = {"sdpa": None, "linear": torch.ones_like(mixing)}.get(name, mixing)
-        wanted = definition(q, k, v, known, q.shape[1] - STEPS + steps, self.blocks, True)
+        blocks, window = self.blocks, Window(self.heads, self.width, device) if name == WINDOW else None
+        if window:
+            blocks = Blocks.sequence(blocks.length, window.form.block_size)
+        wanted = definition(q, k, v, known, q.shape[1] - STEPS + steps, blocks, True, window=window)
         decode = self.work((q, k, v, mixing), self.whats[0], name)
         for _ in range(2):
             decode.reset()
@@ -217,7 +256,6 @@ class Decoding:
         return {"tokens": relative_error(got, wanted)}
 
     def work(self, prepared, what, name):
-        """A `Decoder`."""
         return Decoder(name, self.blocks.block_size, *prepared)
 
 
@@ -235,11 +273,21 @@ class Decoder:
         elif name == "linear":
             parts = zip(first[1].split(1024, 1), first[2].split(1024, 1), strict=True)
             self.start = sum(torch.einsum("bthk,bthv->bhkv", x.float(), y.float()) for x, y in parts)
+        elif name == WINDOW:
+            self.window, self.start = Window(*q.shape[2:], q.device), None
+            for part in zip(*(x.split(4096, 1) for x in first), strict=True):
+                self.start = self.window.read(*part, self.start)[1]
         else:
             blocks, impl = Blocks.sequence(first[0].shape[1], block_size), name.removeprefix("mhla ")
             options = {"causal": True, "normalize": False, "return_state": True}
             self.start = mhla(*first, mixing, blocks=blocks, impl=impl, **options)[1]
         self.reset()
+
+    def nbytes(self):
+        """Bytes kept between two tokens."""
+        if self.name == "sdpa":
+            return sum(cached[:, :-STEPS].nbytes for cached in self.cached)
+        return self.start.nbytes if self.name == "linear" else self.start.nbytes()
 
     def reset(self):
         """Back to where the decoding starts."""
@@ -258,6 +306,8 @@ class Decoder:
         if self.name == "linear":
             self.state.addcmul_(k[:, 0, :, :, None].float(), v[:, 0, :, None].float())
             return (q[:, 0, :, None].float() @ self.state * q.shape[-1] ** -0.5).transpose(1, 2).to(v.dtype)
+        if self.name == WINDOW:
+            return self.window.read(q, k, v, self.state)[0]
         impl = self.name.removeprefix("mhla ")
         return mhla_step(q, k, v, self.mixing, self.state, normalize=False, impl=impl)[0]
 
@@ -292,8 +342,8 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=N
 
     Returns:
         A dict that goes to JSON as it is: "rows", each with "case", "what", "ms" (competitor -> milliseconds), "error" (the
-        largest relative error of each that was found before) and "failed" (competitor -> why it has no time); versions,
-        hardware, commit, seed, command, date.
+        largest relative error of each that was found before), "failed" (competitor -> why it has no time) and, of decoding,
+        "bytes" (competitor -> bytes kept from token to token); versions, hardware, commit, seed, command, date.
 
     Raises:
         ValueError: unknown suite, threads below 1, or a device that torch cannot use. OSError: `out` cannot be written.
@@ -302,25 +352,20 @@ def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=N
         raise ValueError(f"suite is {suite!r}; expected one of {', '.join(SUITES)}.")
     if threads < 1:
         raise ValueError(f"threads is {threads!r}; expected an integer of at least 1.")
+    keep = functools.partial(write_json, out) if out is not None else lambda record: None
     name, cases = (suite, SUITES[suite]()) if isinstance(suite, str) else ("own", suite)
     device, before = choose_device(device), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         record = {"format_version": FORMAT_VERSION, "suite": name, **describe_run(command, device)}
         record |= {"seed": seed, "rows": []}
-        keep(record, out)
+        keep(record)
         for case in tqdm(cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
-            keep(record, out)
+            keep(record)
     finally:
         torch.set_num_threads(before)
     return record
-
-
-def keep(record, out):
-    """Write the record, if anywhere."""
-    if out is not None:
-        write_json(out, record)
 
 
 def time_case(case, device, seed=0, rounds=5):
@@ -336,9 +381,10 @@ def time_case(case, device, seed=0, rounds=5):
         prepared, sound = case.prepare(device, seed), [name for name in error if name not in failed]
         for what in case.whats:
             work = {name: functools.partial(case.work, prepared, what, name) for name in sound}
-            best, lost = fastest_of_rounds(work, device, rounds, case.graph)
+            best, lost, kept = fastest_of_rounds(work, device, rounds, case.graph)
             ms = {name: 1e3 * taken for name, taken in best.items()}
-            found.append({"case": case.name, "what": what, "ms": ms, "error": error, "failed": failed | lost})
+            row = {"case": case.name, "what": what, "ms": ms, "error": error, "failed": failed | lost}
+            found.append({**row, "bytes": kept} if kept else row)
     return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}] if "all" in failed else found
 
 
@@ -359,18 +405,23 @@ def why(error):
 
 
 def fastest_of_rounds(work, device, rounds, graph=False):
-    """name -> seconds of one call, and name -> why it has none. work: name -> what makes the function to be timed."""
-    graph, ready, best, failed = graph and torch.device(device).type == "cuda", {}, {}, {}
+    """name -> seconds of one call, name -> why it has none, and name -> bytes that it keeps, of those that tell.
+
+    work: name -> what makes the function to be timed.
+    """
+    graph, ready, best, failed, kept = graph and torch.device(device).type == "cuda", {}, {}, {}, {}
     for name, make in work.items():
         with noted(failed, name):
             function = captured(make(), device) if graph else make()
+            if isinstance(function, Decoder):
+                kept[name] = function.nbytes()
             seconds_of(function, device)  # warms up
             ready[name] = function
     for _ in range(rounds):
         for name, function in ready.items():
             taken = seconds_of(function, device)
             best[name] = min(best.get(name, taken), taken)
-    return best, failed
+    return best, failed, kept
 
 
 def captured(function, device):
@@ -420,15 +471,27 @@ def render_bench(record):
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in record["rows"]:
-        for ours in ("mhla", "hybrid"):
+        for ours in ("mhla", "hybrid", WINDOW):
             if any(name.startswith(ours) for name in row["ms"]):
                 found = [fastest(row["ms"], kind) for kind in (ours, ("sdpa", "softmax"), "linear", "copy")]
                 times = [f"{other[0] / found[0][0]:.2f}" if other else "" for other in found[1:3]]
                 cells = [f"{one[0]:.4g} {one[1]}".rstrip() if one else "" for one in found]
-                case = row["case"] if ours == "mhla" else f"{row['case']}, hybrid"
+                case = row["case"] if ours == "mhla" else f"{row['case']}, {ours}"
                 lines.append(f"| {case} | {row['what']} | {' | '.join([*cells, *times])} |")
     failed = {f"{row['case']}, {name}: {text}" for row in record["rows"] for name, text in row["failed"].items()}
+    lines += ["", *render_bytes(record)] if any("bytes" in row for row in record["rows"]) else []
     return "\n".join([*lines, *([""] if failed else []), *(f"* {line}" for line in sorted(failed))])
+
+
+def render_bytes(record):
+    """The lines of a table of what is kept from token to token."""
+    rows = [row for row in record["rows"] if "bytes" in row]
+    names = list(dict.fromkeys(name for row in rows for name in row["bytes"]))
+    lines = [f"| kept from token to token, KiB | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
+    for row in rows:
+        cells = [f"{row['bytes'][name] / 1024:,.0f}" if name in row["bytes"] else "" for name in names]
+        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    return lines
 
 
 def fastest(ms, kinds):

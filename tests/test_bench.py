@@ -32,12 +32,18 @@ def test_side_by_side(tmp_path):
     twice = {(case, what) for case in ("grid", "text") for what in (FORWARD, TRAINING)}
     assert rows.keys() == twice | {(MORE.name, MORE.whats[0])}
     for (case, _), row in rows.items():
-        copy = {"copy"} if case != MORE.name else set()
-        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa"} | copy and min(row["ms"].values()) > 0
+        other = "copy" if case != MORE.name else bench.WINDOW
+        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa", other} and min(row["ms"].values()) > 0
         assert row["failed"] == {}
         assert 0 < row["error"]["mhla torch"] < bench.TOLERANCES["bfloat16" if case == "text" else "float32"]
     table = render_bench(record)
-    assert "| grid | forward + backward | " in table and record["hardware"] in table and "* " not in table
+    assert rows[MORE.name, MORE.whats[0]]["bytes"]["sdpa"] == 2 * 4 * (MORE.blocks.length - STEPS) * 2 * 8
+    assert (
+        "| grid | forward + backward | " in table
+        and "kept from token to token" in table
+        and record["hardware"] in table
+        and "* " not in table
+    )
 
 
 def off(name, attend, what="output"):
@@ -73,7 +79,10 @@ def test_no_speed_for_a_wrong_result_and_the_others_keep_theirs(name, what, said
     assert f"* grid, {name}: is wrong" in render_bench(record)
 
 
-@pytest.mark.parametrize(("function", "name"), [("mhla_step", "mhla torch"), ("softmax_attention", "sdpa")])
+DECODERS = [("mhla_step", "mhla torch"), ("softmax_attention", "sdpa"), ("continue_local", bench.WINDOW)]
+
+
+@pytest.mark.parametrize(("function", "name"), DECODERS)
 def test_no_speed_for_a_wrong_decoder(function, name, monkeypatch):
     right = getattr(bench, function)
 
@@ -112,6 +121,16 @@ def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
     with pytest.raises(StopIteration):
         measured(GRID, TEXT, out=tmp_path / "bench.json")
     assert [row["case"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["first"]
+
+
+def test_a_window_keeps_as_much_at_every_length():
+    kept = []
+    for length in (700, 1900):
+        case = Decoding(length, heads=2, width=8, block_size=64, dtype="bfloat16")
+        decoder = case.work(case.prepare("cpu", 0), case.whats[0], bench.WINDOW)
+        assert case.errors(bench.WINDOW, "cpu", 0)["tokens"] < bench.TOLERANCES["bfloat16"]
+        kept.append(decoder.nbytes())
+    assert kept[0] == kept[1]
 
 
 def test_half_of_the_decoded_tokens_come_after_a_block_ends_and_the_floor_moves_what_must_move():
