@@ -163,7 +163,9 @@ def packed_borders(kwargs: dict, batch: int, seen: int) -> torch.Tensor | None:
     if kwargs.get("seq_idx") is not None:
         return find_borders(kwargs["seq_idx"], 0, batch)
     position_ids = kwargs.get("position_ids")
-    if position_ids is None or kwargs.get("attention_mask") is not None or seen or position_ids.ndim != 2:
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] == 1:  # one token is one sequence
+        return None
+    if kwargs.get("attention_mask") is not None or seen:
         return None
     return find_borders(position_ids, 1, batch)
 

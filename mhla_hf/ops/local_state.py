@@ -180,13 +180,13 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
 
     opens = ((p % size == 0) & real).view(-1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
-    rolled = decay * state.running + decay**lag * state.pending[:, :, None]
-    state.running.copy_(torch.where(opens[..., None], rolled, state.running))
+    state.running.mul_(torch.where(opens[..., None], decay, 1))
+    state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
     enters = real & (old >= form.sinks) & state.valid[rows, old % ring]
     left_v = with_ones(state.v[rows, old % ring]).to(exact)
-    added = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)[..., None] * left_v[:, :, None]
-    state.pending.copy_(torch.where(opens, 0, state.pending) + added)
+    entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
+    state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
 
     near_k, near_v, block = state.k, state.v, p // size
     position = p[:, None] - (p[:, None] - torch.arange(ring, device=p.device)) % ring  # the last one in each slot
