@@ -22,7 +22,7 @@ from .rows import add_rows, made, number
 WIDTH, BLOCK, KERNEL = 64, 32, 4
 KEYS, VALUES, FILLERS = 256, 256, 256
 TASKS = {"16 pairs, 256 tokens": (16, 256), "64 pairs, 512 tokens": (64, 512)}
-STEPS, BATCH, LR, SOLVED = 1000, 32, 4e-3, 0.99
+STEPS, TOKENS, LR, SOLVED = 600, 8192, 4e-3, 0.99  # TOKENS: of a batch
 SMALL = 0.1  # deviation of the embedding: what attention adds to it is then seen from the first steps on
 DENSE = {"block_size": BLOCK}
 DECAY = {"block_size": BLOCK, "mixing_form": "decay"}
@@ -128,11 +128,12 @@ def make_row(job):
     model = Model(FORMS[form])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     random, unseen = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(10_000 + seed)
-    tests = [make_batch(pairs, length, BATCH, unseen) for _ in range(8)]
+    batch = TOKENS // length
+    tests = [make_batch(pairs, length, batch, unseen) for _ in range(8)]
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(step / 50, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-        ids, places, answers, _ = make_batch(pairs, length, BATCH, random)
+        ids, places, answers, _ = make_batch(pairs, length, batch, random)
         loss = F.cross_entropy(model(ids, places).flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         loss.backward()
