@@ -7,24 +7,23 @@ made again.
 
 import argparse
 import copy
-import json
+import functools
 import math
-import multiprocessing
 import statistics
 import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.convert import convert
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 
 from .demo.text import hold_out, make_tokenizer, read_text
+from .rows import add_rows, made, number
 
 RECIPES = Path(__file__).parent / "demo" / "recipes"
 DENSE = {"mixing_form": "softmax", "local": None}
@@ -51,10 +50,18 @@ def prepare(text, plan):
     return train, rows, len(tokenizer.decode(rows.flatten()).encode()), tokenizer
 
 
-def make_teacher(job):
-    """Train the softmax teacher of one seed into a folder."""
-    folder, seed, text = job
-    torch.set_num_threads(1)
+def find_teacher(seed, text):
+    """The folder of the softmax teacher of one seed; whoever comes first trains it, the others wait."""
+    folder = Path(f"out/forms/teacher-{seed}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").exists():
+            train_teacher(folder, seed, text)
+    return folder
+
+
+def train_teacher(folder, seed, text):
+    """Train it; stopped, it goes on."""
     plan = read_recipe(RECIPES / "demo_teacher.yaml")
     train, _, _, tokenizer = prepare(text, plan)
     torch.manual_seed(seed)
@@ -62,10 +69,11 @@ def make_teacher(job):
     distill(model, out=folder, data=train, stages=plan.stages, seed=seed, progress=False, **plan.run)
 
 
-def make_row(job):
+def make_row(text, job):
     """Convert, measure, train, measure again."""
-    folder, seed, text, name = job
+    name, seed = job["form"], job["seed"]
     torch.set_num_threads(1)
+    folder = find_teacher(seed, text)
     teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
     train, rows, size, _ = prepare(text, teacher_plan)
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
@@ -104,24 +112,13 @@ def judge(model, teacher, rows, size):
 
 def run(out, seeds, text=None, workers=2, command=None):
     """Make every row that `out` lacks."""
-    out = Path(out)
-    record = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    done = {(row["form"], row["seed"]) for row in record["rows"]}
-    missing = [(name, seed) for seed in range(seeds) for name in (*FORMS, CONTROL) if (name, seed) not in done]
-    folders = {seed: f"out/forms/teacher-{seed}" for _, seed in missing}
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for _ in pool.imap_unordered(make_teacher, [(folder, seed, text) for seed, folder in folders.items()]):
-            print("a teacher is trained", flush=True)
-        for row in pool.imap_unordered(make_row, [(folders[seed], seed, text, name) for name, seed in missing]):
-            record |= describe_run(command, "cpu")
-            record["rows"].append(row)
-            write_json(out, record)
-            kl = f"KL {row['before']['kl']:.4f}, then {row['after']['kl']:.4f}"
-            print(
-                f"{len(record['rows'])} of {len(missing) + len(done)}: seed {row['seed']}, {row['form']}: {kl}",
-                flush=True,
-            )
-    return record
+    jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in (*FORMS, CONTROL)]
+    return add_rows(out, functools.partial(make_row, text), jobs, describe, workers=workers, command=command)
+
+
+def describe(row):
+    """One line of the log."""
+    return f"seed {row['seed']}, {row['form']}: KL {row['before']['kl']:.4f}, then {row['after']['kl']:.4f}"
 
 
 def render_forms(record):
@@ -144,20 +141,6 @@ def render_forms(record):
         lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
     over = f"Mean ± standard error over seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"Seed {seeds[0]} alone"
     return "\n".join([*lines, "", f"{over}. {made(record)}"])
-
-
-def made(record):
-    """How it was measured."""
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    return f"`{record['command']}`, {record['hardware']}, {versions}, fp32."
-
-
-def number(values, form):
-    """Mean ± standard error."""
-    mean = form.format(statistics.fmean(values))
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {form.replace('+', '').format(statistics.stdev(values) / len(values) ** 0.5)}"
 
 
 if __name__ == "__main__":
