@@ -20,6 +20,8 @@ from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.report import render_report
 from .forms import render_forms
+from .mqar import render_mqar
+from .speed import render_speed
 from .studies.rank import render_random_rank
 from .studies.report import render_study
 from .studies.scaling import render_scaling
@@ -103,6 +105,8 @@ KINDS = {
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "forms": render_forms,
+    "mqar": render_mqar,
+    "speed": render_speed,
     "costs": lambda record: costs_table(record["rows"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),

@@ -177,7 +177,7 @@ def render_mqar(record):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m experiments.mqar", description=__doc__)
-    parser.add_argument("--out", default="docs/language/mqar.json", help="JSON file to make or to go on in")
+    parser.add_argument("--out", default="docs/evidence/mqar.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     given = parser.parse_args()
