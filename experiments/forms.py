@@ -23,7 +23,7 @@ from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 
 from .demo.text import hold_out, make_tokenizer, read_text
-from .rows import add_rows, made, number
+from .rows import add_rows, made, number, whole_seeds
 
 RECIPES = Path(__file__).parent / "demo" / "recipes"
 DENSE = {"mixing_form": "softmax", "local": None}
@@ -123,23 +123,19 @@ def describe(row):
 
 def render_forms(record):
     """The table over the seeds that have all rows: mean and standard error."""
-    forms = {*FORMS, CONTROL}
-    seeds = sorted({row["seed"] for row in record["rows"]})
-    seeds = [seed for seed in seeds if {row["form"] for row in record["rows"] if row["seed"] == seed} == forms]
-    record = {**record, "rows": [row for row in record["rows"] if row["seed"] in seeds]}
+    kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
     lines = [
         "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % | state, KiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    control = {row["seed"]: row["after"]["bits"] for row in record["rows"] if row["form"] == CONTROL}
+    control = {row["seed"]: row["after"]["bits"] for row in kept if row["form"] == CONTROL}
     for form in (*FORMS, CONTROL):
-        rows = [row for row in record["rows"] if row["form"] == form]
+        rows = [row for row in kept if row["form"] == form]
         cells = [number([row[when]["kl"] for row in rows], "{:.4f}") for when in ("before", "after")]
         for bits in (lambda row: row["teacher"]["bits"], lambda row: control[row["seed"]]):
             cells.append(number([100 * (row["after"]["bits"] / bits(row) - 1) for row in rows], "{:+.2f}"))
         state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
         lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
-    over = f"Mean ± standard error over seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"Seed {seeds[0]} alone"
     return "\n".join([*lines, "", f"{over}. {made(record)}"])
 
 

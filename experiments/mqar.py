@@ -17,7 +17,7 @@ from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 
-from .rows import add_rows, made, number
+from .rows import add_rows, made, number, whole_seeds
 
 WIDTH, BLOCK, KERNEL = 64, 32, 4
 KEYS, VALUES, FILLERS = 256, 256, 256
@@ -161,17 +161,17 @@ def describe(row):
 
 def render_mqar(record):
     """The table: the share recalled beyond the window, mean and standard error over the seeds, and the steps it took."""
+    kept, over = whole_seeds(record["rows"], len(FORMS) * len(TASKS))
     lines = [f"| attention | {' | '.join(TASKS)} |", "|---" + "|---:" * len(TASKS) + "|"]
     for form in FORMS:
         cells = []
         for task in TASKS:
-            rows = [row for row in record["rows"] if (row["form"], row["task"]) == (form, task)]
+            rows = [row for row in kept if (row["form"], row["task"]) == (form, task)]
             solved = all(row["steps"] < STEPS for row in rows)
             steps = f" ({number([row['steps'] for row in rows], '{:.0f}')} steps)" if rows and solved else ""
             cells.append(number([row["far"] for row in rows], "{:.2f}") + steps if rows else "not run")
         lines.append(f"| {form} | {' | '.join(cells)} |")
-    seeds = len({row["seed"] for row in record["rows"]})
-    note = f"Mean ± standard error over {seeds} seeds; {STEPS} steps, fewer where {SOLVED:.0%} were recalled."
+    note = f"{over}; {STEPS} steps, fewer where {SOLVED:.0%} were recalled."
     return "\n".join([*lines, "", f"{note} {made(record)}"])
 
 
