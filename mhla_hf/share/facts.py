@@ -158,8 +158,8 @@ def make_facts(measured: dict, person: Person, where) -> Facts:
             raise ValueError(f"{where}: {label} score of {record.task} does not say how it was measured")
     own, train, speed = models.pop(OWN), measured["train"], measured["speed"]
     speed = speed or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": own})
-    train = train and Noted(train, stages=[Noted(stage) for stage in train["stages"]])
-    speed = speed and Noted(speed, rows=[Noted(row) for row in speed["rows"]])
+    train = train and Noted(train, stages=[Noted(stage) for stage in Noted(train)["stages"]])
+    speed = speed and Noted(speed, rows=[Noted(row) for row in Noted(speed)["rows"]])
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, own, models, train, speed)
 
 

@@ -50,6 +50,9 @@ class Latents:
         """(latents float32, dict of conditions or the prompt) of one sample."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
+        if tuple(latents.shape) != self.shape:
+            both = f"{list(latents.shape)}, and the first one {list(self.shape)}"
+            raise ValueError(f"data: sample {index} of {self.name!r} has latents {both}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
         return latents, known or row.get("prompt")
 
@@ -100,7 +103,10 @@ class TrajectoryReader(Reader):
         """The next `count` points, one of each of `count` trajectories: dict of `[rows, ...]`."""
         window, place = divmod(self.next, self.stage.sampling_steps)
         if window != self.window:
-            self.trajectories = self._sample([window * count + row for row in range(*rows.indices(count))])
+            numbers = [window * count + row for row in range(*rows.indices(count))]
+            part = -(-len(numbers) // self.stage.grad_accum)  # a batch that is trained in parts may not fit at once
+            parts = [numbers[first : first + part] for first in range(0, len(numbers), part)]
+            self.trajectories = [made for numbers in parts for made in self._sample(numbers)]
             self.window = window
         self.next += 1
         made = []
@@ -182,6 +188,8 @@ class Texts:
                 row = {key: value[number] for key, value in encoded.items()}
             rows.append({key: value[0] for key, value in self.empty.items()} if row is None else row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
+        if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
+            raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
 
 
@@ -229,7 +237,7 @@ def _open_folder(path, name):
 def _stacked(tensors, name):
     try:
         return StackDataset(**tensors)
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: of a single number
         shapes = {key: list(value.shape) for key, value in tensors.items()}
         raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each") from None
 

@@ -7,6 +7,7 @@ that is written aside and renamed. The loop never waits for the device except wh
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -175,7 +176,8 @@ class _Run:
                     self._stage(number, latest)
                 latest = None
         finally:
-            self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:  # end_training would end the process group too
+                tracker.finish()
             if self.options.gradient_checkpointing:
                 self.task.checkpoint_gradients(False)
 
@@ -190,6 +192,8 @@ class _Run:
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
             accelerator.load_state(str(latest))
+            if self.main and at.pop("generator", None) != _generator_hash():  # accelerate skips in silence
+                raise ValueError(f"out: the random state in {str(latest)!r} cannot be read with these versions")
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
@@ -277,7 +281,8 @@ class _Run:
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
-        if not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
+        norm = float(norm or 0.0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             found = f"stage {stage.name!r} left the finite numbers before step {self.at['step']}"
             raise ValueError(f"lr: with {stage.lr} {found} (loss {loss}, gradient norm {norm}); expected a smaller lr")
 
@@ -296,7 +301,7 @@ class _Run:
             if self.main:
                 if self.average:
                     torch.save(self.average.state_dict(), aside / AVERAGE)
-                write_json(aside / "progress.json", at)
+                write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
         self.accelerator.wait_for_everyone()
 
     def _finish(self):
@@ -394,6 +399,10 @@ def _resolve(task, stages, recipe, data, seed, given):
     run = recipe.run if recipe else {}
     given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
+
+
+def _generator_hash():
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
 
 def _public_name(name):

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
-from ..checkpoints.files import folder_aside, write_json, write_text
+from ..checkpoints.files import folder_aside, read_json, write_json, write_text
 from ..checkpoints.fingerprint import fingerprint_model
 
 RECORD = "train.json"
@@ -70,13 +70,13 @@ class RunFolder:
 
     def _find(self):
         if (self.out / RECORD).is_file():
-            self._compare(json.loads((self.out / RECORD).read_text(encoding="utf-8")).get("fingerprint", {}))
+            self._compare(read_json(self.out / RECORD).get("fingerprint", {}))
             return "finished"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
         for state in sorted(self._states(), reverse=True):
             if _is_whole(state):
-                self._compare(json.loads((state / IDENTITY).read_text(encoding="utf-8")))
+                self._compare(read_json(state / IDENTITY))
                 return state
             self.damaged.append(state)
         if self.damaged:

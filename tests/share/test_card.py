@@ -204,6 +204,7 @@ FILES = {
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
     "no base and none given": (lambda m, c: c.clear(), "license is missing: no card of a base"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "a card needs 'seed', which is not in"),
+    "train of another": (changed("train.json", lambda j: j.pop("stages")), "a card needs 'stages'"),
     "a stage without a loss": (changed("train.json", lambda j: j["stages"][1].pop("last_loss")), "a card needs 'last_loss'"),
     "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "a card needs 'length'"),
     "a score without a seed": (

@@ -14,7 +14,7 @@ from tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
 from mhla_hf.training import denoising
-from mhla_hf.training.latents import open_latents
+from mhla_hf.training.latents import Texts, open_latents
 from mhla_hf.training.recipe import DiffusionStage
 
 SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
@@ -228,6 +228,17 @@ BAD = {
     ),
     "language stage": ({"stages": [LM]}, "loss is 'lm'; expected one of .'transfer'"),
 }
+
+
+def test_samples_of_several_sizes():
+    latents = open_latents({"latents": torch.zeros(2, 4, 8, 8)})
+    latents.rows = [latents.rows[0], {"latents": torch.zeros(4, 8, 6)}]
+    with pytest.raises(ValueError, match=r"sample 1 of .* has latents \[4, 8, 6\], and the first one \[4, 8, 8\]"):
+        latents.sample(1)
+    with pytest.raises(ValueError, match=r"gives texts encoded to .*; expected one length"):
+        Texts(None).batch([{"encoder_hidden_states": torch.zeros(length, 4)} for length in (2, 3)])
+    with pytest.raises(ValueError, match="expected as many rows each"):
+        open_latents({"latents": torch.zeros(())})
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -13,6 +13,7 @@ from mhla_hf.training import objectives
 
 
 def run(lab, out, parts):
+    os.environ.pop("FORK_LAUNCHED", None)  # as torchrun's processes are, whose group accelerate would end
     first, second = lab.stages(4, batch_size=8, grad_accum=parts)
     second.ce_weight = 0.5
     teacher = lab.teacher(initializer_range=0.3)

@@ -137,11 +137,18 @@ def test_without_a_whole_state_nothing_is_gone_on_with(lab, stopped):
     assert sorted(stopped.rglob("*")) == before
 
 
+def test_a_random_state_that_cannot_be_read(lab, stopped, monkeypatch):
+    monkeypatch.setattr("accelerate.checkpointing.RNG_STATE_NAME", "none")  # accelerate goes on without, in silence
+    with pytest.raises(ValueError, match=r"the random state in .*step-000000008' cannot be read with these versions"):
+        go_on(lab, stopped.with_name("out"))
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("out", "mine", r"out: '.*out' is a file or holds other files"),
         ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
+        ("out/train.json", "", "train.json is not JSON"),
         ("out/train.json", "{}", "out: .* was begun with seed None, not 0"),
     ],
 )
