@@ -17,7 +17,7 @@ from .cache import mhla_cache_layer
 from .overlay import overlay_class, swap_attention
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # what other attention functions take and obey
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
 
 
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):

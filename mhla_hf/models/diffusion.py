@@ -89,6 +89,8 @@ class MHLAAttnProcessor(nn.Module):
 
         A child `input_norm` of `attn` comes first (the authors' DiT).
         """
+        if encoder_hidden_states is not None:
+            raise ValueError("encoder_hidden_states: got a tensor, expected None: an MHLA layer is self-attention.")
         if attention_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if self.state.grid is None:

@@ -4,10 +4,11 @@ and a look at the loaded weights before anyone trusts them.
 
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
 
-from .saving import SOURCE_FILE, check_loaded_weights, write_source
+from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
 
 
 class MHLAPreTrainedMixin:
@@ -35,7 +36,11 @@ class MHLAPreTrainedMixin:
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """As transformers; damaged MHLA weights (NaN, negative mixing) are refused, and a frozen mixing is frozen again."""
-        loaded = super().from_pretrained(*args, **kwargs)
+        try:
+            loaded = super().from_pretrained(*args, **kwargs)
+        except SafetensorError:
+            check_whole_files(args[0] if args else kwargs["pretrained_model_name_or_path"])  # says which file
+            raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():

@@ -207,7 +207,7 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
 def keep_sinks(k, v, valid, form, state, layout):
     """The first tokens of each row, as far as they are among those of `layout`."""
     position = torch.arange(form.sinks, device=k.device)
-    new = position >= layout.before[:, None]
     place = (position - layout.first[:, None]).clamp(0, k.shape[1] - 1)
+    new = (position >= layout.before[:, None]) & layout.filled[layout.rows, place]  # an empty row's padding may be NaN
     for held, laid in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, valid)):
         write(held, new, laid[layout.rows, place])

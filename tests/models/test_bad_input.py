@@ -49,12 +49,22 @@ def test_damaged_weights(tmp_path, which, value, settings, word):
     one_sentence(error, f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word)
 
 
+def test_truncated_weights(tmp_path):
+    converted_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    one_sentence(error, "model.safetensors is no whole safetensors file")
+
+
 CALLS = [
     ({"attention_mask": torch.ones(3, 9)}, "attention_mask"),
     ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
     ({"attention_mask": torch.ones(2, 9, 9)}, "attention_mask"),
     ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
     ({"softcap": 50.0}, "softcap"),
+    ({"cache": object()}, "cache"),
     ({"s_aux": torch.zeros(4)}, "s_aux"),
     ({"sliding_window": 4}, "sliding_window"),
     ({"position_bias": torch.zeros(1, 4, 9, 9)}, "position_bias"),

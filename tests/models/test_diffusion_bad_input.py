@@ -28,6 +28,10 @@ RUNNING = {
         lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), None, None, None),
         "grid: got none, expected a call of the whole transformer",
     ),
+    "cross-attention": (
+        lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), torch.zeros(1, 5, 24), None, None),
+        "encoder_hidden_states: got a tensor, expected None",
+    ),
     "a causal mask": (
         lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None",

@@ -170,3 +170,11 @@ def test_near_tokens_count_where_nothing_is_far():
         args = q.abs() * 40, -k.abs() * 40, v, fq, torch.zeros_like(fk), decays
         expected = local_reference(*args[:5], decays.matrix(17), torch.full_like(balance, -torch.inf), form)
         torch.testing.assert_close(local_attention(*args, balance, form), expected)
+
+
+def test_padding_of_an_empty_row_is_not_kept_as_sinks():
+    x, form = torch.rand(1, 5, 1, 4), LocalForm(4, sinks=2)
+    state = LocalState.empty(x, x, 1, 4, form)
+    rest = torch.nn.Identity(), Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form, state
+    continue_local(*[x * torch.nan] * 4, *rest, fresh=True, starts=torch.tensor([5]))
+    assert continue_local(*[x[:, :1]] * 4, *rest, fresh=False).isfinite().all()
