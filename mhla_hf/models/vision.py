@@ -84,12 +84,22 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: torch.Tensor, **kwargs) -> BaseModelOutputWithPooling:
-        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches)."""
+    def forward(
+        self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs
+    ) -> BaseModelOutputWithPooling:
+        """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches).
+
+        interpolate_pos_encoding: False refuses sizes that the learned positions would have to be resized for.
+        """
         x = self.stem(self.padded(pixel_values))
         grid = tuple(x.shape[2:])
         x = as_tokens(x)
         if self.positions is not None:
+            known = tuple(self.positions.weight.shape[2:])
+            if not interpolate_pos_encoding and grid != known:
+                raise ValueError(
+                    f"pixel_values: got a grid of {grid} tokens, expected {known}, or interpolate_pos_encoding=True."
+                )
             x = x + self.positions(grid)
         for stage in self.stages:
             x, grid = stage(x, grid, **kwargs)
@@ -105,6 +115,9 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
     def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The images in the stem's dtype, padded with zeros on all sides as the configuration says."""
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
+            expected = f"[B, {self.config.num_channels}, height, width]"
+            raise ValueError(f"pixel_values: got shape {tuple(pixel_values.shape)}, expected {expected}.")
         height, width = pixel_values.shape[-2:]
         unit = self.config.patch_size if self.config.stem == "patch" and not self.config.pad_to_blocks else 1
         if height % unit or width % unit:  # the stem would leave out the rest

@@ -30,6 +30,11 @@ def test_config(values, words):
 
 CALLS = [
     (lambda: small_classifier(pad_to_blocks=False)(images(1, 33, 32, 1)), "33 x 32 pixels, expected multiples"),
+    (lambda: small_classifier()(images(2)[0]), "pixel_values: got shape (3, 32, 32), expected [B, 1, height, width]"),
+    (
+        lambda: small_classifier()(images(1, 48, 32, 1), interpolate_pos_encoding=False),
+        "or interpolate_pos_encoding=True",
+    ),
     (lambda: converted_tower("CLIPVisionModel")(None), "pixel_values: got None"),
     (lambda: converted_tower("CLIPVisionModel")(images(2)[0]), "pixel_values: got 3 axes"),
     (
