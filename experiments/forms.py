@@ -1,8 +1,8 @@
 """Which attention a converted language model should have: python -m experiments.forms --out docs/language/forms.json
 
 The demo's teacher, text and recipes, all layers converted (but for the hybrid), one row per form and seed: the KL to the
-teacher before any training and after it, bits per byte, and the bytes that decoding keeps. Rows that the file has are not
-made again.
+teacher before any training and after it, bits per byte, the lookups answered from beyond the window, and the bytes that
+decoding keeps. Rows that the file has are not made again.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 
+from .demo.lookups import add_lookups, choose_words, make_recall, start_lookups
+from .demo.report import NEAR
 from .demo.text import hold_out, make_tokenizer, read_text
 from .rows import add_rows, made, number, whole_seeds
 
@@ -38,16 +40,29 @@ FORMS = {
     "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
 }
 CONTROL = "teacher, trained on"
+LOOKUPS = 300
 
 
-def prepare(text, plan):
-    """Tokens to train on, held-out rows `[N, L]`, bytes of these rows, and the tokenizer."""
-    train, held_out = hold_out(read_text(text)[0])
-    length = plan.settings["max_position_embeddings"]
-    tokenizer = make_tokenizer(train, plan.settings["vocab_size"], length)
-    train, held_out = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in (train, held_out))
-    rows = held_out[: len(held_out) // length * length].view(-1, length)
-    return train, rows, len(tokenizer.decode(rows.flatten()).encode()), tokenizer
+class Text:
+    """Tokens to train on, held-out rows `[N, L]`, and lookups in the held-out text whose value lies beyond the window."""
+
+    def __init__(self, text, settings):
+        train, held_out = hold_out(read_text(text)[0])
+        length = settings["max_position_embeddings"]
+        self.tokenizer = make_tokenizer(train, settings["vocab_size"], length)
+        words = choose_words(self.tokenizer)
+        self.train = torch.tensor(self.encode(add_lookups(train, words)))
+        ids = torch.tensor(self.encode(held_out))
+        self.rows = ids[: len(ids) // length * length].view(-1, length)
+        self.size = len(self.tokenizer.decode(self.rows.flatten()).encode())
+        asked = make_recall(held_out, self.count, words, window=length, items=LOOKUPS, seed=0)
+        self.lookups = [self.encode(row["context"] + row["word"]) for row in asked if row["back"] > NEAR]
+
+    def encode(self, text):
+        return self.tokenizer(text, verbose=False)["input_ids"]
+
+    def count(self, text):
+        return len(self.encode(text))
 
 
 def find_teacher(seed, text):
@@ -63,10 +78,11 @@ def find_teacher(seed, text):
 def train_teacher(folder, seed, text):
     """Train it; stopped, it goes on."""
     plan = read_recipe(RECIPES / "demo_teacher.yaml")
-    train, _, _, tokenizer = prepare(text, plan)
+    text = Text(text, plan.settings)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**plan.settings, "vocab_size": len(tokenizer)}))
-    distill(model, out=folder, data=train, stages=plan.stages, seed=seed, progress=False, **plan.run)
+    model = LlamaForCausalLM(LlamaConfig(**{**plan.settings, "vocab_size": len(text.tokenizer)}))
+    start_lookups(model)
+    distill(model, out=folder, data=text.train, stages=plan.stages, seed=seed, progress=False, **plan.run)
 
 
 def make_row(text, job):
@@ -75,9 +91,9 @@ def make_row(text, job):
     torch.set_num_threads(1)
     folder = find_teacher(seed, text)
     teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
-    train, rows, size, _ = prepare(text, teacher_plan)
+    text = Text(text, teacher_plan.settings)
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    row = {"form": name, "seed": seed, "teacher": judge(teacher, teacher, rows, size)}
+    row = {"form": name, "seed": seed, "teacher": judge(teacher, teacher, text)}
     student, stages, asked = copy.deepcopy(teacher), plan.stages, teacher
     if name == CONTROL:
         last, steps = plan.stages[-1], sum(stage.steps for stage in plan.stages)
@@ -89,25 +105,29 @@ def make_row(text, job):
             for module in student.modules():
                 if hasattr(module, "balance"):
                     module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
-    row["before"] = judge(student.eval(), teacher, rows, size)
+    row["before"] = judge(student.eval(), teacher, text)
     with tempfile.TemporaryDirectory() as place:
         out = f"{place}/out"
-        distill(student, asked, out=out, data=train, stages=stages, seed=seed, progress=False, **plan.run)
-    row["after"] = judge(student.eval(), teacher, rows, size)
+        distill(student, asked, out=out, data=text.train, stages=stages, seed=seed, progress=False, **plan.run)
+    row["after"] = judge(student.eval(), teacher, text)
     with torch.no_grad():
-        row["state_bytes"] = cache_bytes(student(rows[:1], use_cache=True).past_key_values)
+        row["state_bytes"] = cache_bytes(student(text.rows[:1], use_cache=True).past_key_values)
     return row
 
 
 @torch.no_grad()
-def judge(model, teacher, rows, size):
-    """{"kl": nats per token to the teacher, "bits": per byte} on held-out rows."""
+def judge(model, teacher, text):
+    """{"kl": nats per token to the teacher, "bits": per byte, "recall": share of the lookups} on held-out text."""
     kl = nll = 0.0
-    for row in rows.split(4):
+    for row in text.rows.split(4):
         log_p, log_q = (one(row, use_cache=False).logits.double().log_softmax(-1) for one in (teacher, model))
         kl += (log_p.exp() * (log_p - log_q)).sum().item()
         nll -= log_q[:, :-1].gather(-1, row[:, 1:, None]).sum().item()
-    return {"kl": kl / rows.numel(), "bits": nll / math.log(2) / size}
+    right = 0
+    for ids in text.lookups:
+        right += (model(torch.tensor([ids[:-1]]), use_cache=False).logits[0, -1].argmax() == ids[-1]).item()
+    kl, bits = kl / text.rows.numel(), nll / math.log(2) / text.size
+    return {"kl": kl, "bits": bits, "recall": right / len(text.lookups)}
 
 
 def run(out, seeds, text=None, workers=2, command=None):
@@ -118,15 +138,18 @@ def run(out, seeds, text=None, workers=2, command=None):
 
 def describe(row):
     """One line of the log."""
-    return f"seed {row['seed']}, {row['form']}: KL {row['before']['kl']:.4f}, then {row['after']['kl']:.4f}"
+    before, after = row["before"], row["after"]
+    kl = f"KL {before['kl']:.4f}, then {after['kl']:.4f}"
+    return f"seed {row['seed']}, {row['form']}: {kl}; recall {before['recall']:.3f}, then {after['recall']:.3f}"
 
 
 def render_forms(record):
     """The table over the seeds that have all rows: mean and standard error."""
     kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
     lines = [
-        "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % | state, KiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % "
+        "| recall before training | after | state, KiB |",
+        "|---" + "|---:" * 7 + "|",
     ]
     control = {row["seed"]: row["after"]["bits"] for row in kept if row["form"] == CONTROL}
     for form in (*FORMS, CONTROL):
@@ -134,6 +157,7 @@ def render_forms(record):
         cells = [number([row[when]["kl"] for row in rows], "{:.4f}") for when in ("before", "after")]
         for bits in (lambda row: row["teacher"]["bits"], lambda row: control[row["seed"]]):
             cells.append(number([100 * (row["after"]["bits"] / bits(row) - 1) for row in rows], "{:+.2f}"))
+        cells += [number([row[when]["recall"] for row in rows], "{:.3f}") for when in ("before", "after")]
         state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
         lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
     return "\n".join([*lines, "", f"{over}. {made(record)}"])

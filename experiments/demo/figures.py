@@ -84,6 +84,18 @@ def _bars(axes, scores):
     axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
 
 
+def plot_recall(path, found):
+    """The share of lookups answered, by distance. found: model -> {tokens back: share}."""
+    with drawing(path, 1, 1, figsize=(6.4, 4.2)) as (_, ((axes,),)):
+        for name, by_distance in found.items():
+            axes.plot(*zip(*by_distance.items(), strict=True), color=COLORS[name], marker="o", label=LABELS[name])
+        axes.set(
+            title="Held-out lookups", xlabel="tokens back", ylabel="answered, higher is better", ylim=(-0.03, 1.03)
+        )
+        axes.grid(True)
+        axes.legend(loc="best")
+
+
 def plot_speed(path, rows, note):
     """Time against length, for the kinds of measurement in `rows` side by side.
 

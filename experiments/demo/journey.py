@@ -39,15 +39,16 @@ from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
 
-from .figures import LABELS, plot_loss, plot_speed
-from .report import collect, learning_curve, render_report
+from .figures import LABELS, plot_loss, plot_recall, plot_speed
+from .lookups import add_lookups, choose_words, start_lookups
+from .report import collect, learning_curve, recall_by_distance, render_report
 from .tasks import make_tasks
 from .text import hold_out, make_tokenizer, read_text
 
 RECIPES = Path(__file__).parent / "recipes"
 STUDENTS = {
     "mhla": {},
-    "linear": {"mixing_start": "uniform", "learn_mixing": False},
+    "linear": {"mixing_form": "softmax", "local": None, "mixing_start": "uniform", "learn_mixing": False},
     "hybrid": {"layers": "2/3"},
 }
 MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
@@ -67,8 +68,8 @@ language: [en]
 ---
 # The demo's softmax teacher
 
-A small Llama, trained by `make demo` on the Python language reference (`pydoc_data.topics`). It stands for a real
-checkpoint; how it was trained is in train.json, how good it is in results.json.
+A small Llama, trained by `make demo` on the Python language reference (`pydoc_data.topics`) with lookups between its lines.
+It stands for a real checkpoint; how it was trained is in train.json, how good it is in results.json.
 """
 
 
@@ -93,7 +94,7 @@ def run_demo(
     Args:
         out: folder to make or to go on in. Holds `teacher`, `mhla`, `linear` (plain linear attention: uniform, frozen
             mixing), `hybrid` (softmax kept in layers 0, 3, ...), perhaps `control` (the teacher trained on for as many steps
-            as a student), `results.json`, `loss.png`, `mixing.png`, `speed.png`; further seeds in `seed-1`, ...
+            as a student), `results.json`, four figures; further seeds in `seed-1`, ...
         model: folder or Hub id of a softmax model to start from. None: train a small Llama first.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
         seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself).
@@ -210,7 +211,7 @@ class _Demo:
             convert(model, **self.student_plan.settings)
         with folder_aside(self.out) as aside:
             (aside / "data").mkdir()
-            write_text(aside / "data" / "train.txt", train)
+            write_text(aside / "data" / "train.txt", add_lookups(train, choose_words(tokenizer)))
             write_text(aside / "data" / "heldout.txt", held_out)
             tokenizer.save_pretrained(aside / "data" / "tokenizer")
             write_json(aside / DESCRIPTION, self.identity)
@@ -261,6 +262,7 @@ class _Demo:
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer)}
         model = LlamaForCausalLM(LlamaConfig(**settings, **ends))
+        start_lookups(model)
         self.say(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters")
         self._distill(model, None, folder, self.teacher_plan, seed)
 
@@ -344,13 +346,14 @@ class _Demo:
         curves = {name: learning_curve(self.folder(name, 0)) for name in STUDENTS}
         scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
         plot_loss(self.out / "loss.png", curves, scores)
+        plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
         self._measure_speed()
         drawn = [self.out / name for name in ("mixing.png", "speed.png")]
         if not all(figure.exists() for figure in drawn):
             plot_mixing(drawn[0], describe_mixing(self._load(self.folder("mhla", 0))))
             speed = json.loads((self.folder("mhla", 0) / "speed.json").read_text(encoding="utf-8"))
             plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
-        self.say(f"{self.out}/results.json, loss.png, mixing.png, speed.png")
+        self.say(f"{self.out}/results.json, loss.png, recall.png, mixing.png, speed.png")
         return results
 
     def _measure_speed(self):

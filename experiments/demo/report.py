@@ -16,12 +16,13 @@ from mhla_hf.training.run_folder import RECORD
 from .figures import LABELS
 
 FORMAT_VERSION = 1
+NEAR = 64
+BACK = "recall_back_"
 COLUMNS = (
     ("bits_per_byte", "bits per byte ↓", "{:.4f}"),
     ("over_teacher_percent", "over teacher, % ↓", "{:+.2f}"),
     ("cloze", "cloze ↑", "{:.3f}"),
-    ("recall", "recall ↑", "{:.3f}"),
-    ("recall_gain", "recalled, bits ↑", "{:.4f}"),
+    ("recall_far", f"recall beyond {NEAR} ↑", "{:.3f}"),
     ("transfer_loss", "transfer loss ↓", "{:.3f}"),
     ("kl", "KL, training ↓", "{:.4f}"),
     ("million_tokens_to_linear", "M tokens to linear's KL ↓", "{:.2f}"),
@@ -53,8 +54,8 @@ def collect(folders, prefix, description, command=None):
         "models": models,
         "about": {
             "over_teacher_percent": "change of bits per byte against the same seed's teacher",
-            "cloze, recall": "share of right answers among four",
-            "recall_gain": "bits by which the word said a block ago is likelier than where another was said",
+            "cloze": "share of right answers among four",
+            "recall": "share of lookups whose value is the likeliest next token, by tokens back",
             "transfer_loss": "squared error of an MHLA layer's output over that of zero, on training text, per layer",
             "kl": "nats per token on training text at the end of the distillation",
             "million_tokens_to_linear": "training tokens, both stages, to the KL that plain linear attention ends with",
@@ -77,8 +78,7 @@ def _measure(folders, prefix):
         measured[model] = {
             "bits_per_byte": _score(scores, f"{prefix}_bits_per_byte", "bits_per_byte"),
             "cloze": _score(scores, f"{prefix}_cloze", "acc"),
-            "recall": _score(scores, f"{prefix}_recall", "acc"),
-            "recall_gain": _score(scores, f"{prefix}_recall", "gain_bits"),
+            **_recall(scores, f"{prefix}_recall"),
         }
         record = Path(folder) / RECORD
         if record.exists():
@@ -97,6 +97,17 @@ def _measure(folders, prefix):
         reached = tokens_to_loss(curve, goal)
         values["million_tokens_to_linear"] = None if reached is None else reached / 1e6
     return measured
+
+
+def _recall(scores, task):
+    """By distance, and the mean over those beyond what a window of two blocks holds."""
+    found = {
+        int(record.metric.removeprefix("acc_back_")): record.value
+        for record in scores
+        if record.task == task and record.metric.startswith("acc_back_")
+    }
+    far = statistics.fmean(value for back, value in found.items() if back > NEAR)
+    return {"recall_far": far} | {f"{BACK}{back}": value for back, value in sorted(found.items())}
 
 
 def _score(scores, task, metric):
@@ -128,6 +139,12 @@ def tokens_to_loss(curve, goal):
         if statistics.fmean(entry["loss"] for entry in window) <= goal:
             return window[-1]["tokens"]
     return None
+
+
+def recall_by_distance(results, model):
+    """{tokens back: share of the lookups answered}, the mean over the seeds."""
+    measures = results["models"][model].items()
+    return {int(key.removeprefix(BACK)): value["mean"] for key, value in measures if key.startswith(BACK)}
 
 
 def _over_seeds(values):

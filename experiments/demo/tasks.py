@@ -1,23 +1,21 @@
-"""lm-eval tasks made from held-out text: bits per byte, a cloze, recall of a word, copying in generation.
+"""lm-eval tasks made from held-out text: bits per byte, a cloze, lookups of a value, copying in generation.
 
 `make_tasks` writes a folder that unpatched lm-eval reads through `--include_path`: one YAML and one JSONL per task and a
-small loader, all found relative to the folder, so it can be moved and shared. The recall task asks for memory alone: a word
-is put into a real sentence, more than a block of text follows, the sentence is begun again up to that word, and the model is
-asked in which of four passages, equal but for that one word, it expects it most. What a model thinks of the word itself
-cancels: without memory it scores 25 %. It is also reported by depth: `acc_back_256` is the share of right answers where the
-fact lies about 256 tokens back.
+small loader, all found relative to the folder, so it can be moved and shared. Recall counts the lookups (`lookups.py`) whose
+value is the model's likeliest next token, also by depth: in `acc_back_256` the value stood about 256 tokens back.
 """
 
 import dataclasses
 import json
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 import yaml
 
 from mhla_hf.checkpoints.files import folder_aside
+
+from .lookups import choose_words, make_recall
 
 OPTIONS = 4
 ANSWER_TOKENS = 32
@@ -36,20 +34,9 @@ def load(file, **_):
         return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
 
 
-def by_depth(doc, metric, value):
-    return {metric: value, f"{metric}_back_{doc['back']}": value}
-
-
-def choice(doc, results):
-    scores = [loglikelihood for loglikelihood, _ in results]
-    return by_depth(doc, "acc", (scores[doc["answer"]] == max(scores)) / scores.count(max(scores)))
-
-
 def recall(doc, results):
-    scores = [loglikelihood for loglikelihood, _ in results]
-    true = scores[doc["answer"]]
-    others = (sum(scores) - true) / (len(scores) - 1)
-    return {**choice(doc, results), "gain_bits": (true - others) / math.log(2)}
+    right = float(results[0][1])
+    return {"acc": right, f"acc_back_{doc['back']}": right}
 
 
 def copy(doc, results):
@@ -81,11 +68,11 @@ _WRITING = {
 }
 # kind of task -> (its part of the YAML, function of the loader that scores, metric -> aggregation, the first also by depth)
 _ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
-_PASSAGES = {"doc_to_text": "answer", "doc_to_choice": "contexts", "doc_to_target": "word"}
+_LOOKUP = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "word"}
 KINDS = {
     "bits_per_byte": (_ROLLING, None, {"bits_per_byte": "bits_per_byte"}),
     "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
-    "recall": (_PASSAGES, "recall", {"acc": "mean", "gain_bits": "mean"}),
+    "recall": (_LOOKUP, "recall", {"acc": "mean"}),
     "generation": (_WRITING, "copy", {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"}),
 }
 
@@ -103,10 +90,10 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     """Write the four tasks made from `text` into `folder` (aside, then renamed). Returns `LocalTasks`.
 
     text: str, held out from training; some 20,000 characters of prose with paragraphs give good tasks.
-    tokenizer: a transformers tokenizer; only lengths in tokens are taken from it, the tasks themselves are plain text.
+    tokenizer: a transformers tokenizer, for lengths in tokens and words of one token; the tasks themselves are plain text.
     prefix: tasks are called `<prefix>_bits_per_byte`, `<prefix>_cloze`, `<prefix>_recall`, `<prefix>_generation`.
     window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
-    block: the fact of a recall question lies at least this many tokens before the question. seed: of every choice.
+    block: a generation goes on with what was said at least this many tokens before. seed: of every choice.
 
     The same arguments give the same bytes. ValueError: the text is too short for 16 questions, or `folder` holds something
     that this function did not write.
@@ -122,7 +109,7 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     made = {
         "bits_per_byte": [{"text": part} for part in split_text(text, window - 2, count)],
         "cloze": make_cloze(text, count, context=window // 3, items=items, seed=seed),
-        "recall": make_recall(text, count, **shape),
+        "recall": make_recall(text, count, choose_words(tokenizer), window=window, items=items, seed=seed),
         "generation": make_generation(text, count, **shape),
     }
     for kind, rows in made.items():
@@ -227,58 +214,6 @@ def _broken_like(ending, true):
             at = min(gaps, key=lambda gap: abs(gap - match.start()))
             ending = ending[:at] + match.group() + ending[at + 1 :]
     return ending
-
-
-def make_recall(text, count, *, window, items, block, seed):
-    """Questions of the form: in which of four passages is `word` expected most at the end?
-
-    A passage is a sentence with a word put in, more than `block` tokens of the text that follows it, and the sentence
-    again up to the word. The four differ in the word alone; the words are rare in the text, have equally many tokens and
-    stand nowhere else in the passage. Distances are spread from `block` to what the window holds.
-    Returns rows {"contexts", "word", "answer", "distance", "back"}; distance: tokens from the fact to the passage's end;
-    back: the round number of tokens that it was meant to be.
-    """
-    rng, rows = random.Random(f"recall {seed}"), []
-    pools = {}
-    for word, times in sorted(Counter(re.findall(r"[A-Za-z]+", text)).items()):
-        if times <= 4 and 4 <= len(word) <= 14 and word.islower():
-            pools.setdefault(count(" " + word), []).append(word)
-    pools = [words for size, words in sorted(pools.items()) if size <= 4 and len(words) >= 4 * OPTIONS]
-    sentences = find_sentences(text)
-    reaches = [block + (window - 2 * block) * step // 4 for step in range(4)]
-    for turn in range(8 * items if pools and sentences else 0):
-        start, end = rng.choice(sentences)
-        reach = reaches[turn % len(reaches)]
-        row = _recall_row(text, start, end, reach, rng.choice(pools), rng, count)
-        fits = row and all(count(context + row["word"]) < window for context in row["contexts"])
-        if fits and row["distance"] > block:
-            rows.append(row | {"back": reach})
-        if len(rows) == items:
-            break
-    return rows
-
-
-def _recall_row(text, start, end, reach, words, rng, count):
-    """One question whose fact lies about `reach` tokens before its end, or None where the text does not give one."""
-    sentence = text[start:end]
-    gaps = re.finditer(r"(?<=[ \n])[a-z]{4,}(?=[ \n.,;])", sentence)
-    gaps = [match for match in gaps if len(sentence[: match.start()].split()) >= 4]
-    if not gaps:
-        return None
-    gap = rng.choice(gaps)
-    head, tail = sentence[: gap.start()].rstrip(), sentence[gap.end() :]
-    between = tail + _context_after(text, end, reach, count) + "\n\n" + head
-    free = [word for word in words if not re.search(rf"\b{word}\b", head + between)]
-    if len(free) < OPTIONS:
-        return None
-    chosen = rng.sample(free, OPTIONS)
-    answer = rng.randrange(OPTIONS)
-    return {
-        "contexts": [f"{head} {word}{between}" for word in chosen],
-        "word": f" {chosen[answer]}",
-        "answer": answer,
-        "distance": count(between),
-    }
 
 
 def _context_after(text, start, tokens, count):

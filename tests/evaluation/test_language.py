@@ -51,11 +51,11 @@ def agree(theirs, ours):
         assert record.value == pytest.approx(theirs[record.task][f"{record.metric},none"], rel=1e-6)
         error = theirs[record.task][f"{record.metric}_stderr,none"]
         assert error == "N/A" or record.stderr == pytest.approx(error, rel=1e-6)
-        assert record.stderr > 0 or record.task == "here_generation" or "_back_" in record.metric
+        assert record.stderr > 0 or record.task in ("here_generation", "here_recall")  # random weights look nothing up
     depths = [record for record in ours if record.metric.startswith("acc_back_")]
     whole = next(record for record in ours if (record.task, record.metric) == ("here_recall", "acc"))
     assert (
-        len(depths) >= 3 and len(ours) == len(depths) + 8 and sum(record.samples for record in depths) == whole.samples
+        len(depths) >= 3 and len(ours) == len(depths) + 7 and sum(record.samples for record in depths) == whole.samples
     )
     assert sum(record.value * record.samples for record in depths) == pytest.approx(whole.value * whole.samples)
 

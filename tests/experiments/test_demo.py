@@ -22,14 +22,15 @@ from mhla_hf.share.card import check_card
 
 ROOT = Path(__file__).parents[2]
 TEACHER = """
-settings: {vocab_size: 320, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2,
-  num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: true}
+settings: {vocab_size: 440, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2,
+  num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: true,
+  attention_bias: true}
 stages:
   - {name: language model, loss: lm, steps: 20, lr: 3e-3, batch_size: 2, seq_len: 64}
 run: {save_every: 5}
 """
 STUDENT = """
-settings: {layers: all, block_size: 16, num_blocks: 16}
+settings: {layers: all, block_size: 16}
 stages:
   - {name: transfer, loss: transfer, trainable: mhla, steps: 4, lr: 1e-2, batch_size: 2, seq_len: 64}
   - {name: distil, loss: logits, steps: 8, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 512}
@@ -107,7 +108,7 @@ def test_what_lies_in_out(journey):
         assert measured == Results.read(journey.out / name).find("heldout_bits_per_byte", "bits_per_byte").value
         change = results["models"][name]["over_teacher_percent"]["mean"]
         assert 1 < measured < 10 and math.isclose(change, 100 * (measured / teacher - 1), abs_tol=1e-9)
-    for figure in ("loss.png", "mixing.png", "speed.png"):
+    for figure in ("loss.png", "recall.png", "mixing.png", "speed.png"):
         assert (journey.out / figure).read_bytes().startswith(b"\x89PNG")
     speed = json.loads((journey.out / "mhla" / "speed.json").read_text())
     assert {(row["what"], row["length"]) for row in speed["rows"]} == {

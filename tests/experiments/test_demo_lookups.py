@@ -1,0 +1,81 @@
+"""Lookups in a text, which only attention can answer, and the heads for it that a Llama starts with."""
+
+import re
+
+import torch
+from small_scores import HELD_OUT
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.demo.lookups import add_lookups, choose_words, make_recall, start_lookups
+from experiments.demo.text import make_tokenizer, read_text
+
+TOKENIZER = make_tokenizer(read_text()[0][:100_000], 600, 256)
+WORDS = choose_words(TOKENIZER)
+
+
+def encode(text):
+    return TOKENIZER(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def count(text):
+    return len(encode(text))
+
+
+def test_words_are_one_token_and_names_are_no_values():
+    names, values = WORDS
+    assert len(names) >= 16 and abs(len(names) - len(values)) <= 1 and not set(names) & set(values)
+    assert all(count(f" {word}") == 1 for word in (*names, *values))
+
+
+def test_a_name_comes_back_with_its_last_value_and_the_text_is_kept():
+    added = add_lookups(HELD_OUT, WORDS, seed=3)
+    lookup = re.compile(r"- (\w+) (\w+)\n")
+    lines = added.splitlines(keepends=True)
+    known, back, new = {}, 0, 0
+    for line in lines:
+        if (found := lookup.fullmatch(line)) and found[1] in WORDS[0]:
+            back += known.get(found[1]) == found[2]
+            new += known.get(found[1]) != found[2]
+            known[found[1]] = found[2]
+    assert back > new > 20
+    kept = "".join(line for line in lines if not ((found := lookup.fullmatch(line)) and found[1] in WORDS[0]))
+    assert kept == HELD_OUT and added != add_lookups(HELD_OUT, WORDS, seed=4)
+
+
+def test_asked_for_at_every_distance_and_said_once():
+    rows = make_recall(HELD_OUT, count, WORDS, window=256, items=60, seed=0)
+    assert len(rows) == 60 and len({row["back"] for row in rows}) >= 4
+    for row in rows:
+        name = row["context"].rpartition("- ")[2]
+        assert row["context"].startswith(f"- {name}{row['word']}\n") and row["context"].count(f"- {name} ") == 1
+        value = row["context"].removeprefix(f"- {name}{row['word']}")
+        assert row["back"] <= row["distance"] == count(value) and count(row["context"] + row["word"]) <= 256
+
+
+def test_the_heads_find_the_name_before_any_training():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=600,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).eval()
+    start_lookups(model)
+    rows = make_recall(HELD_OUT, count, WORDS, window=256, items=40, seed=0)
+    found = []
+    for row in rows:
+        ids = torch.tensor([encode(row["context"] + row["word"])])
+        with torch.no_grad():
+            attentions = model(ids[:, :-1], output_attentions=True).attentions
+        assert attentions[0][0, :2].diagonal(-1, -2, -1).mean() > 0.7
+        place = ids.shape[1] - 2 - row["distance"]
+        assert ids[0, place] == ids[0, -1]
+        found.append(attentions[1][0, :2, -1, place].amax())
+    assert torch.stack(found).mean() > 0.15, "of some 200 places"
