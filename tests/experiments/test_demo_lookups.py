@@ -63,7 +63,7 @@ def test_the_heads_find_the_name_before_any_training():
         max_position_embeddings=256,
         attention_bias=True,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e8},
         attn_implementation="eager",
     )
     model = LlamaForCausalLM(config).eval()
