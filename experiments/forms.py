@@ -40,11 +40,15 @@ FORMS = {
     "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
 }
 CONTROL = "teacher, trained on"
-LOOKUPS = 300
+WHEN = ("before", "after")
+LOOKUPS = {1: 250, 4: 50, 16: 25}  # times the trained length: questions
 
 
 class Text:
-    """Tokens to train on, held-out rows `[N, L]`, and lookups in the held-out text whose value lies beyond the window."""
+    """Tokens to train on, held-out rows `[N, L]`, and lookups in the held-out text whose value lies beyond the window.
+
+    Lookups are asked at the trained length and at multiples of it, to which no model here was trained.
+    """
 
     def __init__(self, text, settings):
         train, held_out = hold_out(read_text(text)[0])
@@ -55,8 +59,14 @@ class Text:
         ids = torch.tensor(self.encode(held_out))
         self.rows = ids[: len(ids) // length * length].view(-1, length)
         self.size = len(self.tokenizer.decode(self.rows.flatten()).encode())
-        asked = make_recall(held_out, self.count, words, window=length, items=LOOKUPS, seed=0)
-        self.lookups = [self.encode(row["context"] + row["word"]) for row in asked if row["back"] > NEAR]
+        self.lookups = {
+            times: [
+                self.encode(row["context"] + row["word"])
+                for row in make_recall(held_out, self.count, words, window=times * length, items=items, seed=0)
+                if row["back"] > NEAR
+            ]
+            for times, items in LOOKUPS.items()
+        }
 
     def encode(self, text):
         return self.tokenizer(text, verbose=False)["input_ids"]
@@ -93,8 +103,7 @@ def make_row(text, job):
     teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
     text = Text(text, teacher_plan.settings)
     teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    row = {"form": name, "seed": seed, "teacher": judge(teacher, teacher, text)}
-    student, stages, asked = copy.deepcopy(teacher), plan.stages, teacher
+    row, student, stages, asked = {"form": name, "seed": seed}, copy.deepcopy(teacher), plan.stages, teacher
     if name == CONTROL:
         last, steps = plan.stages[-1], sum(stage.steps for stage in plan.stages)
         changes = {"name": "trained on", "steps": steps, "lr": last.lr, "warmup": last.warmup}
@@ -117,17 +126,17 @@ def make_row(text, job):
 
 @torch.no_grad()
 def judge(model, teacher, text):
-    """{"kl": nats per token to the teacher, "bits": per byte, "recall": share of the lookups} on held-out text."""
+    """{"kl": nats per token to the teacher, "bits": per byte, "recall": {times the trained length: share}}, held-out."""
     kl = nll = 0.0
     for row in text.rows.split(4):
         log_p, log_q = (one(row, use_cache=False).logits.double().log_softmax(-1) for one in (teacher, model))
         kl += (log_p.exp() * (log_p - log_q)).sum().item()
         nll -= log_q[:, :-1].gather(-1, row[:, 1:, None]).sum().item()
-    right = 0
-    for ids in text.lookups:
-        right += (model(torch.tensor([ids[:-1]]), use_cache=False).logits[0, -1].argmax() == ids[-1]).item()
-    kl, bits = kl / text.rows.numel(), nll / math.log(2) / text.size
-    return {"kl": kl, "bits": bits, "recall": right / len(text.lookups)}
+    recall = {}
+    for times, asked in text.lookups.items():
+        last = (model(torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=1).logits[0, -1] for ids in asked)
+        recall[str(times)] = statistics.fmean(one.argmax() == ids[-1] for one, ids in zip(last, asked, strict=True))
+    return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall}
 
 
 def run(out, seeds, text=None, workers=2, command=None):
@@ -140,27 +149,35 @@ def describe(row):
     """One line of the log."""
     before, after = row["before"], row["after"]
     kl = f"KL {before['kl']:.4f}, then {after['kl']:.4f}"
-    return f"seed {row['seed']}, {row['form']}: {kl}; recall {before['recall']:.3f}, then {after['recall']:.3f}"
+    recall = ", ".join(f"{times}x: {share:.2f}" for times, share in after["recall"].items())
+    return f"seed {row['seed']}, {row['form']}: {kl}; recall {recall}"
 
 
 def render_forms(record):
-    """The table over the seeds that have all rows: mean and standard error."""
+    """The tables over the seeds that have all rows: mean and standard error."""
     kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
-    lines = [
-        "| attention | KL before training | after | bits over the teacher, % | over the one trained on, % "
-        "| recall before training | after | state, KiB |",
-        "|---" + "|---:" * 7 + "|",
+    controls = {row["seed"]: row for row in kept if row["form"] == CONTROL}
+    teachers = [{"seed": seed, "form": "teacher", "after": row["before"]} for seed, row in controls.items()]
+    near, far = [], []
+    for form in ("teacher", *FORMS, CONTROL):
+        rows = [row for row in (*teachers, *kept) if row["form"] == form]
+        cells = [number([row[when]["kl"] for row in rows], "{:.4f}") if "before" in rows[0] else "" for when in WHEN]
+        for when in WHEN:  # the control before is the teacher
+            bits = [100 * (row["after"]["bits"] / controls[row["seed"]][when]["bits"] - 1) for row in rows]
+            cells.append(number(bits, "{:+.2f}"))
+        state = [f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}" if "before" in rows[0] else ""]
+        near.append(f"| {form} | {' | '.join(cells + state)} |")
+        recall = [number([row["after"]["recall"][str(times)] for row in rows], "{:.2f}") for times in LOOKUPS]
+        far.append(f"| {form} | {' | '.join(recall)} |")
+    heads = (
+        ["KL before training", "after", "bits over the teacher, %", "over the one trained on, %", "state, KiB"],
+        [f"recall at {times}x the trained length" for times in LOOKUPS],
+    )
+    tables = [
+        "\n".join([f"| attention | {' | '.join(head)} |", "|---" + "|---:" * len(head) + "|", *lines])
+        for head, lines in zip(heads, (near, far), strict=True)
     ]
-    control = {row["seed"]: row["after"]["bits"] for row in kept if row["form"] == CONTROL}
-    for form in (*FORMS, CONTROL):
-        rows = [row for row in kept if row["form"] == form]
-        cells = [number([row[when]["kl"] for row in rows], "{:.4f}") for when in ("before", "after")]
-        for bits in (lambda row: row["teacher"]["bits"], lambda row: control[row["seed"]]):
-            cells.append(number([100 * (row["after"]["bits"] / bits(row) - 1) for row in rows], "{:+.2f}"))
-        cells += [number([row[when]["recall"] for row in rows], "{:.3f}") for when in ("before", "after")]
-        state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
-        lines.append(f"| {form} | {' | '.join(cells)} | {state} |")
-    return "\n".join([*lines, "", f"{over}. {made(record)}"])
+    return "\n\n".join([*tables, f"{over}. {made(record)}"])
 
 
 if __name__ == "__main__":

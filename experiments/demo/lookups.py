@@ -5,6 +5,7 @@ most of a training text, `make_recall` asks for them by distance, and `start_loo
 that do this in trained models (induction heads, arXiv 2209.11895), which a small one does not find in the steps of a demo.
 """
 
+import itertools
 import random
 import re
 
@@ -69,23 +70,25 @@ def add_lookups(text, words, seed=0):
 def make_recall(text, count, words, *, window, items, seed):
     """Questions of the form: a name with its value, text and other lookups without that name, the name; which word is next?
 
+    text: str, which begins again where it is shorter than the window. count: from text to its number of tokens.
+
     Returns rows {"context", "word", "distance", "back"}; distance: tokens from the value to the end of the context; back:
     the round number that it was meant to be. Context and word fit in `window` tokens.
     """
     rng, rows = random.Random(f"recall {seed}"), []
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     reaches = [int(depth * window) for depth in DEPTHS]
-    for turn in range(8 * items):
+    for turn in range(2 * items):
         reach, name, value = reaches[turn % len(reaches)], *map(rng.choice, words)
-        lookups, between = Lookups(words, rng, besides=name), "\n"
-        for line in lines[rng.randrange(len(lines)) :]:
-            between += line + lookups.line()
-            if count(between) >= reach:
+        lookups, between, size, start = Lookups(words, rng, besides=name), "\n", 0, rng.randrange(len(lines))
+        others = [line for line in lines[start:] + lines[:start] if not re.search(rf"\b{name}\b", line)]
+        for line in itertools.cycle(others) if others else ():
+            added = line + lookups.line()
+            between, size = between + added, size + count(added)
+            if size >= reach and count(between) >= reach:
                 break
-        context = f"- {name} {value}{between}- {name}"
-        distance = count(between) + 2
-        alone = not re.search(rf"\b{name}\b", between)
-        if alone and distance >= reach and count(context) < window:
+        context, distance = f"- {name} {value}{between}- {name}", count(between) + 2
+        if distance >= reach and count(context) < window:
             rows.append({"context": context, "word": f" {value}", "distance": distance, "back": reach})
         if len(rows) == items:
             break

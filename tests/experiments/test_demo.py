@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_recipes import STUDENT, TEACHER
 
 from experiments.demo.journey import MODELS, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
@@ -21,21 +22,6 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
 ROOT = Path(__file__).parents[2]
-TEACHER = """
-settings: {vocab_size: 440, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2,
-  num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: true,
-  attention_bias: true}
-stages:
-  - {name: language model, loss: lm, steps: 20, lr: 3e-3, batch_size: 2, seq_len: 64}
-run: {save_every: 5}
-"""
-STUDENT = """
-settings: {layers: all, block_size: 16}
-stages:
-  - {name: transfer, loss: transfer, trainable: mhla, steps: 4, lr: 1e-2, batch_size: 2, seq_len: 64}
-  - {name: distil, loss: logits, steps: 8, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 512}
-run: {save_every: 1}
-"""
 CALL = "import json, sys; from experiments.demo.journey import run_demo; run_demo(**json.loads(sys.argv[1]))"
 
 
