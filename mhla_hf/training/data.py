@@ -1,15 +1,12 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
 Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
-alone. A stream is read in windows of 256 sequences, each shuffled within itself, the next one being prepared by a thread;
-its place is the state that `datasets` gives at the window's start. Every process reads the same rows and keeps its share of
-them; and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+alone. A stream is read in its own order, and goes on where `datasets` says it was. Every process reads the same rows and
+keeps its share of them; no padding exists, so every token carries a loss unless the data's own `labels` say -100.
 """
 
-import copy
 import hashlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -19,7 +16,6 @@ from .tasks import Reader
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-WINDOW = 256
 DOCUMENTS_AT_ONCE = 32
 
 
@@ -76,7 +72,7 @@ class TokenRing:
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage, from the start or from `state`. ValueError when the text is too short."""
+        """The sequences of one stage, from the start or from `state`. ValueError: the text is too short."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -114,8 +110,8 @@ class TokenStream:
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage. Reads the first window at once, so that a bad stream is known at the start."""
-        return _StreamReader(self, length, (seed, stage), state)
+        """The sequences of one stage. The stream has an order of its own: seed and stage do not count."""
+        return _StreamReader(self, length, state)
 
     def tokens(self, rows):
         """ids and labels, two flat lists, of a list of rows, with the end-of-sequence token after each text."""
@@ -138,51 +134,18 @@ class TokenStream:
 
 
 class _StreamReader(Reader):
-    """The windows of a stream. start: where the present window begins; end: where the next one does."""
+    """The sequences of a stream, in its order. state: where `datasets` says it is, and the tokens read beyond a batch."""
 
-    def __init__(self, stream, length, key, state):
-        state = {"number": 0, "next": 0, "start": {"epoch": 0, "place": None, "rest": [[], []]}} | (state or {})
-        super().__init__(key, state)
-        self.stream, self.length, self.number, self.start = stream, length, state["number"], state["start"]
-        self.thread = ThreadPoolExecutor(max_workers=1)
-        self._go_to(self.start["epoch"], self.start["place"])
-        self._show(*self._read(self.start))
+    def __init__(self, stream, length, state):
+        super().__init__(())
+        self.stream, self.length, self.fresh = stream, length, state is None
+        state = state or {"epoch": 0, "place": None, "rest": [[], []]}
+        self.rest = state["rest"]
+        self._go_to(state["epoch"], state["place"])
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        taken = []
-        while count:
-            if self.next == WINDOW:
-                self.start, self.number, self.next = self.end, self.number + 1, 0
-                self._show(*self.coming.result())
-            taken.append(self.window[:, self.order[self.next : self.next + count]])
-            self.next += taken[-1].shape[1]
-            count -= taken[-1].shape[1]
-        return torch.cat(taken, dim=1).unbind()
-
-    def state(self):
-        return {"start": self.start, "number": self.number, "next": self.next}
-
-    def handover(self):
-        return {"start": self.end}
-
-    def close(self):
-        self.thread.shutdown(wait=True, cancel_futures=True)
-
-    def _show(self, window, end):
-        self.window, self.end = window, end
-        self.order = torch.from_numpy(numpy.random.default_rng((*self.key, self.number)).permutation(WINDOW))
-        self.coming = self.thread.submit(self._read, end)
-
-    def _go_to(self, epoch, place=None):
-        self.stream.dataset.set_epoch(epoch)
-        self.stream.dataset.load_state_dict(place)
-        self.rows = iter(self.stream.dataset)
-
-    def _read(self, start):
-        """One window from `start`, where `self.rows` stands: ids and labels `[2, WINDOW, length]`, and where it ends."""
-        epoch, wanted = start["epoch"], WINDOW * self.length
-        ids, labels = map(list, start["rest"])
+        (ids, labels), wanted = self.rest, count * self.length
         while len(ids) < wanted:
             try:
                 rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
@@ -190,16 +153,26 @@ class _StreamReader(Reader):
                 raise ValueError(f"data: {self.stream.name!r} cannot be read ({one_line(error)})") from error
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
-                ids += new_ids
-                labels += new_labels
+                ids, labels = ids + new_ids, labels + new_labels
             if len(rows) < DOCUMENTS_AT_ONCE:
-                if start["place"] is None:
+                if self.fresh:
                     _check_length(len(ids), self.length, self.stream.name)
-                epoch += 1
-                self._go_to(epoch)
-        place = copy.deepcopy(self.stream.dataset.state_dict())
-        end = {"epoch": epoch, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
-        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, WINDOW, self.length), end
+                self._go_to(self.epoch + 1, None)
+            else:
+                self.place = self.stream.dataset.state_dict()
+        self.rest, self.fresh = [ids[wanted:], labels[wanted:]], False
+        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, count, self.length).unbind()
+
+    def state(self):
+        return {"epoch": self.epoch, "place": self.place, "rest": self.rest}
+
+    handover = state
+
+    def _go_to(self, epoch, place):
+        self.epoch, self.place = epoch, place
+        self.stream.dataset.set_epoch(epoch)
+        self.stream.dataset.load_state_dict(place)
+        self.rows = iter(self.stream.dataset)
 
 
 def _files(path):

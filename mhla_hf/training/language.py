@@ -47,7 +47,7 @@ class LanguageTask(Task):
         if taught and source.record["vocab_size"] > vocab:
             its = source.record["vocab_size"]
             raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
-        source.reader(max(stage.seq_len for stage in stages), 0, 0).close()  # a text too short is known now
+        source.reader(max(stage.seq_len for stage in stages), 0, 0).take(1)  # a text too short is known now
         return source
 
     def reader(self, source, stage, number, seed, state):

@@ -14,7 +14,7 @@ from tiny_pipelines import PIPELINES, generate
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf.training import data, loop, objectives
+from mhla_hf.training import loop, objectives
 from mhla_hf.training.recipe import DiffusionStage
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -98,7 +98,6 @@ def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once
 
 
 def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "WINDOW", 16)
     file, results = lab.rows(tmp_path / "text.jsonl"), []
     for name, calls in (("one", ()), ("two", (7, 16))):
         with monkeypatch.context() as later:
