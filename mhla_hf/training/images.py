@@ -1,9 +1,4 @@
-"""The task of image models: classifiers (ours or converted) and vision towers, with the losses of both.
-
-A classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no answers,
-so it learns its teacher's features. Classes that have names are numbered as the model numbers them, and only where it
-knows none of them by their order.
-"""
+"""The task of image models: classifiers learn from labels, a teacher's answers, or both; vision towers from features."""
 
 import inspect
 
@@ -11,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
-from .pictures import PictureReader, Pictures, label_order, open_pictures, share_right, sides_of
+from .pictures import PictureReader, Pictures, open_pictures, share_right, sides_of
 from .tasks import Objective, Task, relative_error
 
 
@@ -48,28 +43,19 @@ class ImageTask(Task):
         sides_of(self.processor, self.channels)
 
     def open(self, data, stages):
-        """Labeled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
-
-        Without a loss that reads labels any classes are let pass.
-        """
+        """Labeled images, see `open_pictures`, numbered as the student numbers classes; without a loss on labels, any."""
         config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
-        pictures = open_pictures(data)
-        test = None if self.test is None else open_pictures(self.test, split="test")
-        if test is not None:
+        pictures, test = open_pictures(data), None
+        if self.test is not None:
+            test = open_pictures(self.test, split="test")
             if test.names and labeled and pictures.names:
                 test = test.numbered_as(pictures.names, pictures.name)
-                test = test.renumbered(label_order(config, pictures.names))
-            elif test.names:
-                test = test.renumbered(label_order(config, test.names, "test"))
-            test.check_labels(config.num_labels, "test")
+            test = test.numbered_for(config, "test")
         self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
-        if not labeled:
-            none = torch.zeros(len(pictures))
-            return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
-        if pictures.names:
-            pictures = pictures.renumbered(label_order(config, pictures.names))
-        pictures.check_labels(self.classes)
-        return pictures
+        if labeled:
+            return pictures.numbered_for(config)
+        none = torch.zeros(len(pictures))
+        return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
 
     def reader(self, source, stage, number, seed, state):
         return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)

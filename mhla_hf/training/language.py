@@ -1,12 +1,20 @@
-"""The task of causal language models: text cut into full sequences, and the losses of `objectives.py`."""
+"""The task of causal language models: text cut into full sequences, and the losses on it."""
 
 import math
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
 from .data import open_text
-from .objectives import NO_LABEL, DistillStep
-from .tasks import Task
-from .teach import RECORD, TaughtText
+from .tasks import Objective, Task
+from .teach import RECORD, TaughtText, likeliest_tokens
+
+NO_LABEL = -100
+CHUNK = {"cpu": 1 << 18}
+GPU_CHUNK = 1 << 25
+TINY = 1e-8  # what is left to all other tokens at least
 
 
 class LanguageTask(Task):
@@ -65,3 +73,73 @@ class LanguageTask(Task):
 
     def count(self, stage):
         return stage.batch_size * stage.seq_len
+
+
+class DistillStep(Objective):
+    """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
+
+    def forward(self, ids, labels, *rest):
+        """One part of a batch.
+
+        Args:
+            ids, labels: int64 `[B, L]`; labels are not shifted, -100 marks tokens without a loss.
+            With "stored" then `[B, L, k]`: the teacher's likeliest tokens, and their log-probabilities.
+            token_share: 1 / number of predicted tokens in the whole batch, times the number of processes.
+            row_share: 1 / number of sequences in the whole batch, times the number of processes.
+        """
+        *known, token_share, row_share = rest
+        if self.stage.loss == "transfer":
+            loss = self._transfer(ids) * row_share
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "logits":
+            with torch.no_grad():
+                logits = self.teacher(input_ids=ids, use_cache=False).logits
+            known = likeliest_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
+        output = self.student(input_ids=ids, use_cache=False)
+        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), NO_LABEL)], dim=1).flatten()
+        known = [x.flatten(0, 1) for x in known]
+        kl, ce = next_token(output.logits.flatten(0, 1), targets, known, self.stage.temperature) * token_share
+        loss, logs = (kl + self.stage.ce_weight * ce, {"kl": kl.detach()}) if known else (ce, {})
+        if getattr(output, "aux_loss", None) is not None:
+            loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
+        return loss, {"loss": loss.detach(), "ce": ce.detach(), **logs}
+
+    def _transfer(self, ids):
+        """The teacher's mask is left out: the sequences are full, and its form belongs to the teacher's attention."""
+        return self.transfer(
+            lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
+            lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
+            torch.square,
+        )
+
+
+def next_token(student, targets, known=(), temperature=1.0):
+    """[T^2 * KL(teacher / T, student / T), cross-entropy], summed over the tokens with a target, fp32.
+
+    Worked off in chunks, which the backward pass computes again: nothing of the size of all logits is made in fp32.
+
+    Args:
+        student: logits `[N, vocabulary]`. targets: int64 `[N]`, -100 for none.
+        known: of the teacher, its logits `[N, vocabulary]`; or its likeliest tokens and their log-probabilities `[N, k]`,
+            against which all other tokens count as one; or nothing, and the KL is 0.
+    """
+    rows = max(1, CHUNK.get(student.device.type, GPU_CHUNK) // student.shape[-1])
+    parts = zip(*(x.split(rows) for x in (student, targets, *known)), strict=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return sum(checkpoint(_next_token_of_chunk, temperature, *part, **options) for part in parts)
+
+
+def _next_token_of_chunk(temperature, student, targets, *known):
+    log_q = student.float().log_softmax(-1)
+    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=NO_LABEL)
+    if len(known) == 1:
+        log_p, log_q = ((x.float() / temperature).log_softmax(-1) for x in (*known, student))
+        kl = temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    elif known:
+        log_p, log_q = known[1].float(), log_q.gather(-1, known[0].long())
+        p, q = log_p.exp(), log_q.exp()
+        rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(TINY) for x in (p, q))
+        kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    else:
+        kl = torch.zeros_like(log_q[:, 0])
+    return torch.stack([(kl * (targets != NO_LABEL)).sum(), ce])

@@ -55,10 +55,15 @@ class Pictures:
         if odd := [name for name in self.names if name not in names]:
             known = f"{len(names)} that {what!r} trains"
             raise ValueError(f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {known}")
-        return self.renumbered([list(names).index(name) for name in self.names], names)
+        return self._renumbered([list(names).index(name) for name in self.names], names)
 
-    def renumbered(self, order, names=None):
-        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers."""
+    def numbered_for(self, config, argument="data"):
+        """The same pictures, their classes numbered as the model of this configuration does; ValueError: it cannot."""
+        found = self._renumbered(label_order(config, self.names, argument)) if self.names else self
+        found.check_labels(config.num_labels, argument)
+        return found
+
+    def _renumbered(self, order, names=None):
         self.check_labels(len(order))
         return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
 

@@ -1,8 +1,7 @@
-"""Tasks: what the one training loop asks of a kind of model.
+"""Tasks: what the one training loop asks of a kind of model, which is the data, batches and losses; all else is the loop's.
 
-A task binds the student, its teacher and what belongs to them, opens the data, and gives the loop batches and losses.
-Everything else (steps, resuming, processes, precision, records, bars) is the loop's. A new kind of model is a subclass each
-of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a line in `find_task`.
+A new kind is a subclass each of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a line in
+`find_task`.
 """
 
 import abc
@@ -12,17 +11,18 @@ import functools
 import numpy
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
-from .trainable import check_model, check_student, check_teacher, mhla_attentions, with_dtype_of
+from .trainable import check_model, check_student, check_teacher, mhla_attentions
 
 
 class Task(abc.ABC):
-    """One kind of model, bound to a student and a teacher.
+    """One kind of model.
 
-    given: what `distill` was called with and returns. student: the module that is trained. teacher: the module that is
-    asked, or None; the loop moves it to the device and never trains it.
+    given: what `distill` was called with and returns. student: the module that is trained. teacher: that which is asked, or
+    None; the loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; in recipes and records
@@ -50,10 +50,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def open(self, data, stages):
-        """The source of the data: has `name` (a text) and `describe()` (JSON-able, what identifies the data).
-
-        ValueError, one sentence, when `data` cannot be read or does not suit the model.
-        """
+        """The source of the data: has `name` and `describe()`, JSON-able, what identifies them. ValueError, one sentence."""
 
     @abc.abstractmethod
     def reader(self, source, stage, number, seed, state):
@@ -61,10 +58,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def take(self, reader, stage, rows):
-        """The next batch, as the process that works on its `rows` (a slice) needs it: (tensors, shares).
+        """The `rows` (a slice) of the next batch: (tensors `[rows, ...]`, shares), the objective's arguments in this order.
 
-        tensors `[rows, ...]`, which the loop cuts into `grad_accum` parts; shares, numbers such as 1 / batch_size, which it
-        multiplies by the number of processes. Both are the objective's arguments, in this order.
+        The loop cuts the tensors into `grad_accum` parts; shares are numbers such as 1 / batch_size, which it multiplies by
+        the number of processes.
         """
 
     @abc.abstractmethod
@@ -138,7 +135,7 @@ class Objective(nn.Module):
     """The student with the loss of one stage: what Accelerate wraps.
 
     Its forward gives the loss and a dict of detached scalars, "loss" among them; both add up over the parts of a batch. The
-    teacher is held, not owned: its parameters are none of this module's, so nothing can move or save them.
+    teacher is no submodule, so that nothing moves or saves it.
     """
 
     def __init__(self, student, teacher, stage):
@@ -154,22 +151,20 @@ class Objective(nn.Module):
         Args:
             ask: runs the teacher. attend: the student's attention and its arguments -> its output. size: elementwise.
         """
-        losses = []
+        losses, dtype = [], self.student.dtype
 
-        def compare(name):
-            attention = self.student.get_submodule(name)
-
-            def hook(_module, args, kwargs, wanted):
-                args, kwargs = with_dtype_of(self.student, (args, kwargs))
-                with torch.enable_grad():
-                    got = attend(attention, *args, **kwargs)
-                    losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
-
-            return self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+        def compare(name, _module, args, kwargs, wanted):
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+            )
+            with torch.enable_grad():
+                got = attend(self.student.get_submodule(name), *args, **kwargs)
+                losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
 
         with contextlib.ExitStack() as hooks, torch.no_grad():
             for name in mhla_attentions(self.student):
-                hooks.enter_context(compare(name))
+                hook = functools.partial(compare, name)
+                hooks.enter_context(self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             ask()
         return sum(losses)
 

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from ..checkpoints.files import write_json
 from .data import TokenRing, open_text
-from .objectives import likeliest_tokens
 from .tasks import Reader
 
 RECORD = "taught.json"
@@ -60,6 +59,12 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
             write_json(out / RECORD, record)
             bar.update(part.stop - first)
     return record | {"done": rows}
+
+
+def likeliest_tokens(logits, count):
+    """The `count` likeliest tokens `[.., k]` of logits `[.., vocabulary]`, and their log-probabilities, fp32."""
+    best = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return best.indices, best.values
 
 
 def read_record(folder) -> dict:

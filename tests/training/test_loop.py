@@ -14,7 +14,7 @@ from tiny_pipelines import PIPELINES, generate
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf.training import loop, objectives
+from mhla_hf.training import language, loop
 from mhla_hf.training.recipe import DiffusionStage
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -37,7 +37,7 @@ def whole(lab, tmp_path_factory):
 
 def stopping(monkeypatch, *calls, how=lambda: os.kill(os.getpid(), signal.SIGINT)):
     """From now on, the forward passes with these numbers stop the run."""
-    real, seen = objectives.DistillStep.forward, []
+    real, seen = language.DistillStep.forward, []
 
     def forward(self, *arguments):
         seen.append(1)
@@ -45,7 +45,7 @@ def stopping(monkeypatch, *calls, how=lambda: os.kill(os.getpid(), signal.SIGINT
             how()
         return real(self, *arguments)
 
-    monkeypatch.setattr(objectives.DistillStep, "forward", forward)
+    monkeypatch.setattr(language.DistillStep, "forward", forward)
 
 
 def test_kill_again_and_again_and_go_on(lab, whole, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training import objectives
+from mhla_hf.training import language
 
 
 def run(lab, out, parts):
@@ -57,7 +57,7 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
 
 def stop(lab, out, how):
     """The run, stopped in its seventh step: by an error in both processes, or by Ctrl-C in the second."""
-    real, calls = objectives.DistillStep.forward, []
+    real, calls = language.DistillStep.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -67,10 +67,10 @@ def stop(lab, out, how):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    objectives.DistillStep.forward = forward
+    language.DistillStep.forward = forward
     with pytest.raises(MemoryError if how == "error" else KeyboardInterrupt):
         run(lab, out, 2)
-    objectives.DistillStep.forward = real
+    language.DistillStep.forward = real
 
 
 @pytest.mark.parametrize(("how", "state"), [("error", 6), ("ctrl-c", 7)])

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from mhla_hf.training.language import DistillStep
 from mhla_hf.training.loop import Stage
-from mhla_hf.training.objectives import DistillStep
 from mhla_hf.training.teach import TaughtText, teach
 
 TOP = 8
