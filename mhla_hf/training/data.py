@@ -20,23 +20,17 @@ DOCUMENTS_AT_ONCE = 32
 
 
 def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
-    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`.
+    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`. ValueError, TypeError, ImportError: one sentence.
 
     Args:
-        data: a text file; a folder of text files (.txt, .md, .rst, .text, also in sub-folders), a `datasets` table on
-            disk (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
-            "id:configuration", split "train"), read as a stream; a `datasets` Dataset or IterableDataset; or the tokens
-            themselves, an integer tensor `[N]`.
+        data: a text file, or a folder of them (.txt, .md, .rst, .text, also in sub-folders); as a stream, a table on disk
+            (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
+            "id:configuration", split "train"), or a Dataset or IterableDataset of `datasets`; or tokens, integers `[N]`.
         tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
             end-of-sequence token follows every document.
         text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
-
-    Raises:
-        ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
     """
     if isinstance(data, torch.Tensor):
-        if data.ndim != 1 or data.is_floating_point() or data.dtype == torch.bool:
-            raise ValueError(f"data: got a tensor {tuple(data.shape)} of {data.dtype}; expected whole numbers [N]")
         return TokenRing(data, vocab_size, "tokens at hand")
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
@@ -61,10 +55,11 @@ class TokenRing:
     """Tokens in memory, the last followed by the first. tokens: whole numbers `[N]`."""
 
     def __init__(self, tokens, vocab_size, name):
-        self.tokens = torch.as_tensor(tokens).to(device="cpu", dtype=torch.int32).contiguous()
-        self.name = name
-        if not len(self.tokens):
-            raise ValueError(f"data: {name!r} holds no text")
+        tokens = torch.as_tensor(tokens)
+        if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
+            found = f"holds a tensor {tuple(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"data: {name!r} {found}; expected whole numbers [N], at least one")
+        self.tokens, self.name = tokens.to(device="cpu", dtype=torch.int32).contiguous(), name
         _check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
@@ -72,7 +67,7 @@ class TokenRing:
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage, from the start or from `state`. ValueError: the text is too short."""
+        """The sequences of one stage, from the start or from `state`. ValueError: the text is shorter than one."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -118,15 +113,11 @@ class TokenStream:
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
-            if len(ids) != len(labels):
-                raise ValueError(f"data: {self.name!r} has {len(ids)} input_ids beside {len(labels)} labels")
         else:
-            if self.text_field not in rows[0]:
-                columns = ", ".join(rows[0])
-                raise ValueError(f"data: {self.name!r} has no column {self.text_field!r}; it has {columns}")
-            texts = [row[self.text_field] for row in rows]
-            if bad := [text for text in texts if not isinstance(text, str)]:
-                raise ValueError(f"data: column {self.text_field!r} holds a {type(bad[0]).__name__}; expected text")
+            texts = [row.get(self.text_field) for row in rows]
+            if not all(isinstance(text, str) for text in texts):
+                known = ", ".join(rows[0])
+                raise ValueError(f"data: {self.name!r} has no text in a column {self.text_field!r}; it has {known}")
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
             _check_ids(torch.tensor(ids), self.vocab_size, self.name)
@@ -188,7 +179,7 @@ def _files(path):
 
 
 def place_of(data, what="data"):
-    """`data` as a path. ValueError for no text at all (an empty shell variable), which would be the working folder."""
+    """`data` as a path. ValueError for an empty text, such as an unset variable's, which would be the working folder."""
     if not str(data).strip():
         raise ValueError(f"{what}: got {str(data)!r}; expected a file, a folder or a dataset")
     return Path(data).expanduser()
@@ -246,10 +237,9 @@ def _encode(tokenizer, texts, name):
 
 
 def _check_ids(tokens, vocab_size, name):
-    low, high = int(tokens.min()), int(tokens.max())
-    if vocab_size is not None and (low < 0 or high >= vocab_size):
-        wrong = low if low < 0 else high
-        raise ValueError(f"data: {name!r} gives token {wrong}; the model knows tokens 0 to {vocab_size - 1}")
+    if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        found = f"tokens {tokens.min()} to {tokens.max()}"
+        raise ValueError(f"data: {name!r} gives {found}; the model knows 0 to {vocab_size - 1}")
 
 
 def _check_length(tokens, length, name):

@@ -30,9 +30,8 @@ class ImageTask(Task):
         """As every task; and classes and widths that do not fit."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        known = ("student", self.student, {"logits", "labels"}), ("teacher", self.teacher, {"logits"})
-        for name, model, needed in known:
-            asked = losses & needed or (name == "student" and self.test is not None)
+        answers = losses & {"logits", "labels"} or self.test is not None, losses & {"logits"}
+        for name, model, asked in zip(("student", "teacher"), (self.student, self.teacher), answers, strict=True):
             if model is not None and asked and not is_classifier(model):
                 raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
         config = self.student.config
@@ -87,12 +86,7 @@ class ImageStep(Objective):
     """An image model with the loss "labels", "logits", "features" or "transfer"."""
 
     def forward(self, pixels, targets, row_share):
-        """One part of a batch.
-
-        Args:
-            pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
-            row_share: 1 / number of images in the whole batch, times the number of processes.
-        """
+        """Of pixels `[B, C, H, W]`, shares of the classes `[B, classes]` and 1 / number of images in the whole batch."""
         if self.stage.loss in ("transfer", "features"):
             loss = (self._transfer if self.stage.loss == "transfer" else self._features)(pixels) * row_share
             return loss, {"loss": loss.detach()}

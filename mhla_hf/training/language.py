@@ -33,14 +33,13 @@ class LanguageTask(Task):
         self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
-        """As every task; and sequences that are longer than what a model knows."""
+        """As every task; and sequences that are longer than what the student knows."""
         super().check(stages)
-        for name, model in (("student", self.student), ("teacher", self.teacher)):
-            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
-            long = [stage for stage in stages if stage.seq_len > limit and (name == "student" or stage.needs_teacher)]
-            if long:
-                known = f"has {long[0].seq_len}, and the {name} knows {limit} positions"
-                raise ValueError(f"seq_len: stage {long[0].name!r} {known}")
+        limit = getattr(self.student.config, "max_position_embeddings", None) or math.inf
+        if long := [stage for stage in stages if stage.seq_len > limit]:
+            raise ValueError(
+                f"seq_len: stage {long[0].name!r} has {long[0].seq_len}; expected at most the student's {limit}"
+            )
 
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
@@ -49,12 +48,10 @@ class LanguageTask(Task):
         if any(stored) and not (all(stored) and taught):
             raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
         vocab = self.student.get_input_embeddings().weight.shape[0]
-        source = (
-            TaughtText(data) if taught else open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
-        )
-        if taught and source.record["vocab_size"] > vocab:
-            its = source.record["vocab_size"]
-            raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
+        if taught:
+            source = TaughtText(data, vocab)
+        else:
+            source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
         source.reader(max(stage.seq_len for stage in stages), 0, 0).take(1)  # a text too short is known now
         return source
 
@@ -79,13 +76,10 @@ class DistillStep(Objective):
     """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
 
     def forward(self, ids, labels, *rest):
-        """One part of a batch.
+        """Of ids and labels, int64 `[B, L]`; with "stored" the teacher's likeliest tokens and their log-probabilities
+        `[B, L, k]`; then 1 / number of predicted tokens, and 1 / number of sequences, in the whole batch.
 
-        Args:
-            ids, labels: int64 `[B, L]`; labels are not shifted, -100 marks tokens without a loss.
-            With "stored" then `[B, L, k]`: the teacher's likeliest tokens, and their log-probabilities.
-            token_share: 1 / number of predicted tokens in the whole batch, times the number of processes.
-            row_share: 1 / number of sequences in the whole batch, times the number of processes.
+        Labels are not shifted; -100 marks tokens without a loss.
         """
         *known, token_share, row_share = rest
         if self.stage.loss == "transfer":

@@ -114,8 +114,8 @@ class _Run:
     def __init__(self, accelerator, task, source, stages, options, seed, folder, progress, command):
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
-        self.main, self.progress = accelerator.is_main_process, progress and accelerator.is_main_process
-        self.command, task.progress, self.interrupt = command, self.progress, _Interrupt()
+        self.main, self.command, self.interrupt = accelerator.is_main_process, command, _Interrupt()
+        self.progress = task.progress = progress and self.main
         self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": []}
@@ -123,8 +123,7 @@ class _Run:
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
         dtypes = dtypes_of(self.student)
-        wanted = self.options.save_dtype and getattr(torch, self.options.save_dtype)
-        saved = dtypes_to_save(self.student, wanted)
+        saved = dtypes_to_save(self.student, getattr(torch, self.options.save_dtype or "", None))
         latest = self.folder.find(self._identity(), self.student)
         self.accelerator.wait_for_everyone()
         if self.main:
@@ -182,7 +181,7 @@ class _Run:
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
         stage, accelerator, at = self.stages[number], self.accelerator, self.at
         accelerator.free_memory()
-        if self.teacher is not None and stage.needs_teacher:
+        if stage.needs_teacher:
             self.teacher.to(accelerator.device).eval()
         groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
@@ -365,12 +364,11 @@ class _Interrupt:
     asked = False
 
     def __enter__(self):
-        self.heard = threading.current_thread() is threading.main_thread()
-        if self.heard:
-            self.before = signal.signal(signal.SIGINT, self._ask)
+        main = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGINT, self._ask) if main else None
 
     def __exit__(self, kind, _value, _trace):
-        if self.heard:
+        if self.before:
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")

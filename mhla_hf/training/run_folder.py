@@ -18,14 +18,15 @@ from safetensors import SafetensorError
 
 from ..checkpoints.files import folder_aside, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model
+from .data import one_line
 
 RECORD = "train.json"
 IDENTITY = "run.json"
 KEPT_STATES = 2
 NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
-    "teacher": "teacher (its configuration or weights)",
     "data": "data or tokenizer",
+    "stages": "recipe (its stages)",
 }
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
 VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
@@ -106,8 +107,7 @@ class RunFolder:
     def clear(self):
         """Remove the state of a finished run."""
         self.lock.release()
-        if self.state.exists():
-            shutil.rmtree(self.state)
+        shutil.rmtree(self.state, ignore_errors=True)
 
     @contextlib.contextmanager
     def _errors(self, what):
@@ -115,7 +115,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            reason = getattr(error, "strerror", None) or one_line(error)
             whole = "; the states before it are whole" if any(self._states()) else ""
             raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
 
@@ -123,19 +123,8 @@ class RunFolder:
         return [path for path in self.state.glob("step-*") if ".tmp-" not in path.name]
 
     def _compare(self, before):
-        for key, new in self.identity.items():
-            old = before.get(key)
-            if old == new:
-                continue
-            if key == "stages":
-                key, old, new = _first_difference(old or [], new)
-            change = f"another {NAMES[key]}" if key in NAMES else f"{key} {old!r}, not {new!r}"
-            raise ValueError(f"out: {str(self.out)!r} was begun with {change}; expected the same, or another folder")
-
-
-def _first_difference(old, new):
-    for before, now in zip(old, new, strict=False):
-        for key in now:
-            if before.get(key) != now[key]:
-                return f"{key} in stage {now['name']!r}", before.get(key), now[key]
-    return "stages", len(old), len(new)
+        if changed := [key for key, new in self.identity.items() if before.get(key) != new]:
+            what = NAMES.get(changed[0], changed[0])
+            raise ValueError(
+                f"out: {str(self.out)!r} was begun with another {what}; expected the same, or another folder"
+            )

@@ -73,7 +73,7 @@ class Task(abc.ABC):
         return stage.batch_size
 
     def judge(self):
-        """Scores of the student as it is now, for the entries of the history: a dict of numbers."""
+        """Scores of the student as it is now, by name, for the history."""
         return {}
 
     @contextlib.contextmanager
@@ -102,10 +102,7 @@ class Task(abc.ABC):
 
 
 class Reader:
-    """What gives the batches of one stage; which samples a step gets, and every random choice, follow from `key` and step.
-
-    key: (seed, number of the stage). state: what `state()` gave, or None.
-    """
+    """What gives the batches of one stage: samples and random choices follow from `key`, (seed, number of the stage)."""
 
     def __init__(self, key, state=None):
         self.key, self.next = tuple(key), state["next"] if state else 0

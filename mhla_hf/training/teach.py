@@ -84,13 +84,15 @@ def open_arrays(folder, record, mode="r+"):
 
 
 class TaughtText:
-    """The folder that `teach` wrote, as the data of a run."""
+    """The folder that `teach` wrote, as the data of a run; its tokens must be below `vocab_size`."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, vocab_size):
         self.name, self.record = str(folder), read_record(folder)
-        done, rows = self.record["done"], self.record["rows"]
+        done, rows, its = (self.record[key] for key in ("done", "rows", "vocab_size"))
         if done < rows:
             raise ValueError(f"data: {folder} holds {done} of {rows} rows; expected all: `mhla-hf teach` again goes on")
+        if its > vocab_size:
+            raise ValueError(f"data: {folder} is of {its} tokens; expected at most the student's {vocab_size}")
         self.arrays = open_arrays(folder, self.record, "r")
 
     def describe(self):

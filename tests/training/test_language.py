@@ -45,7 +45,7 @@ CASES = {
         lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, which is shorter than one sequence .seq_len 64.",
     ),
-    "vocabulary": ({"data": torch.arange(90)}, "gives token 89; the model knows tokens 0 to 63"),
+    "vocabulary": ({"data": torch.arange(90)}, "gives tokens 0 to 89; the model knows 0 to 63"),
     "seed": ({"seed": -1}, "seed: got -1; expected a whole number"),
     "log_every": ({"log_every": 1.5}, "log_every is 1.5; expected int"),
     "precision": ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; expected one of .'no', 'bf16'"),
@@ -70,7 +70,7 @@ CASES = {
         "teacher: has no module 'model.layers.1.self_attn'",
     ),
     "shared weights": (shared, "teacher: shares 'model.embed_tokens.weight' with the student"),
-    "too long": ({"stages": LONG}, "seq_len: stage 'a' has 256, and the student knows 128 positions"),
+    "too long": ({"stages": LONG}, "seq_len: stage 'a' has 256; expected at most the student's 128"),
 }
 
 

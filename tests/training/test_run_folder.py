@@ -64,18 +64,17 @@ def test_finished_twice_does_nothing_and_says_so(lab, finished, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 1}, "begun with seed 0, not 1"),
-        ({"lr": 1e-4}, r"begun with lr in stage 'lm' 0.003, not 0.0001"),
-        ({"more": True}, "begun with stages 1, not 2"),
+        ({"seed": 1}, "begun with another seed"),
+        ({"lr": 1e-4}, "begun with another recipe"),
         ({"text": 1}, "begun with another data or tokenizer"),
         ({"student": {"learn_mixing": False}}, "begun with another student"),
-        ({"mixed_precision": "bf16"}, "begun with mixed_precision 'no', not 'bf16'"),
+        ({"mixed_precision": "bf16"}, "begun with another mixed_precision"),
         ({"weights": 1}, "begun with another student"),
     ],
 )
 def test_another_run_is_refused(lab, runs, change, words):
     before = sorted(runs.rglob("*"))
-    stages = lab.lm(10, lr=change.get("lr", 3e-3)) + lab.lm(1, name="more") * ("more" in change)
+    stages = lab.lm(10, lr=change.get("lr", 3e-3))
     options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
     options |= {"data": lab.tokens(seed=1)} if "text" in change else {}
     base = lab.teacher(change.get("weights", 0), attention_dropout=0.2)
@@ -126,7 +125,7 @@ def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab
         ("out", "mine", r"out: '.*out' is a file or holds other files"),
         ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
         ("out/train.json", "", "train.json is not JSON"),
-        ("out/train.json", "{}", "out: .* was begun with seed None, not 0"),
+        ("out/train.json", "{}", "out: .* was begun with another seed"),
     ],
 )
 def test_out_that_is_something_else(lab, tmp_path, file, content, words):
