@@ -34,6 +34,7 @@ from .ops.api import mhla, mhla_step
 from .ops.blocks import Blocks
 from .ops.local import LocalForm
 from .ops.local_state import LocalState, continue_local
+from .speed import clock
 
 FORMAT_VERSION = 2
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
@@ -121,9 +122,8 @@ def linear_attention(q, k, v, causal, normalize, chunk=64):
 
 
 def competitors(device):
-    """Softmax, plain linear attention, and MHLA's implementations worth timing: torch everywhere, the kernels on a GPU."""
-    kernels = ["mhla triton"] if torch.device(device).type == "cuda" else []
-    return ["sdpa", "linear", "mhla torch", *kernels]
+    """Softmax, plain linear attention, and MHLA as it runs there."""
+    return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +189,10 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """STEPS tokens, one by one, after `length` of causal attention with one sequence; a block ends half way through them, so
-    that closing one is paid for. MHLA is the paper's, without denominator, and that of converted language models.
+    """STEPS tokens, one by one, after `length` of causal attention with one sequence; a block ends half way through them.
 
-    block_size: None: a power of two from 2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens. `length`
-    is cut down to whole blocks.
+    MHLA is the paper's, without denominator, and that of converted language models. block_size: None: a power of two from
+    2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens. `length` is cut down to whole blocks.
     """
 
     length: int
@@ -390,22 +389,13 @@ def why(error):
 
 def seconds_of(function, device):
     """Seconds of one of the calls that begin within TURN; of a single one where it has to be reset."""
-    least, calls = TURN, 0
-    if reset := getattr(function, "reset", None):
-        reset()
-        least = 0.0
+    getattr(function, "reset", lambda: None)()
+    least, calls = 0.0 if hasattr(function, "reset") else TURN, 0
     start = clock(device)
     while calls == 0 or time.perf_counter() - start < least:
         function()
         calls += 1
     return (clock(device) - start) / calls
-
-
-def clock(device):
-    """Seconds, once the device has finished what it was given."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def render_bench(record):

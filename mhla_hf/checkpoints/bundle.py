@@ -1,18 +1,14 @@
 """Fold a model and what it needs of ops, nn and models into one self-contained source file.
 
-A checkpoint travels with its code, and diffusers fetches exactly one source file from the Hub; so each checkpoint carries
-one file, made by slicing the very source that the installed package runs: comments and layout stay, and names are never
-rewritten. Functions, classes and assignments that nothing in the file refers to are left out; every other statement of a
-module stays. What would change its meaning when many modules become one is refused; the tests hold the other rules of the
-shipped rooms. The Hub loaders of transformers and
-diffusers read the text with regular expressions: nothing in it, not even in a string, may look like a relative import, and
-every import outside `try:` is demanded of the user.
+A checkpoint travels with its code, and diffusers fetches exactly one source file from the Hub. It is sliced from the source
+that the installed package runs: names are never rewritten; functions, classes and assignments that nothing refers to are
+left out. What would change its meaning when many modules become one is refused. The Hub loaders read the text with regular
+expressions: nothing in it may look like a relative import, and every import outside `try:` is demanded of the user.
 """
 
 import ast
 import builtins
 import hashlib
-import os
 import re
 import symtable
 import sys
@@ -21,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..models.families import DIFFUSION, VISION
-from .files import write_text
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
@@ -37,16 +32,9 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 
 def build_bundle(entry: str) -> str:
-    """One source text with everything that `mhla_hf.<entry>` needs.
+    """One source text with everything that `mhla_hf.<entry>` needs: header, imports, then each module in dependency order.
 
-    Args:
-        entry: one of `ENTRIES`, module paths below the package such as "models.language".
-
-    Returns:
-        Python source, the same on every call: header, imports, then each module in dependency order.
-
-    Raises:
-        ValueError: the entry is unknown, or a module breaks a rule of the shipped rooms.
+    entry: one of `ENTRIES`, module paths below the package. ValueError: it is none, or a module breaks a rule of the rooms.
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry must be one of {list(ENTRIES)}, got {entry!r}")
@@ -65,21 +53,10 @@ def make_source(entry: str) -> tuple[str, str]:
     return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
 
 
-def write_bundle(entry: str, folder: str | os.PathLike) -> Path:
-    """Write the bundle of `entry` into `folder` (made when missing), replacing an old one of its name whole."""
-    name, text = make_source(entry)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return write_text(Path(folder) / name, text)
-
-
 def check_bundle(text: str) -> dict[str, str]:
-    """Read a bundle's header and prove that the text is what was made.
+    """{"format", "entry", "version", "sha256"} of a bundle's header; sha256: the 12 digits that also are its namespace.
 
-    Returns:
-        {"format", "entry", "version", "sha256"} (sha256: the 12 hex digits that also are the bundle's namespace).
-
-    Raises:
-        ValueError: no header, a format of a newer mhla_hf, or a text changed after it was made.
+    ValueError: no header, a format of a newer mhla_hf, or a text changed after it was made.
     """
     found = _HEADER.search(text)
     if found is None:
@@ -95,10 +72,8 @@ def check_bundle(text: str) -> dict[str, str]:
 def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     """The work of `build_bundle` for any package that keeps the rules.
 
-    Args:
-        package: folder of the package, with `__version__ = "..."` in its `__init__.py`.
-        entry: dotted module path below it.
-        libraries: those besides torch and its companions that this entry may import outside `try:`.
+    package: its folder, with `__version__ = "..."` in its `__init__.py`. entry: dotted module path below it.
+    libraries: those besides torch and its companions that this entry may import outside `try:`.
     """
     version = re.search(r'^__version__ = "(.+)"$', (package / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     modules: dict[str, _Module] = {}
@@ -181,7 +156,6 @@ def _visit(package: Path, name: str, done: dict[str, _Module]) -> None:
 
 
 def _read(package: Path, name: str) -> _Module:
-    """Parse one module of the shipped rooms."""
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
     tree, lines, end = ast.parse(text), text.split("\n"), 0
@@ -252,17 +226,10 @@ def _keep_reachable(modules: dict[str, _Module], entry: str) -> set[str]:
 
 
 def _import_blocks(imports: dict[str, _Import]) -> list[str]:
-    """All library imports outside `try:`, merged: standard library first, then the rest, each sorted."""
-    names: dict[tuple[str, str | None], list[str]] = {}
+    """All library imports outside `try:`, one a line: the standard library's, then the rest, each sorted."""
+    groups = {True: set(), False: set()}
     for one in imports.values():
-        key = (one.module, one.alias) if one.name is None else (one.module, "from")
-        names.setdefault(key, []).append(f"{one.name} as {one.alias}" if one.alias else str(one.name))
-    groups = {True: [], False: []}
-    for (module, kind), found in sorted(names.items(), key=str):
-        line = f"from {module} import {', '.join(sorted(found))}"
-        if kind != "from":
-            line = f"import {module} as {kind}" if kind else f"import {module}"
-        elif len(line) > 120:
-            line = f"from {module} import (\n    " + ",\n    ".join(sorted(found)) + ",\n)"
-        groups[module.split(".")[0] in sys.stdlib_module_names].append(line)
-    return ["\n".join(lines) + "\n" for lines in groups.values() if lines]
+        line = f"from {one.module} import {one.name}" if one.name else f"import {one.module}"
+        line += f" as {one.alias}" if one.alias else ""
+        groups[one.module.split(".")[0] in sys.stdlib_module_names].add(line)
+    return ["\n".join(sorted(lines)) + "\n" for lines in groups.values() if lines]

@@ -105,7 +105,7 @@ def test_order_merge_and_comments(tmp_path):
     text = folded(tmp_path, CHAIN)
     assert text.index("class Low") < text.index("class Middle") < text.index("class Top")
     assert text.count("import math\n") == 1
-    assert "from dataclasses import asdict, dataclass, field\n" in text
+    assert "from dataclasses import asdict\nfrom dataclasses import dataclass\nfrom dataclasses import field\n" in text
     assert text.count("from torch import nn\n") == 1
     assert "import torch.nn.functional as F\n" in text
     assert "# why six\nSIX = 6  # inline reason" in text
