@@ -158,10 +158,9 @@ class DiffusionTask(Task):
         elif family_of(self.student).fixed_size and shape[1:] != (own, own):
             wrong = f"sides of {own}, the model's sample_size"
         elif latents and stage.size is not None and shape != self._shape(stage):
-            wrong = f"{list(self._shape(stage))}, by the size of stage {stage.name!r}"
+            wrong = f"{list(self._shape(stage))}, by the stage's size"
         if wrong:
-            where = f"latents of {latents.name!r}" if latents else f"size of stage {stage.name!r}"
-            raise ValueError(f"data: the {where} are {list(shape)}; expected {wrong}")
+            raise ValueError(f"data: the latents for stage {stage.name!r} are {list(shape)}; expected {wrong}")
 
     @torch.no_grad()
     def _encode(self, texts):

@@ -87,8 +87,15 @@ class ImageStep(Objective):
 
     def forward(self, pixels, targets, row_share):
         """Of pixels `[B, C, H, W]`, shares of the classes `[B, classes]` and 1 / number of images in the whole batch."""
-        if self.stage.loss in ("transfer", "features"):
-            loss = (self._transfer if self.stage.loss == "transfer" else self._features)(pixels) * row_share
+        asked = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
+        if self.stage.loss == "transfer":
+            loss = self.transfer(lambda: tower_of(self.teacher)(pixel_values=asked), self._attend(pixels)) * row_share
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "features":
+            with torch.no_grad():
+                wanted = tower_of(self.teacher)(pixel_values=asked).last_hidden_state
+            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
+            loss = relative_error(got, wanted) * row_share
             return loss, {"loss": loss.detach()}
         loss, logs, logits = 0.0, {}, self.student(pixel_values=pixels).logits.float()
         if self.stage.reads_labels:
@@ -98,19 +105,14 @@ class ImageStep(Objective):
             logs = {"ce": ce.detach(), "accuracy": right.detach()}
         if self.stage.loss == "logits":
             with torch.no_grad():
-                answers = self.teacher(pixel_values=pixels.to(self.teacher.dtype)).logits.float()
+                answers = self.teacher(pixel_values=asked).logits.float()
             heat = self.stage.temperature
             said, wanted = ((x / heat).log_softmax(-1) for x in (logits, answers))
             kl = F.kl_div(said, wanted, reduction="sum", log_target=True) * heat**2 * row_share
             loss, logs["kl"] = kl + loss, kl.detach()
         return loss, {"loss": loss.detach(), **logs}
 
-    def _features(self, pixels):
-        with torch.no_grad():
-            wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
-        return relative_error(tower_of(self.student)(pixel_values=pixels).last_hidden_state, wanted)
-
-    def _transfer(self, pixels):
+    def _attend(self, pixels):
         patch = self.student.config.patch_size
         patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
         grid = tuple(side // part for side, part in zip(pixels.shape[2:], patch, strict=True))
@@ -120,6 +122,4 @@ class ImageStep(Objective):
                 kwargs["mhla_grid"] = grid
             return attention(*args, **kwargs)
 
-        return self.transfer(
-            lambda: tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)), attend, torch.square
-        )
+        return attend

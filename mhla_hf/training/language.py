@@ -82,8 +82,11 @@ class DistillStep(Objective):
         Labels are not shifted; -100 marks tokens without a loss.
         """
         *known, token_share, row_share = rest
-        if self.stage.loss == "transfer":
-            loss = self._transfer(ids) * row_share
+        if self.stage.loss == "transfer":  # without the mask: sequences are full, its form is the teacher's attention's
+            loss = row_share * self.transfer(
+                lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
+                lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
+            )
             return loss, {"loss": loss.detach()}
         if self.stage.loss == "logits":
             with torch.no_grad():
@@ -97,14 +100,6 @@ class DistillStep(Objective):
         if getattr(output, "aux_loss", None) is not None:
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
         return loss, {"loss": loss.detach(), "ce": ce.detach(), **logs}
-
-    def _transfer(self, ids):
-        """The teacher's mask is left out: the sequences are full, and its form belongs to the teacher's attention."""
-        return self.transfer(
-            lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
-            lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
-            torch.square,
-        )
 
 
 def next_token(student, targets, known=(), temperature=1.0):

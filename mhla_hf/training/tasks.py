@@ -140,13 +140,11 @@ class Objective(nn.Module):
         self.student, self.stage = student, stage
         self.__dict__["teacher"] = teacher
 
-    def transfer(self, ask, attend, size):
+    def transfer(self, ask, attend=None, size=torch.square):
         """Sum over samples and MHLA layers of size(student - teacher) / size(teacher), on the teacher's own inputs.
 
         The student's attention runs inside the teacher's forward pass, where its inputs are; nothing else of it runs.
-
-        Args:
-            ask: runs the teacher. attend: the student's attention and its arguments -> its output. size: elementwise.
+        ask: runs the teacher. attend: calls the student's attention, the first argument, with the others. size: elementwise.
         """
         losses, dtype = [], self.student.dtype
 
@@ -155,7 +153,8 @@ class Objective(nn.Module):
                 torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
             )
             with torch.enable_grad():
-                got = attend(self.student.get_submodule(name), *args, **kwargs)
+                own = self.student.get_submodule(name)
+                got = attend(own, *args, **kwargs) if attend else own(*args, **kwargs)
                 losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
 
         with contextlib.ExitStack() as hooks, torch.no_grad():

@@ -37,37 +37,27 @@ TWO = [*LM, Stage("b", "lm", 1, 1e-3, seq_len=64)]
 LONG = [Stage("a", "lm", 1, 1e-3, seq_len=256)]
 CASES = {
     "no stages": ({"stages": None}, "stages: expected either stages or recipe"),
-    "both": ({"recipe": "r.yaml"}, "stages: expected either stages or recipe"),
     "no data": ({"data": None}, "data: None was given"),
-    "no file": ({"data": "none.txt"}, "data: there is no file or folder 'none.txt'"),
     "no name": ({"data": " "}, "data: got ' '; expected a file"),
     "short for the second stage": (
         lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, which is shorter than one sequence .seq_len 64.",
     ),
     "vocabulary": ({"data": torch.arange(90)}, "gives tokens 0 to 89; the model knows 0 to 63"),
-    "seed": ({"seed": -1}, "seed: got -1; expected a whole number"),
-    "log_every": ({"log_every": 1.5}, "log_every is 1.5; expected int"),
     "precision": ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; expected one of .'no', 'bf16'"),
     "tracker": ({"tracker": "wandb"}, "tracker: got 'wandb'; expected one that is installed"),
     "option": ({"processor": 1}, "unexpected keyword argument 'processor'"),
     "student": ({"student": nn.Linear(2, 2)}, "student: got Linear; expected a causal language"),
     "quantized": (quantized, "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float"),
-    "save_dtype": ({"save_dtype": torch.int8}, "save_dtype is 'int8'; expected one of .'float32'"),
     "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)}, "'all'. is frozen"),
     "unconverted": (
         lambda lab: {"student": lab.teacher(), "stages": TRANSFER},
         "student: has no MHLA layer, which stage 'transfer' trains",
     ),
     "no teacher": ({"stages": LOGITS}, "teacher: None was given, and stage 'logits'"),
-    "teacher": ({"teacher": "gpt2"}, "teacher: got str; expected a causal language model"),
     "teacher's vocabulary": (
         lambda lab: {"stages": LOGITS, "teacher": lab.teacher(vocab_size=72)},
         "teacher: its vocab_size is 72, and the student's is 64",
-    ),
-    "fewer layers": (
-        lambda lab: {"stages": TRANSFER, "teacher": lab.teacher(num_hidden_layers=1)},
-        "teacher: has no module 'model.layers.1.self_attn'",
     ),
     "shared weights": (shared, "teacher: shares 'model.embed_tokens.weight' with the student"),
     "too long": ({"stages": LONG}, "seq_len: stage 'a' has 256; expected at most the student's 128"),
@@ -159,23 +149,6 @@ def test_transfer_loss_by_hand(lab):
     per_row = (got - caught["out"]).square().sum((1, 2)) / caught["out"].square().sum((1, 2))
     torch.testing.assert_close(loss, per_row.mean(), rtol=1e-5, atol=1e-7)
     assert not attention._forward_hooks
-
-
-def test_transfer_runs_no_student_but_its_attention_whatever_the_teachers_is(lab):
-    teacher = lab.teacher()
-    student, ids, losses = lab.student(teacher), lab.tokens()[:96].view(2, 48), []
-
-    def fail(*_):
-        raise AssertionError("ran")
-
-    for module in (student.lm_head, student.model.norm, student.model.layers[0].mlp, teacher.lm_head):
-        module.register_forward_pre_hook(fail)
-    for implementation in ("eager", "sdpa"):
-        teacher.set_attn_implementation(implementation)
-        losses.append(DistillStep(student, teacher, lab.stages()[0])(ids, ids, 1.0, 1.0)[0])
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    losses[0].backward()
-    assert all(value.grad is not None for value in student.model.layers[1].self_attn.mhla.parameters())
 
 
 def test_distillation_learns(lab, tmp_path):

@@ -82,13 +82,3 @@ def test_two_processes_go_on_exactly(lab, runs, tmp_path, how, state):
     debug_launcher(run, (lab, out, 2), num_processes=2)
     assert lab.weights(out) == lab.weights(runs / "two")
     assert lab.record(out)["resumed"] == 1
-
-
-def uneven(lab, out):
-    with pytest.raises(ValueError, match="batch_size 5 cannot be shared by 2 processes in grad_accum 1 equal parts"):
-        lab.train(out, stages=lab.lm(2, batch_size=5))
-
-
-def test_batch_that_cannot_be_shared(lab, tmp_path):
-    debug_launcher(uneven, (lab, tmp_path / "out"), num_processes=2)
-    assert not list(tmp_path.iterdir())

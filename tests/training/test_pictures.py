@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from small_towers import softmax_tower
-from transformers import BitImageProcessorPil, CLIPImageProcessorPil, DeiTImageProcessorPil, ViTImageProcessorPil
+from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf
 from mhla_hf.training.images import ImageTask
@@ -19,8 +19,6 @@ BOTH = ViTImageProcessorPil(size={"height": 32, "width": 32})
 CROP = {"height": 32, "width": 32}
 PROCESSORS = [
     BOTH,
-    DeiTImageProcessorPil(size={"height": 36, "width": 36}, crop_size=CROP),
-    BitImageProcessorPil(size={"shortest_edge": 36}, crop_size=CROP),
     CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 32, "width": 40}),
 ]
 
