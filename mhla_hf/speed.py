@@ -82,6 +82,6 @@ def cache_bytes(cache):
 
 def clock(device):
     """Seconds, once the device has finished what it was given."""
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -14,7 +14,6 @@ import symtable
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ..models.families import DIFFUSION, VISION
 
@@ -80,8 +79,8 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     _visit(package, entry, modules)
     _check_names(modules.values())
     used = _keep_reachable(modules, entry)
-    imports = {name: one for module in modules.values() for name, one in module.imports.items() if name in used}
-    for library in sorted({one.module.split(".")[0] for one in imports.values()}):
+    imports = {one for module in modules.values() for name, one in module.imports.items() if name in used}
+    for library in sorted(map(_library, imports)):
         if library not in sys.stdlib_module_names and library not in (*COMMON, *libraries):
             raise ValueError(f"{entry}: import of {library} outside `try:`: a user of this file may not have it")
     head = (
@@ -91,7 +90,8 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
-    parts = [head, *_import_blocks(imports)]
+    standard = {one for one in imports if _library(one) in sys.stdlib_module_names}
+    parts = [head, *("\n".join(sorted(block)) + "\n" for block in (standard, imports - standard) if block)]
     for module in modules.values():
         body = "\n".join(part.text for part in module.parts).strip("\n")
         if body:
@@ -103,14 +103,6 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     text = _renamed(text, PLACEHOLDER, _sha(text))
     compile(text, FILE_NAME, "exec")
     return text
-
-
-class _Import(NamedTuple):
-    """What a name stands for that comes from a library: `import module as alias`, or `from module import name as alias`."""
-
-    module: str
-    name: str | None
-    alias: str | None
 
 
 @dataclass(eq=False)
@@ -128,12 +120,12 @@ class _Part:
 
 @dataclass
 class _Module:
-    """One source file: its statements, the siblings that it imports from, and what its names from libraries stand for."""
+    """One source file: its statements, the siblings it imports from, and of its names from libraries the import of each."""
 
     where: str
     parts: list[_Part]
     siblings: list[str]
-    imports: dict[str, _Import]
+    imports: dict[str, str]
 
 
 def _sha(text: str) -> str:
@@ -194,14 +186,14 @@ def _note_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) 
         module.siblings.append(".".join([*name.split(".")[: -node.level], node.module]))
         return
     for alias in node.names:
-        plain = isinstance(node, ast.Import)
-        one = _Import(alias.name if plain else node.module, None if plain else alias.name, alias.asname)
-        module.imports[alias.asname or alias.name.split(".")[0]] = one
+        one = f"from {node.module} import {alias.name}" if isinstance(node, ast.ImportFrom) else f"import {alias.name}"
+        name = alias.asname or alias.name.split(".")[0]
+        module.imports[name] = f"{one} as {alias.asname}" if alias.asname else one
 
 
 def _check_names(modules) -> None:
     """One module-level name means one thing in the whole file, and none hides a builtin."""
-    owner: dict[str, tuple[object, str]] = {}
+    owner: dict[str, tuple[str, str]] = {}
     for module in modules:
         here = {name: module.where for part in module.parts for name in part.binds}
         for name, meaning in (*here.items(), *module.imports.items()):
@@ -225,11 +217,6 @@ def _keep_reachable(modules: dict[str, _Module], entry: str) -> set[str]:
     return used
 
 
-def _import_blocks(imports: dict[str, _Import]) -> list[str]:
-    """All library imports outside `try:`, one a line: the standard library's, then the rest, each sorted."""
-    groups = {True: set(), False: set()}
-    for one in imports.values():
-        line = f"from {one.module} import {one.name}" if one.name else f"import {one.module}"
-        line += f" as {one.alias}" if one.alias else ""
-        groups[one.module.split(".")[0] in sys.stdlib_module_names].add(line)
-    return ["\n".join(sorted(lines)) + "\n" for lines in groups.values() if lines]
+def _library(one: str) -> str:
+    """The library of `import x.y` or `from x.y import z`."""
+    return one.split()[1].split(".")[0]

@@ -30,9 +30,10 @@ class ImageTask(Task):
         """As every task; and classes and widths that do not fit."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        answers = losses & {"logits", "labels"} or self.test is not None, losses & {"logits"}
-        for name, model, asked in zip(("student", "teacher"), (self.student, self.teacher), answers, strict=True):
-            if model is not None and asked and not is_classifier(model):
+        asked = [("student", self.student)] if losses & {"logits", "labels"} or self.test is not None else []
+        asked += [("teacher", self.teacher)] if "logits" in losses else []
+        for name, model in asked:
+            if not is_classifier(model):
                 raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
         config = self.student.config
         if self.tool is None and not hasattr(config, "preprocessing"):

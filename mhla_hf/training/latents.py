@@ -123,11 +123,14 @@ class TrajectoryReader(Reader):
             for rows in (given, [None] * len(given))
         )
         own = [torch.Generator(device).manual_seed(random.initial_seed()) for random in generators]
+        options = {"steps": steps, "guidance": self.stage.guidance, "generators": own}
         with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
-            trajectory(
-                transformer, scheduler, noise.to(device), wished, nothing, steps=steps, guidance=self.stage.guidance,
-                generators=own, each=lambda latents, time: (seen.append((latents.cpu(), time)), bar.update()),
-            )  # fmt: skip
+
+            def keep(latents, time):
+                seen.append((latents.cpu(), time))
+                bar.update()
+
+            trajectory(transformer, scheduler, noise.to(device), wished, nothing, each=keep, **options)
         made = []
         for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))

@@ -122,8 +122,8 @@ class _Run:
 
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
-        dtypes = dtypes_of(self.student)
-        saved = dtypes_to_save(self.student, getattr(torch, self.options.save_dtype or "", None))
+        dtypes, wanted = dtypes_of(self.student), self.options.save_dtype
+        saved = dtypes_to_save(self.student, getattr(torch, wanted) if wanted else None)
         latest = self.folder.find(self._identity(), self.student)
         self.accelerator.wait_for_everyone()
         if self.main:

@@ -20,7 +20,6 @@ import mhla_hf
 from mhla_hf.checkpoints.checksums import SUMS_FILE, hash_file, render_sums
 from mhla_hf.checkpoints.clean_process import check_visit
 from mhla_hf.checkpoints.load import load_pipeline
-from mhla_hf.cli import main
 from mhla_hf.evaluation.image_scores import Extractor
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
@@ -125,13 +124,6 @@ def test_a_text_encoder_that_lacks_a_weight_is_not_filled_at_random(tmp_path):
         load_pipeline(tmp_path / "model", dtype="float32", device="cpu")
     with pytest.raises(ValueError, match=f"the model lacks the weight 'text_encoder.{name}'"):
         check_visit(tmp_path / "model", "pipeline")
-
-
-def test_convert_refuses_a_changed_pipeline(saved, tmp_path, capsys):
-    folder = shutil.copytree(saved / "pipeline", tmp_path / "model")
-    spoil(folder, "pipeline", "changed")
-    assert main(["convert", str(folder), str(tmp_path / "mhla")]) != 0
-    assert SAID["changed"] in capsys.readouterr().err and not (tmp_path / "mhla").exists()
 
 
 def test_all_files_come_from_one_commit_of_the_hub_and_are_compared(saved, hub, tmp_path, monkeypatch):

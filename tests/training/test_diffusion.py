@@ -197,10 +197,8 @@ OWN = stage("denoising")
 BAD = {
     "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"are \[8, 3, 8, 10\]; expected \[16, frames"),
     "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides that the patches \[1, 2, 2\] divide"),
-    "size of an image": (stage(size=[64, 80]), r"size is \[64, 80\]; expected \[frames"),
     "no prompts": ({"data": None}, "data: got None, and the model knows texts, expected latents or prompts"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "has no 'latents'; it has pixels"),
-    "no texts": ({"data": {"latents": torch.zeros(2, 16, 3, 8, 10)}}, "has no 'prompt_embeds', which the model needs"),
     "weight on data": (stage(data_weight=0.5), "stage 'v' has a loss on data"),
     "no pipeline": (
         {"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},

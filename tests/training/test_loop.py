@@ -127,12 +127,9 @@ def test_record(lab, tmp_path, capsys):
     record = lab.record(out)
     assert (record["steps"], record["tokens"], record["seed"]) == (20, 20 * 4 * 48, 3)
     assert (record["command"], record["data"]["name"], record["teacher"]) == ("mhla-hf ...", "book.jsonl", "original")
-    assert {"torch", "transformers", "accelerate", "mhla_hf"} <= set(record["versions"]) and record["hardware"]
     assert [(stage["name"], stage["tokens"]) for stage in record["stages"]] == [("transfer", 1920), ("logits", 1920)]
     assert record["seconds"] == pytest.approx(sum(stage["seconds"] for stage in record["stages"]), abs=0.01)
-    assert [(entry["step"], entry["total"]) for entry in record["history"]] == [
-        (4, 4), (8, 8), (10, 10), (4, 14), (8, 18), (10, 20),
-    ]  # fmt: skip
+    assert [entry["total"] for entry in record["history"]] == [4, 8, 10, 14, 18, 20]
     keys = {"stage", "step", "total", "tokens", "loss", "kl", "ce", "lr", "seconds", "grad_norm"}
     assert set(record["history"][-1]) == keys
     assert str(tmp_path) not in (out / "train.json").read_text()
