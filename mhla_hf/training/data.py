@@ -63,7 +63,7 @@ class TokenRing:
         _check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
-        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:32]
+        digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length, seed, stage, state=None):

@@ -10,69 +10,6 @@ from .pictures import PictureReader, Pictures, open_pictures, share_right, sides
 from .tasks import Objective, Task, relative_error
 
 
-class ImageTask(Task):
-    """An image classifier or a vision tower of transformers.
-
-    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
-    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
-    """
-
-    name = "images"
-    unit = "images"
-    wanted = "an image classifier or a vision tower of transformers"
-    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
-
-    def __init__(self, student, teacher, processor=None, test=None):
-        super().__init__(student, teacher)
-        self.tool, self.test = processor, test
-
-    def check(self, stages):
-        """As every task; and classes and widths that do not fit."""
-        super().check(stages)
-        losses = {stage.loss for stage in stages}
-        asked = [("student", self.student)] if losses & {"logits", "labels"} or self.test is not None else []
-        asked += [("teacher", self.teacher)] if "logits" in losses else []
-        for name, model in asked:
-            if not is_classifier(model):
-                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
-        config = self.student.config
-        if self.tool is None and not hasattr(config, "preprocessing"):
-            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
-        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
-        self.channels = getattr(config, "num_channels", 3)
-        sides_of(self.processor, self.channels)
-
-    def open(self, data, stages):
-        """Labeled images, see `open_pictures`, numbered as the student numbers classes; without a loss on labels, any."""
-        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
-        pictures, test = open_pictures(data), None
-        if self.test is not None:
-            test = open_pictures(self.test, split="test")
-            if test.names and labeled and pictures.names:
-                test = test.numbered_as(pictures.names, pictures.name)
-            test = test.numbered_for(config, "test")
-        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
-        if labeled:
-            return pictures.numbered_for(config)
-        none = torch.zeros(len(pictures))
-        return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
-
-    def reader(self, source, stage, number, seed, state):
-        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
-
-    def take(self, reader, stage, rows):
-        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
-
-    def objective(self, stage):
-        """The losses "transfer", "features", "logits" and "labels"."""
-        return ImageStep(self.student, self.teacher, stage)
-
-    def judge(self):
-        if self.pictures_of_test is None:
-            return {}
-        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}
-
-
 def is_classifier(model) -> bool:
     """Whether the model gives logits over classes of images."""
     return "ForImageClassification" in type(model).__name__
@@ -124,3 +61,60 @@ class ImageStep(Objective):
             return attention(*args, **kwargs)
 
         return attend
+
+
+class ImageTask(Task):
+    """An image classifier or a vision tower of transformers.
+
+    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
+    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
+    """
+
+    name = "images"
+    step = ImageStep
+    unit = "images"
+    wanted = "an image classifier or a vision tower of transformers"
+    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
+
+    def __init__(self, student, teacher, processor=None, test=None):
+        super().__init__(student, teacher)
+        self.tool, self.test = processor, test
+
+    def check(self, stages):
+        """As every task; and classes and widths that do not fit."""
+        super().check(stages)
+        losses = {stage.loss for stage in stages}
+        asked = [("student", self.student)] if losses & {"logits", "labels"} or self.test is not None else []
+        asked += [("teacher", self.teacher)] if "logits" in losses else []
+        for name, model in asked:
+            if not is_classifier(model):
+                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
+        config = self.student.config
+        if self.tool is None and not hasattr(config, "preprocessing"):
+            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
+        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
+        self.channels = getattr(config, "num_channels", 3)
+        sides_of(self.processor, self.channels)
+
+    def open(self, data, stages):
+        """Labeled images, see `open_pictures`, numbered as the student numbers classes; without a loss on labels, any."""
+        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
+        pictures, test = open_pictures(data), None
+        if self.test is not None:
+            test = open_pictures(self.test, split="test")
+            if test.names and labeled and pictures.names:
+                test = test.numbered_as(pictures.names, pictures.name)
+            test = test.numbered_for(config, "test")
+        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
+        if labeled:
+            return pictures.numbered_for(config)
+        none = torch.zeros(len(pictures))
+        return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
+
+    def reader(self, source, stage, number, seed, state):
+        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
+
+    def judge(self):
+        if self.pictures_of_test is None:
+            return {}
+        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}

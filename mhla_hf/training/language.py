@@ -17,61 +17,6 @@ GPU_CHUNK = 1 << 25
 TINY = 1e-8  # what is left to all other tokens at least
 
 
-class LanguageTask(Task):
-    """A causal language model of transformers.
-
-    tokenizer: of transformers; saved with the model. text_field: the column of a dataset that holds the text.
-    """
-
-    name = "language"
-    unit = "tokens"
-    wanted = "a causal language model of transformers"
-    equal = (("logits", "vocab_size"), ("transfer", "hidden_size"))
-
-    def __init__(self, student, teacher, tokenizer=None, text_field="text"):
-        super().__init__(student, teacher)
-        self.tool, self.text_field = tokenizer, text_field
-
-    def check(self, stages):
-        """As every task; and sequences that are longer than what the student knows."""
-        super().check(stages)
-        limit = getattr(self.student.config, "max_position_embeddings", None) or math.inf
-        if long := [stage for stage in stages if stage.seq_len > limit]:
-            raise ValueError(
-                f"seq_len: stage {long[0].name!r} has {long[0].seq_len}; expected at most the student's {limit}"
-            )
-
-    def open(self, data, stages):
-        """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
-        stored = [stage.loss == "stored" for stage in stages]
-        taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
-        if any(stored) and not (all(stored) and taught):
-            raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
-        vocab = self.student.get_input_embeddings().weight.shape[0]
-        if taught:
-            source = TaughtText(data, vocab)
-        else:
-            source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
-        source.reader(max(stage.seq_len for stage in stages), 0, 0).take(1)  # a text too short is known now
-        return source
-
-    def reader(self, source, stage, number, seed, state):
-        return source.reader(stage.seq_len, seed, number, state)
-
-    def take(self, reader, stage, rows):
-        ids, labels, *likeliest = reader.take(stage.batch_size)
-        predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
-        likeliest = likeliest if stage.loss == "stored" else ()
-        return tuple(x[rows] for x in (ids, labels, *likeliest)), (1 / max(1, predicted), 1 / stage.batch_size)
-
-    def objective(self, stage):
-        """The losses "transfer", "logits", "stored" and "lm"."""
-        return DistillStep(self.student, self.teacher, stage)
-
-    def count(self, stage):
-        return stage.batch_size * stage.seq_len
-
-
 class DistillStep(Objective):
     """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
 
@@ -122,8 +67,10 @@ def _next_token_of_chunk(temperature, student, targets, *known):
     log_q = student.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=NO_LABEL)
     if len(known) == 1:
-        log_p, log_q = ((x.float() / temperature).log_softmax(-1) for x in (*known, student))
-        kl = temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        if temperature != 1:
+            log_q = (student.float() / temperature).log_softmax(-1)
+        log_p = (known[0].float() / temperature).log_softmax(-1)
+        kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
     elif known:
         log_p, log_q = known[1].float(), log_q.gather(-1, known[0].long())
         p, q = log_p.exp(), log_q.exp()
@@ -132,3 +79,54 @@ def _next_token_of_chunk(temperature, student, targets, *known):
     else:
         kl = torch.zeros_like(log_q[:, 0])
     return torch.stack([(kl * (targets != NO_LABEL)).sum(), ce])
+
+
+class LanguageTask(Task):
+    """A causal language model of transformers.
+
+    tokenizer: of transformers; saved with the model. text_field: the column of a dataset that holds the text.
+    """
+
+    name = "language"
+    step = DistillStep
+    unit = "tokens"
+    wanted = "a causal language model of transformers"
+    equal = (("logits", "vocab_size"), ("transfer", "hidden_size"))
+
+    def __init__(self, student, teacher, tokenizer=None, text_field="text"):
+        super().__init__(student, teacher)
+        self.tool, self.text_field = tokenizer, text_field
+
+    def check(self, stages):
+        """As every task; and sequences that are longer than what the student knows."""
+        super().check(stages)
+        limit = getattr(self.student.config, "max_position_embeddings", None) or math.inf
+        if long := [stage for stage in stages if stage.seq_len > limit]:
+            found = f"stage {long[0].name!r} has {long[0].seq_len}"
+            raise ValueError(f"seq_len: {found}; expected at most the student's {limit} positions")
+
+    def open(self, data, stages):
+        """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
+        stored = [stage.loss == "stored" for stage in stages]
+        taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
+        if any(stored) and not (all(stored) and taught):
+            raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
+        vocab = self.student.get_input_embeddings().weight.shape[0]
+        if taught:
+            source = TaughtText(data, vocab)
+        else:
+            source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
+        source.reader(max(stage.seq_len for stage in stages), 0, 0).take(1)  # a text too short is known now
+        return source
+
+    def reader(self, source, stage, number, seed, state):
+        return source.reader(stage.seq_len, seed, number, state)
+
+    def take(self, reader, stage, rows):
+        ids, labels, *likeliest = reader.take(stage.batch_size)
+        predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
+        likeliest = likeliest if stage.loss == "stored" else ()
+        return tuple(x[rows] for x in (ids, labels, *likeliest)), (1 / max(1, predicted), 1 / stage.batch_size)
+
+    def count(self, stage):
+        return stage.batch_size * stage.seq_len

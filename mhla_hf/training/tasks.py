@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
-from .trainable import check_model, check_student, check_teacher, mhla_attentions
+from .trainable import check_student, check_teacher, mhla_attentions
 
 
 class Task(abc.ABC):
@@ -26,6 +26,7 @@ class Task(abc.ABC):
     """
 
     name: str  # key of recipe.STAGE_TYPES; in recipes and records
+    step: type  # its `Objective`
     unit: str  # what runs count: "tokens", "images", "samples"
     wanted: str  # what student and teacher have to be, for errors
     equal = ()  # (loss, what the configurations of student and teacher have to agree on for it)
@@ -38,13 +39,13 @@ class Task(abc.ABC):
 
     def check(self, stages):
         """One sentence for the first thing that could not work, before anything is loaded or written."""
-        check_model("student", self.student, self.wanted)
-        if self.teacher is not None:
-            check_model("teacher", self.teacher, self.wanted)
-            for loss, key in self.equal:
-                own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
-                if own != its and any(stage.loss == loss for stage in stages):
-                    raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
+        for name, model in (("student", self.student), ("teacher", self.teacher)):
+            if not hasattr(model, "save_pretrained") and (name == "student" or model is not None):
+                raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
+        for loss, key in self.equal if self.teacher is not None else ():
+            own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
+            if own != its and any(stage.loss == loss for stage in stages):
+                raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
@@ -56,17 +57,17 @@ class Task(abc.ABC):
     def reader(self, source, stage, number, seed, state):
         """The `Reader` of stage `number` (0-based), from its start or from what `state()` or `handover()` gave."""
 
-    @abc.abstractmethod
     def take(self, reader, stage, rows):
         """The `rows` (a slice) of the next batch: (tensors `[rows, ...]`, shares), the objective's arguments in this order.
 
         The loop cuts the tensors into `grad_accum` parts; shares are numbers such as 1 / batch_size, which it multiplies by
         the number of processes.
         """
+        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
-    @abc.abstractmethod
     def objective(self, stage):
         """The `Objective` of `stage`."""
+        return self.step(self.student, self.teacher, stage)
 
     def count(self, stage):
         """How many units one optimizer step works on."""

@@ -5,7 +5,6 @@ run stays so, whatever a stage names: plain linear attention, the yardstick, is 
 """
 
 import torch
-from torch import nn
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
@@ -15,12 +14,6 @@ def mhla_attentions(model):
     """Names of the attention modules with an MHLA core: the child `mhla` of the module, or in diffusers of its processor."""
     names = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in names]
-
-
-def check_model(argument, model, wanted):
-    """One sentence if `model` cannot be trained or asked: it is none with `save_pretrained`."""
-    if not (isinstance(model, nn.Module) and hasattr(model, "save_pretrained")):
-        raise TypeError(f"{argument}: got {type(model).__name__}; expected {wanted}")
 
 
 def check_student(student, stages):
