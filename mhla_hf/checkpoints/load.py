@@ -47,10 +47,7 @@ def one_sentence(about):
 
 
 def check_model_name(name, pipeline=False):
-    """A `Path` for a local model, or the same str for a Hub id. ValueError: neither, or a folder without a model.
-
-    pipeline: a diffusers pipeline is expected, with model_index.json and the weights in folders below.
-    """
+    """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
     name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
     if path.is_dir():
         index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
@@ -175,10 +172,7 @@ def check_whole(name, info):
 
 
 def check_shards(index):
-    """The weight_map of a sharded model's index; ValueError when it names a file that is not beside it.
-
-    transformers would follow such a name out of a folder; from the Hub it refuses to.
-    """
+    """The weight_map of a sharded model's index; ValueError for a file not beside it: transformers would follow its name."""
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
@@ -257,9 +251,9 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
 
 
 def missing_in_transformers(place, files):
-    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
+    """Names of the weights that a pipeline's models of transformers lack; with accelerate no weight is read.
 
-    place, files: see `checked_files`. Where accelerate is installed no weight is read.
+    place, files: see `checked_files`.
     """
     index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
     nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
