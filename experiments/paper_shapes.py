@@ -1,6 +1,6 @@
 """The shapes of the paper's speed figures and tables, as operators and as whole models at random weights.
 
-A whole model is timed as users run it, so without CUDA graphs; its attention is what is checked before.
+Of a whole model its attention is what is checked before it is timed.
 """
 
 import copy
@@ -38,7 +38,6 @@ class WholeModel:
     operator: Operator
     text: tuple = (512, 4096)
     whats = (FORWARD, TRAINING)
-    graph = False
 
     @property
     def dtype(self):

@@ -1,22 +1,22 @@
 """Speed, against what a user would pick instead: torch's fused softmax attention, and plain linear attention.
 
 Nothing is timed before it agrees with its definition in fp64. The competitors take turns, round after round in one process,
-and the fastest round of each counts, so that a busy moment of the machine hits all of them or none. On a GPU an operator is
-captured as a CUDA graph, so that kernels are compared and not Python; decoding runs as users run it. What is wrong, fails or
+and the fastest round of each counts, so that a busy moment of the machine hits all of them or none. What is wrong, fails or
 does not fit the memory is said in place of its time, and leaves the others their turn.
 
-A case has a `name`, a `dtype`, `whats` (what of it is timed), `graph` (whether a CUDA graph can hold it), and
+A case has a `name`, a `dtype`, `whats` (what of it is timed), and
 
     names(device)                the competitors that run there
     errors(name, device, seed)   {what: relative error} against the definition
     prepare(device, seed)        what all competitors share while they are timed
-    work(prepared, what, name)   a function of nothing to be timed; its `reset()`, if any, is called before, untimed
+    work(prepared, what, name)   a function of nothing to be timed; a `Decoder` is reset before, untimed
 """
 
 import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import time
 
@@ -34,11 +34,11 @@ from .ops.api import mhla, mhla_step
 from .ops.blocks import Blocks
 from .ops.local import LocalForm
 from .ops.local_state import LocalState, continue_local
+from .speed import clock
 
 FORMAT_VERSION = 2
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 TURN = 0.02  # seconds that a competitor's turn takes at least
-NO_ROOM = "did not fit the memory of the device"
 FORWARD, TRAINING = "forward", "forward + backward"
 STEPS = 64
 SAMPLED_QUERIES = 16
@@ -122,17 +122,13 @@ def linear_attention(q, k, v, causal, normalize, chunk=64):
 
 
 def competitors(device):
-    """Softmax, plain linear attention, and MHLA's implementations worth timing: torch everywhere, the kernels on a GPU."""
-    kernels = ["mhla triton"] if torch.device(device).type == "cuda" else []
-    return ["sdpa", "linear", "mhla torch", *kernels]
+    """Softmax, plain linear attention, and MHLA as it runs there."""
+    return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """One shape of attention, against softmax, plain linear attention, and a copy of the bytes that must move at least.
-
-    widths: of keys and of values.
-    """
+    """One shape of attention, against softmax and plain linear attention. widths: of keys and of values."""
 
     name: str
     blocks: Blocks
@@ -143,10 +139,9 @@ class Operator:
     normalize: bool = False
     dtype: str = "bfloat16"
     whats = (FORWARD, TRAINING)
-    graph = True
 
     def names(self, device):
-        return [*competitors(device), "copy"]
+        return competitors(device)
 
     def prepare(self, device, seed):
         """q, k, v, mixing fp32 [M, M], with gradients, and dL/do."""
@@ -170,8 +165,6 @@ class Operator:
 
     def errors(self, name, device, seed):
         """{"output", "dq", ...: relative error} of some queries of one sequence, and of the gradients of those alone."""
-        if name == "copy":
-            return {}
         tensors, direction = dataclasses.replace(self, batch=1).prepare(device, seed)
         length = self.blocks.length
         queries = torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).round().long()
@@ -186,30 +179,20 @@ class Operator:
         return {what: relative_error(x, y) for what, x, y in zip(names, got, wanted, strict=True)}
 
     def work(self, prepared, what, name):
-        """One forward pass without gradients, or one with the gradients of all inputs; for "copy" the bytes of either."""
+        """One forward pass without gradients, or one with the gradients of all inputs."""
         tensors, direction = prepared
-        if name == "copy":
-            source = torch.empty(self.moved()[what] // 2, dtype=torch.uint8, device=direction.device)
-            return functools.partial(torch.empty_like(source).copy_, source)  # reads half of them and writes the others
         used = tensors if name.startswith("mhla") else tensors[:3]
         if what == FORWARD:
             return torch.no_grad()(functools.partial(self.attend, name, *used))
         return lambda: torch.autograd.grad(self.attend(name, *used), used, direction)
 
-    def moved(self):
-        """what -> bytes that must move: q, k, v and o; backward again q, k and v, the gradient of o, and three gradients."""
-        rows = self.batch * self.blocks.length * self.heads
-        average = rows * sum(self.widths) * getattr(torch, self.dtype).itemsize // 2
-        return {FORWARD: 4 * average, TRAINING: (4 + 7) * average}
-
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """STEPS tokens, one by one, after `length` of causal attention with one sequence; a block ends half way through them, so
-    that closing one is paid for. MHLA is the paper's, without denominator, and that of converted language models.
+    """STEPS tokens, one by one, after `length` of causal attention with one sequence; a block ends half way through them.
 
-    block_size: None: a power of two from 2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens. `length`
-    is cut down to whole blocks.
+    MHLA is the paper's, without denominator, and that of converted language models. block_size: None: a power of two from
+    2 * width and sqrt(length) on, which keeps mixing cheaper than the tokens. `length` is cut down to whole blocks.
     """
 
     length: int
@@ -218,7 +201,6 @@ class Decoding:
     block_size: int | None = None
     dtype: str = "bfloat16"
     whats = (f"decode, {STEPS} tokens",)
-    graph = False
 
     @property
     def name(self):
@@ -331,22 +313,17 @@ SUITES = {"quick": quick_cases, "decode": decode_cases}
 
 
 def run_bench(suite="quick", *, device="cpu", threads=1, seed=0, rounds=5, out=None, progress=True, command=None):
-    """Check, time and compare.
+    """Check, time and compare; ValueError and OSError, one sentence, before anything is timed.
 
     Args:
-        suite: "quick" (causal attention and decoding at three lengths, a minute or two), "decode" (64 tokens more
-            after 8k to 1M, bf16, meant for a GPU), or a list of cases.
+        suite: a name of `SUITES`, or a list of cases. rounds: how often every competitor takes its turn.
         device: where. threads: CPU threads while timing; the old number is restored. seed: of the inputs.
-        rounds: how often every competitor takes its turn.
         out: JSON file, which grows by one case after another, so that one can stop it. progress: show a bar on stderr.
 
     Returns:
         A dict that goes to JSON as it is: "rows", each with "case", "what", "ms" (competitor -> milliseconds), "error" (the
         largest relative error of each that was found before), "failed" (competitor -> why it has no time) and, of decoding,
         "bytes" (competitor -> bytes kept from token to token); versions, hardware, commit, seed, command, date.
-
-    Raises:
-        ValueError: unknown suite, threads below 1, or a device that torch cannot use. OSError: `out` cannot be written.
     """
     if isinstance(suite, str) and suite not in SUITES:
         raise ValueError(f"suite is {suite!r}; expected one of {', '.join(SUITES)}.")
@@ -378,12 +355,18 @@ def time_case(case, device, seed=0, rounds=5):
                 error[name] = max(errors.values(), default=0.0)
                 if wrong := [what for what, size in errors.items() if not size < TOLERANCES[case.dtype]]:
                     failed[name] = f"is wrong: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
-        prepared, sound = case.prepare(device, seed), [name for name in error if name not in failed]
+        prepared = case.prepare(device, seed)
         for what in case.whats:
-            work = {name: functools.partial(case.work, prepared, what, name) for name in sound}
-            best, lost, kept = fastest_of_rounds(work, device, rounds, case.graph)
-            ms = {name: 1e3 * taken for name, taken in best.items()}
-            row = {"case": case.name, "what": what, "ms": ms, "error": error, "failed": failed | lost}
+            ready, ms, lost = {}, {}, dict(failed)
+            for name in (name for name in error if name not in failed):
+                with noted(lost, name):
+                    function = case.work(prepared, what, name)
+                    seconds_of(function, device)  # warms up
+                    ready[name] = function
+            for _, name in itertools.product(range(rounds), ready):
+                ms[name] = min(ms.get(name, math.inf), 1e3 * seconds_of(ready[name], device))
+            row = {"case": case.name, "what": what, "ms": ms, "error": error, "failed": lost}
+            kept = {name: decoder.nbytes() for name, decoder in ready.items() if isinstance(decoder, Decoder)}
             found.append({**row, "bytes": kept} if kept else row)
     return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}] if "all" in failed else found
 
@@ -400,50 +383,15 @@ def noted(failed, name):
 def why(error):
     """An exception in a few words."""
     if isinstance(error, torch.OutOfMemoryError):
-        return NO_ROOM
+        return "did not fit the memory of the device"
     return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def fastest_of_rounds(work, device, rounds, graph=False):
-    """name -> seconds of one call, name -> why it has none, and name -> bytes that it keeps, of those that tell.
-
-    work: name -> what makes the function to be timed.
-    """
-    graph, ready, best, failed, kept = graph and torch.device(device).type == "cuda", {}, {}, {}, {}
-    for name, make in work.items():
-        with noted(failed, name):
-            function = captured(make(), device) if graph else make()
-            if isinstance(function, Decoder):
-                kept[name] = function.nbytes()
-            seconds_of(function, device)  # warms up
-            ready[name] = function
-    for _ in range(rounds):
-        for name, function in ready.items():
-            taken = seconds_of(function, device)
-            best[name] = min(best.get(name, taken), taken)
-    return best, failed, kept
-
-
-def captured(function, device):
-    """The function's kernels as a CUDA graph."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = function()  # memory of a graph lives as long as it
-    graph.kept = kept
-    return graph.replay
 
 
 def seconds_of(function, device):
     """Seconds of one of the calls that begin within TURN; of a single one where it has to be reset."""
     least, calls = TURN, 0
-    if reset := getattr(function, "reset", None):
-        reset()
+    if isinstance(function, Decoder):
+        function.reset()
         least = 0.0
     start = clock(device)
     while calls == 0 or time.perf_counter() - start < least:
@@ -452,46 +400,31 @@ def seconds_of(function, device):
     return (clock(device) - start) / calls
 
 
-def clock(device):
-    """Seconds, once the device has finished what it was given."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def render_bench(record):
     """The record in Markdown: the fastest of each kind with its name, and how many times as fast MHLA is."""
     worst = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
-    versions = record["versions"]
-    versions = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions)
+    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = [
         f"{record['hardware']}; {versions}; largest relative error found before timing: {worst:.0e}.",
         "",
-        "| case | what | MHLA, ms | softmax, ms | plain linear, ms | copy, ms | times softmax | times linear |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| case | what | MHLA, ms | softmax, ms | plain linear, ms | times softmax | times linear |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for row in record["rows"]:
-        for ours in ("mhla", "hybrid", WINDOW):
-            if any(name.startswith(ours) for name in row["ms"]):
-                found = [fastest(row["ms"], kind) for kind in (ours, ("sdpa", "softmax"), "linear", "copy")]
-                times = [f"{other[0] / found[0][0]:.2f}" if other else "" for other in found[1:3]]
-                cells = [f"{one[0]:.4g} {one[1]}".rstrip() if one else "" for one in found]
-                case = row["case"] if ours == "mhla" else f"{row['case']}, {ours}"
-                lines.append(f"| {case} | {row['what']} | {' | '.join([*cells, *times])} |")
-    failed = {f"{row['case']}, {name}: {text}" for row in record["rows"] for name, text in row["failed"].items()}
-    lines += ["", *render_bytes(record)] if any("bytes" in row for row in record["rows"]) else []
-    return "\n".join([*lines, *([""] if failed else []), *(f"* {line}" for line in sorted(failed))])
-
-
-def render_bytes(record):
-    """The lines of a table of what is kept from token to token."""
-    rows = [row for row in record["rows"] if "bytes" in row]
-    names = list(dict.fromkeys(name for row in rows for name in row["bytes"]))
-    lines = [f"| kept from token to token, KiB | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
-    for row in rows:
-        cells = [f"{row['bytes'][name] / 1024:,.0f}" if name in row["bytes"] else "" for name in names]
-        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    return lines
+    for row, ours in itertools.product(record["rows"], ("mhla", "hybrid", WINDOW)):
+        mine, *others = (fastest(row["ms"], kind) for kind in (ours, ("sdpa", "softmax"), "linear"))
+        if mine:
+            times = [f"{other[0] / mine[0]:.2f}" if other else "" for other in others]
+            cells = [f"{one[0]:.4g} {one[1]}".rstrip() if one else "" for one in (mine, *others)]
+            case = row["case"] if ours == "mhla" else f"{row['case']}, {ours}"
+            lines.append(f"| {case} | {row['what']} | {' | '.join([*cells, *times])} |")
+    if rows := [row for row in record["rows"] if "bytes" in row]:
+        names = list(dict.fromkeys(name for row in rows for name in row["bytes"]))
+        lines += ["", f"| kept from token to token, KiB | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
+        for row in rows:
+            cells = [f"{row['bytes'][name] / 1024:,.0f}" if name in row["bytes"] else "" for name in names]
+            lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    failed = {f"* {row['case']}, {name}: {text}" for row in record["rows"] for name, text in row["failed"].items()}
+    return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
 
 
 def fastest(ms, kinds):

@@ -119,7 +119,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     import torch
 
     from .checkpoints.load import is_classifier_name, is_pipeline, load_classifier, load_language_model, load_pipeline
-    from .checkpoints.save import check_new_folder, save_language_model, save_pipeline
+    from .checkpoints.save import check_new_folder, save_model
     from .convert import convert
     from .training.start import start_from_text
 
@@ -131,7 +131,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
         pipe = load_pipeline(model, **source)
         torch.manual_seed(seed)
         transformer = convert(pipe, layers=layers, **settings).transformer
-        save_pipeline(pipe, out, overwrite)
+        save_model(pipe, out, overwrite=overwrite)
         chosen = transformer.config.mhla["layers"]
         print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
         return
@@ -141,7 +141,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
         start_from_text(converted, tools, calibrate, budget, seed)
-    save_language_model(converted, tools, out, overwrite)
+    save_model(converted, out, tools, overwrite)
     further = "conversion/image_classifier.py" if image else f"mhla-hf distill {out} --teacher ..."
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now distill it: {further}")
 

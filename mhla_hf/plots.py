@@ -1,7 +1,4 @@
-"""What our figures share: a color for each kind of model, a style, and a PNG written aside and renamed.
-
-matplotlib is imported where it is used, without a display.
-"""
+"""What our figures share: a color for each kind of model, a style, and a PNG written aside and renamed."""
 
 import contextlib
 
@@ -37,10 +34,7 @@ def require_matplotlib():
 
 @contextlib.contextmanager
 def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, **options):
-    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`. options: of the panels.
-
-    Without pyplot's global state, and without a display.
-    """
+    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`. options: of the panels."""
     require_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,8 +1,7 @@
 """How long whole models take, against length: a forward pass, and one more token after that many; and what they hold.
 
 The models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
-moment of the machine hits all of them or none. Decoding is timed over whole blocks, so that what MHLA does only once per
-block is paid for in its share. Memory is that of the cache, counted in bytes, so it is the same on every machine.
+moment of the machine hits all of them or none. Memory is that of the cache, counted in bytes.
 """
 
 import itertools
@@ -18,16 +17,11 @@ DECODE = "decode, per token"
 def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True):
     """Time a forward pass and decoding of several language models, batch 1, on the device where they are.
 
-    Args:
-        models: name -> model of transformers, all with the same vocabulary.
-        lengths: tokens in the context, whole numbers.
-        decode_tokens: tokens decoded after the context; the result is the time of one of them.
-        rounds: of which the fastest counts.
-        progress: show a bar on stderr.
+    models: name -> model of transformers. lengths: tokens in the context. decode_tokens: tokens decoded after it; the time
+    is that of one of them. rounds: of which the fastest counts.
 
-    Returns:
-        List of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length; with
-        decoding goes "<name>_mib", the MiB of the cache after the context.
+    Returns a list of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length;
+    with decoding goes "<name>_mib", the MiB of the cache after the context.
     """
     random = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
@@ -59,16 +53,16 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
 def _one(model, ids, decode_tokens):
     """(seconds of one forward pass over `ids` `[1, T]` and of one token decoded after it, bytes of the cache between)."""
     ids = ids.to(model.device)
-    started = _now(model.device)
+    started = clock(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    forward = _now(model.device) - started
+    forward = clock(model.device) - started
     cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
     held = cache_bytes(cache)
     token = ids[:, -1:]
-    started = _now(model.device)
+    started = clock(model.device)
     for _ in range(decode_tokens):
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
-    return {"forward": forward, DECODE: (_now(model.device) - started) / decode_tokens}, held
+    return {"forward": forward, DECODE: (clock(model.device) - started) / decode_tokens}, held
 
 
 def cache_bytes(cache):
@@ -86,7 +80,8 @@ def cache_bytes(cache):
     return sum(found.values())
 
 
-def _now(device):
-    if device.type == "cuda":
+def clock(device):
+    """Seconds, once the device has finished what it was given."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

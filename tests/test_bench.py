@@ -32,8 +32,8 @@ def test_side_by_side(tmp_path):
     twice = {(case, what) for case in ("grid", "text") for what in (FORWARD, TRAINING)}
     assert rows.keys() == twice | {(MORE.name, MORE.whats[0])}
     for (case, _), row in rows.items():
-        other = "copy" if case != MORE.name else bench.WINDOW
-        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa", other} and min(row["ms"].values()) > 0
+        more = {bench.WINDOW} if case == MORE.name else set()
+        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa"} | more and min(row["ms"].values()) > 0
         assert row["failed"] == {}
         assert 0 < row["error"]["mhla torch"] < bench.TOLERANCES["bfloat16" if case == "text" else "float32"]
     table = render_bench(record)
@@ -74,7 +74,7 @@ def test_no_speed_for_a_wrong_result_and_the_others_keep_theirs(name, what, said
     for row in record["rows"]:
         wrong = row["case"] == "grid"
         assert (name in row["ms"]) is not wrong and row["failed"].keys() == ({name} if wrong else set())
-        assert len(row["ms"]) > 2
+        assert len(row["ms"]) > 1
     assert record["rows"][0]["failed"][name].startswith(said)
     assert f"* grid, {name}: is wrong" in render_bench(record)
 
@@ -97,7 +97,10 @@ def test_no_speed_for_a_wrong_decoder(function, name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(torch.OutOfMemoryError("full"), bench.NO_ROOM), (KeyError("no"), "failed: KeyError: 'no'")],
+    [
+        (torch.OutOfMemoryError("full"), "did not fit the memory of the device"),
+        (KeyError("no"), "failed: KeyError: 'no'"),
+    ],
 )
 @pytest.mark.parametrize("place", ["work", "errors", "prepare"])
 def test_what_fails_is_a_row(error, said, place, monkeypatch):
@@ -133,13 +136,10 @@ def test_a_window_keeps_as_much_at_every_length():
     assert kept[0] == kept[1]
 
 
-def test_half_of_the_decoded_tokens_come_after_a_block_ends_and_the_floor_moves_what_must_move():
+def test_half_of_the_decoded_tokens_come_after_a_block_ends():
     blocks = [case.blocks for case in (MORE, *bench.SUITES["decode"]())]
     assert [cut.block_size for cut in blocks] == [16, 128, 256, 512, 1024]
     assert all((cut.length - STEPS // 2) % cut.block_size == 0 for cut in blocks)
-    prepared, tensor = GRID.prepare("cpu", 0), 2 * 24 * 2 * 8 * 4
-    assert 2 * GRID.work(prepared, FORWARD, "copy")().nbytes == 4 * tensor  # read and written
-    assert 2 * GRID.work(prepared, TRAINING, "copy")().nbytes == 11 * tensor
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""analyze(): any models side by side on the same inputs, as JSON, a table and pictures.
-
-What a model gets to see follows from what it is (`inputs.py`: text for a language model, images for a classifier); for every
-other kind the caller gives the inputs. `attention.py` has the matrices, `measures.py` what is measured of them.
-"""
+"""analyze(): any models side by side on the same inputs, as JSON, a table and pictures."""
 
 import re
 from pathlib import Path
@@ -30,23 +26,18 @@ def analyze(
         models: a folder, a Hub id, a model or a pipeline of diffusers; a list of them; or a dict label -> one of them.
         inputs: keyword arguments of the models' forward, or of the pipelines' call; needed for whatever is not the folder or
             Hub id of a causal language model or an image classifier.
-        data: what to look at instead of the default. Text (file, folder or dataset id; default the Python language
-            reference) for language models; images (folder, dataset id; default scikit-learn's digits) for classifiers.
+        data: text (file, folder or dataset id; default the Python language reference) for language models; images (folder,
+            dataset id; default scikit-learn's digits) for classifiers.
         out: folder for analysis.json, mixing.json, layers.png, maps.png, mixing-LABEL.png; None writes nothing.
         samples: sequences or images. length: tokens in a sequence.
         tolerance: of the rank, as in `measure_calls`. device: where the models run; None: CUDA when there is one.
 
     Returns:
         What analysis.json holds: "models" -> label -> what `measure_calls` gives; "inputs", versions, hardware, command.
-
-    Raises:
-        ValueError, TypeError, ImportError: one sentence.
     """
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
-    if tolerance is not None and not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance: got {tolerance!r}, expected a number from 0 to below 1")
     device, named = choose_device(device), named_models(models)
     for model in named.values():
         if isinstance(model, (str, Path)):
@@ -54,8 +45,7 @@ def analyze(
     if out is not None:
         out = Path(out).expanduser()
         check_writable(out / RECORD)
-    record = {"format_version": FORMAT_VERSION, "models": {}, "inputs": {}}
-    maps, mixing = {}, {}
+    record, maps, mixing = {"format_version": FORMAT_VERSION, "models": {}, "inputs": {}}, {}, {}
     for label, model in named.items():
         batch, what, run = inputs, "given by the caller", None
         if isinstance(model, (str, Path)):
@@ -85,18 +75,16 @@ def analyze(
 
 def render_analysis(record):
     """The table for a terminal: one line per layer and model."""
-    header, rows = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"], []
-    layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
+    header = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]
+    layers, rows = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]], []
     for label, layer in layers:
         numbers = [f"{layer['rank']:.1f}", f"{layer['bound']:,}", f"{layer['effective_rank']:.1f}"]
-        numbers += [f"{layer[key]:.2f}" for key in ("entropy", "uniform_entropy")]
-        numbers.append(f"{layer['far_share']:.3f}" if "far_share" in layer else "")
-        rows.append([label, layer["layer"], layer["kind"], *numbers])
+        numbers += [f"{layer['entropy']:.2f}", f"{layer['uniform_entropy']:.2f}"]
+        far = f"{layer['far_share']:.3f}" if "far_share" in layer else ""
+        rows.append([label, layer["layer"], layer["kind"], *numbers, far])
     lines = [render_rows(header, rows, left=3)]
     tolerances = dict.fromkeys(f"{layer['tolerance']:.1e}" for _, layer in layers)
     lines += ["", f"rank at {', '.join(tolerances)} of the largest singular value; entropy in nats"]
-    if any("far_share" in layer for _, layer in layers):
-        lines.append("far: the share of all weights that lies outside the local softmax")
-    if any(layer["part"] != "whole" for _, layer in layers):
-        lines.append("causal layers: the rank is that of the second half of the text on the first")
+    lines.append("far: the share of all weights that lies outside the local softmax")
+    lines.append("causal layers: the rank is that of the second half of the text on the first")
     return "\n".join(lines)

@@ -1,8 +1,7 @@
 """The attention matrices of any model, from what its layers saw in one forward pass.
 
-Nothing is asked of the model. An MHLA layer is known by its core (so one from a checkpoint's own source is too),
-whose inputs a hook keeps; a softmax layer by its call of torch's `scaled_dot_product_attention`. The T x T numbers are what
-the definition in fp64 makes of the unit vectors in place of the values, one head at a time.
+An MHLA layer is known by its core, whose inputs a hook keeps; a softmax layer by its call of torch's
+`scaled_dot_product_attention`. The matrix is what the definition in fp64 makes of unit vectors in place of the values.
 """
 
 import contextlib

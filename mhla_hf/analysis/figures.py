@@ -1,8 +1,4 @@
-"""The pictures of `analyze`. Plain numbers in, one PNG out, aside and renamed.
-
-A mixing matrix over a grid is shown as that grid: each query block is a small map, in its own place, of what it reads
-(figure 4b of the paper, for all blocks at once).
-"""
+"""The pictures of `analyze`. Plain numbers in, one PNG out, aside and renamed."""
 
 import itertools
 import re
@@ -24,17 +20,15 @@ def plot_layers(path, models, note):
         for axes, (title, key, limit) in zip(both, measures, strict=True):
             for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
                 values = [layer[key] for layer in layers]
-                axes.plot(
-                    values, "o-", color=color, markersize=5, label=f"{label}: mean {sum(values) / len(values):.4g}"
-                )
+                name = f"{label}: mean {sum(values) / len(values):.4g}"
+                axes.plot(values, "o-", color=color, markersize=5, label=name)
                 axes.plot([layer[limit] for layer in layers], color=color, linewidth=1, linestyle=(0, (2, 3)))
             axes.set(title=title, xlabel="layer", ylim=(0, None))
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(True)
             axes.legend(loc="best", fontsize=9)
-        whole = all(layer["part"] == "whole" for layers in models.values() for layer in layers)
-        where = "" if whole else " (causal: of the second half of the text on the first)"
-        limits = f"dotted: the largest possible rank{where}, the entropy of equal weights; {note}"
+        where = "causal: of the second half of the text on the first"
+        limits = f"dotted: the largest possible rank ({where}), the entropy of equal weights; {note}"
         figure.supxlabel(limits, fontsize=8.5, color="#6b7079")
 
 

@@ -19,10 +19,8 @@ def load_any(name, device, trust_remote_code=False):
     named = (load_config(name, trust_remote_code=trust_remote_code).architectures or ["model of unknown class"])[0]
     load = {"language": load_language_model, "images": load_classifier}.get(kind_of_class(named))
     if load is None:
-        raise ValueError(
-            f"model {str(name)!r} is a {named}; expected a causal language model, an image classifier, or a loaded model "
-            "with its inputs"
-        )
+        wanted = "a causal language model, an image classifier, or a loaded model with its inputs"
+        raise ValueError(f"model {str(name)!r} is a {named}; expected {wanted}")
     return load(name, dtype="float32", device=device, trust_remote_code=trust_remote_code)
 
 
@@ -30,10 +28,8 @@ def make_batch(model, tools, data, samples: int, length: int):
     """(keyword arguments of a model's forward, what they are in words); tools: its tokenizer or image processor."""
     if kind_of_class(type(model).__name__) == "language":
         ids, what = read_text(model, tools, data, samples, length)
-        return {
-            "input_ids": ids.to(model.device),
-            "use_cache": False,
-        }, f"{samples} sequences of {length} tokens of {what}"
+        batch = {"input_ids": ids.to(model.device), "use_cache": False}
+        return batch, f"{samples} sequences of {length} tokens of {what}"
     pictures, name = read_images(model, data, samples)
     if len(pictures) < samples:
         raise ValueError(f"samples: got {samples}, expected at most the {len(pictures)} images of {name!r}")
@@ -44,18 +40,13 @@ def make_batch(model, tools, data, samples: int, length: int):
 
 def read_text(model, tokenizer, data, samples: int, length: int):
     """Token ids int64 `[samples, length]` of a text (None: the end of the Python language reference), and its name."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and length > limit:
+    if length > (limit := getattr(model.config, "max_position_embeddings", length)):
         raise ValueError(f"length: got {length}, expected at most the {limit} positions of {type(model).__name__}")
     name = "pydoc_data.topics" if data is None else Path(data).name
     if data is None:
         text = "\n\n".join(topics.values())[-DEFAULT_TEXT:]
         data = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
-    reader = open_text(data, tokenizer).reader(length, seed=0, stage=0)
-    try:
-        return reader.take(samples)[0], name
-    finally:
-        reader.close()
+    return open_text(data, tokenizer).reader(length, seed=0, stage=0).take(samples)[0], name
 
 
 def read_images(model, data, samples: int):
@@ -73,11 +64,9 @@ def read_images(model, data, samples: int):
 
 
 def load_digits(size: int = 32):
-    """scikit-learn's 1,797 digits, 8 x 8 scans enlarged bilinearly once, so that whoever trains, scores or looks sees the
-    same pixels.
+    """scikit-learn's 1,797 digits, 8 x 8 scans, enlarged bilinearly once, so that all see the same pixels.
 
     Returns (train, test): each images uint8 `[N, 1, size, size]` and labels int64 `[N]`; N is 1,300 and 497.
-    ImportError: scikit-learn is missing.
     """
     try:
         from sklearn import datasets

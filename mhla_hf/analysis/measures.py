@@ -1,9 +1,7 @@
 """Rank and entropy of every attention layer, attention maps, and what the mixing has become.
 
-Models of every kind go through the same measures on the same inputs, so that they can stand side by side. A rank is never
-given without the tolerance it was counted at; `effective_rank` needs none. The rank of a causal layer is that of its lower
-left quarter (what the second half of the text reads in the first): a triangle with a diagonal has full rank whatever the
-attention is.
+The rank of a causal layer is that of its lower left quarter (what the second half of the text reads in the first): a
+triangle with a diagonal has full rank whatever the attention is.
 """
 
 import copy
@@ -68,16 +66,15 @@ def record_model(model, batch, run=None) -> dict:
 def measure_calls(layers, *, tolerance=None, progress=False) -> dict:
     """Rank and entropy of every attention layer in what `record_model` gave.
 
-    Args:
-        tolerance: singular values above this share of the largest count. None: that of `torch.linalg.matrix_rank` for a
-            float32 matrix of this size, max(T, S) * 1.2e-7.
+    tolerance: singular values above this share of the largest count; None: max(T, S) * 1.2e-7, as of
+    `torch.linalg.matrix_rank` for float32.
 
     Returns:
         dict: "layers", a list of dicts in the order of the forward pass: "layer" (module), "kind" ("softmax", "linear",
         "mhla"), "tokens", "heads", "key_width" (d), "part" ("whole", or of what on what), "rank" (mean over samples and
         heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy" (that of equal
-        weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance". "mean": the means of
-        rank, effective rank and entropy over layers. With a local softmax also "far_share", the weight outside of it.
+        weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance", and with a local softmax
+        "far_share", the weight outside of it. "mean": the means of rank, effective rank and entropy over layers.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -90,25 +87,24 @@ def _measure_layer(name, calls, tolerance):
     (_, tokens, heads, width), causal = first.q.shape, first.is_causal
     if len(sizes) > 1 or tokens == 1:
         raise ValueError(f"inputs: {name} saw {sorted(sizes)} tokens, expected one number of at least 2")
-    part = (slice(tokens // 2, None), slice(0, tokens // 2)) if causal else (slice(None), slice(None))
-    shape = tokens - tokens // 2 if causal else tokens, tokens // 2 if causal else tokens
+    half = tokens // 2 if causal else 0
+    part = slice(half, None), slice(0, half or None)
+    shape = tokens - half, half or tokens
     tolerance = max(shape) * torch.finfo(torch.float32).eps if tolerance is None else tolerance
     places = [(call, sample, head) for call in calls for sample in range(len(call.q)) for head in range(heads)]
     found = [_measure_matrix(call.matrix(*place), part, tolerance) for call, *place in places]
     ranks, effective, entropies, uniform = zip(*found, strict=True)
-    bound = min(shape)
-    if first.kind == "linear":
-        bound = min(bound, width)
-    elif first.kind == "mhla":
+    bound = min(*shape, width) if first.kind == "linear" else min(shape)
+    if first.kind == "mhla":
         index = first.options["blocks"].index()
         bound = min(rank_bound(torch.bincount(index[side]).tolist(), width) for side in part)
     measured = {"layer": name, "kind": first.kind, "tokens": tokens, "heads": heads, "key_width": width}
     measured |= {"part": "second half on first half" if causal else "whole", "tolerance": tolerance, "bound": bound}
     measured |= {"rank": statistics.fmean(ranks), "rank_min": min(ranks), "rank_max": max(ranks)}
-    measured |= {"effective_rank": statistics.fmean(effective), "entropy": statistics.fmean(entropies)}
+    means = {"effective_rank": effective, "entropy": entropies, "uniform_entropy": uniform}
     if "form" in first.options:
-        measured["far_share"] = statistics.fmean(call.far_share(*place) for call, *place in places)
-    return measured | {"uniform_entropy": statistics.fmean(uniform)}
+        means["far_share"] = [call.far_share(*place) for call, *place in places]
+    return measured | {key: statistics.fmean(values) for key, values in means.items()}
 
 
 def _measure_matrix(matrix, part, tolerance):
@@ -128,7 +124,7 @@ def attention_maps(layers) -> list[dict]:
         step = math.ceil(max(scores.shape) / MAP_SIDE)
         entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
         grid = call.grid or square_grid(call)
-        if grid is not None and len(grid) == 2:
+        if len(grid) == 2:
             prefix = scores.shape[1] - math.prod(grid)
             middle = prefix + (grid[0] // 2) * grid[1] + grid[1] // 2
             entry["map"] = scores[middle, prefix:].reshape(grid).float()
@@ -136,11 +132,10 @@ def attention_maps(layers) -> list[dict]:
     return maps
 
 
-def square_grid(call) -> tuple[int, int] | None:
-    """The square that the tokens of a bidirectional layer form after at most eight class and register tokens."""
-    tokens = call.q.shape[1]
-    side = math.isqrt(tokens)
-    return (side, side) if side > 1 and tokens - side * side <= 8 and not call.is_causal else None
+def square_grid(call) -> tuple:
+    """The square that the tokens of a bidirectional layer form after at most eight class and register tokens, or ()."""
+    side = math.isqrt(call.q.shape[1])
+    return (side, side) if side > 1 and call.q.shape[1] - side * side <= 8 and not call.is_causal else ()
 
 
 @torch.no_grad()
@@ -154,19 +149,20 @@ def describe_mixing(model) -> dict[str, dict]:
             start = copy.deepcopy(module.mixing)
             for parameter, value in start.initial_values().items():
                 start.get_parameter(parameter).copy_(value)
-            layout = getattr(module.mixing, "layout", None)
-            both = [_weights(mixing, layout).float().cpu() for mixing in (start, module.mixing)]
-            both = [m.reshape(-1, *m.shape[-2:]).mean(0) for m in both]
+            both = [_weights(mixing) for mixing in (start, module.mixing)]
             shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in both]
             start, learned = ([[round(x, 6) for x in row] for row in m.tolist()] for m in both)
             moved = 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item()
+            layout = getattr(module.mixing, "layout", None)
             layout = list(layout) if layout else None
             found[layer_of(name)] = {"start": start, "learned": learned, "layout": layout, "moved": moved}
     return found
 
 
-def _weights(mixing, layout):
-    """The matrix of a mixing module; that of decays for 32 blocks."""
+def _weights(mixing):
+    """The matrix of a mixing module, the mean over heads; that of decays for 32 blocks."""
     if hasattr(mixing, "num_decays"):
-        return mixing()[0].matrix(32)
-    return mixing(layout or mixing.weight.shape[-1])
+        matrix = mixing()[0].matrix(32)
+    else:
+        matrix = mixing(getattr(mixing, "layout", None) or mixing.weight.shape[-1])
+    return matrix.float().cpu().reshape(-1, *matrix.shape[-2:]).mean(0)

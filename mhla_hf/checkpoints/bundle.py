@@ -1,27 +1,21 @@
 """Fold a model and what it needs of ops, nn and models into one self-contained source file.
 
-A checkpoint travels with its code, and diffusers fetches exactly one source file from the Hub; so each checkpoint carries
-one file, made by slicing the very source that the installed package runs: comments and layout stay, and names are never
-rewritten. Functions, classes and assignments that nothing in the file refers to are left out; every other statement of a
-module stays. What would change its meaning when many modules become one is refused; the tests hold the other rules of the
-shipped rooms. The Hub loaders of transformers and
-diffusers read the text with regular expressions: nothing in it, not even in a string, may look like a relative import, and
-every import outside `try:` is demanded of the user.
+A checkpoint travels with its code, and diffusers fetches exactly one source file from the Hub. It is sliced from the source
+that the installed package runs: names are never rewritten; functions, classes and assignments that nothing refers to are
+left out. What would change its meaning when many modules become one is refused. The Hub loaders read the text with regular
+expressions: nothing in it may look like a relative import, and every import outside `try:` is demanded of the user.
 """
 
 import ast
 import builtins
 import hashlib
-import os
 import re
 import symtable
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ..models.families import DIFFUSION, VISION
-from .files import write_text
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
@@ -37,16 +31,9 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 
 def build_bundle(entry: str) -> str:
-    """One source text with everything that `mhla_hf.<entry>` needs.
+    """One source text with everything that `mhla_hf.<entry>` needs: header, imports, then each module in dependency order.
 
-    Args:
-        entry: one of `ENTRIES`, module paths below the package such as "models.language".
-
-    Returns:
-        Python source, the same on every call: header, imports, then each module in dependency order.
-
-    Raises:
-        ValueError: the entry is unknown, or a module breaks a rule of the shipped rooms.
+    entry: one of `ENTRIES`, module paths below the package. ValueError: it is none, or a module breaks a rule of the rooms.
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry must be one of {list(ENTRIES)}, got {entry!r}")
@@ -65,21 +52,10 @@ def make_source(entry: str) -> tuple[str, str]:
     return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
 
 
-def write_bundle(entry: str, folder: str | os.PathLike) -> Path:
-    """Write the bundle of `entry` into `folder` (made when missing), replacing an old one of its name whole."""
-    name, text = make_source(entry)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return write_text(Path(folder) / name, text)
-
-
 def check_bundle(text: str) -> dict[str, str]:
-    """Read a bundle's header and prove that the text is what was made.
+    """{"format", "entry", "version", "sha256"} of a bundle's header; sha256: the 12 digits that also are its namespace.
 
-    Returns:
-        {"format", "entry", "version", "sha256"} (sha256: the 12 hex digits that also are the bundle's namespace).
-
-    Raises:
-        ValueError: no header, a format of a newer mhla_hf, or a text changed after it was made.
+    ValueError: no header, a format of a newer mhla_hf, or a text changed after it was made.
     """
     found = _HEADER.search(text)
     if found is None:
@@ -95,18 +71,16 @@ def check_bundle(text: str) -> dict[str, str]:
 def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     """The work of `build_bundle` for any package that keeps the rules.
 
-    Args:
-        package: folder of the package, with `__version__ = "..."` in its `__init__.py`.
-        entry: dotted module path below it.
-        libraries: those besides torch and its companions that this entry may import outside `try:`.
+    package: its folder, with `__version__ = "..."` in its `__init__.py`. entry: dotted module path below it.
+    libraries: those besides torch and its companions that this entry may import outside `try:`.
     """
     version = re.search(r'^__version__ = "(.+)"$', (package / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     modules: dict[str, _Module] = {}
     _visit(package, entry, modules)
     _check_names(modules.values())
     used = _keep_reachable(modules, entry)
-    imports = {name: one for module in modules.values() for name, one in module.imports.items() if name in used}
-    for library in sorted({one.module.split(".")[0] for one in imports.values()}):
+    imports = {one for module in modules.values() for name, one in module.imports.items() if name in used}
+    for library in sorted(map(_library, imports)):
         if library not in sys.stdlib_module_names and library not in (*COMMON, *libraries):
             raise ValueError(f"{entry}: import of {library} outside `try:`: a user of this file may not have it")
     head = (
@@ -116,7 +90,8 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
-    parts = [head, *_import_blocks(imports)]
+    standard = {one for one in imports if _library(one) in sys.stdlib_module_names}
+    parts = [head, *("\n".join(sorted(block)) + "\n" for block in (standard, imports - standard) if block)]
     for module in modules.values():
         body = "\n".join(part.text for part in module.parts).strip("\n")
         if body:
@@ -128,14 +103,6 @@ def fold(package: Path, entry: str, libraries: tuple[str, ...]) -> str:
     text = _renamed(text, PLACEHOLDER, _sha(text))
     compile(text, FILE_NAME, "exec")
     return text
-
-
-class _Import(NamedTuple):
-    """What a name stands for that comes from a library: `import module as alias`, or `from module import name as alias`."""
-
-    module: str
-    name: str | None
-    alias: str | None
 
 
 @dataclass(eq=False)
@@ -153,12 +120,12 @@ class _Part:
 
 @dataclass
 class _Module:
-    """One source file: its statements, the siblings that it imports from, and what its names from libraries stand for."""
+    """One source file: its statements, the siblings it imports from, and of its names from libraries the import of each."""
 
     where: str
     parts: list[_Part]
     siblings: list[str]
-    imports: dict[str, _Import]
+    imports: dict[str, str]
 
 
 def _sha(text: str) -> str:
@@ -181,7 +148,6 @@ def _visit(package: Path, name: str, done: dict[str, _Module]) -> None:
 
 
 def _read(package: Path, name: str) -> _Module:
-    """Parse one module of the shipped rooms."""
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
     tree, lines, end = ast.parse(text), text.split("\n"), 0
@@ -220,14 +186,14 @@ def _note_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) 
         module.siblings.append(".".join([*name.split(".")[: -node.level], node.module]))
         return
     for alias in node.names:
-        plain = isinstance(node, ast.Import)
-        one = _Import(alias.name if plain else node.module, None if plain else alias.name, alias.asname)
-        module.imports[alias.asname or alias.name.split(".")[0]] = one
+        one = f"from {node.module} import {alias.name}" if isinstance(node, ast.ImportFrom) else f"import {alias.name}"
+        name = alias.asname or alias.name.split(".")[0]
+        module.imports[name] = f"{one} as {alias.asname}" if alias.asname else one
 
 
 def _check_names(modules) -> None:
     """One module-level name means one thing in the whole file, and none hides a builtin."""
-    owner: dict[str, tuple[object, str]] = {}
+    owner: dict[str, tuple[str, str]] = {}
     for module in modules:
         here = {name: module.where for part in module.parts for name in part.binds}
         for name, meaning in (*here.items(), *module.imports.items()):
@@ -251,18 +217,6 @@ def _keep_reachable(modules: dict[str, _Module], entry: str) -> set[str]:
     return used
 
 
-def _import_blocks(imports: dict[str, _Import]) -> list[str]:
-    """All library imports outside `try:`, merged: standard library first, then the rest, each sorted."""
-    names: dict[tuple[str, str | None], list[str]] = {}
-    for one in imports.values():
-        key = (one.module, one.alias) if one.name is None else (one.module, "from")
-        names.setdefault(key, []).append(f"{one.name} as {one.alias}" if one.alias else str(one.name))
-    groups = {True: [], False: []}
-    for (module, kind), found in sorted(names.items(), key=str):
-        line = f"from {module} import {', '.join(sorted(found))}"
-        if kind != "from":
-            line = f"import {module} as {kind}" if kind else f"import {module}"
-        elif len(line) > 120:
-            line = f"from {module} import (\n    " + ",\n    ".join(sorted(found)) + ",\n)"
-        groups[module.split(".")[0] in sys.stdlib_module_names].append(line)
-    return ["\n".join(lines) + "\n" for lines in groups.values() if lines]
+def _library(one: str) -> str:
+    """The library of `import x.y` or `from x.y import z`."""
+    return one.split()[1].split(".")[0]

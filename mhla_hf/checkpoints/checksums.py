@@ -1,7 +1,6 @@
-"""SHA256SUMS: a pushed model says what its files are, so that whoever loads it can tell when one has changed.
+"""SHA256SUMS: a pushed model says what its files are, in the format of `sha256sum --check`.
 
-The Hub client compares sizes, not contents, and a folder can be changed by anybody. The format is that of the
-`sha256sum` command, so the files can be proven without this package: `sha256sum --check SHA256SUMS`.
+The Hub client compares sizes, not contents, and a folder can be changed by anybody.
 """
 
 import hashlib
@@ -32,10 +31,9 @@ def read_sums(text: str, where) -> dict[str, str]:
 
 
 def without_origin(data: bytes) -> bytes:
-    """A configuration's bytes without diffusers' note of where it was loaded from, which says nothing about the model.
+    """A configuration's bytes without diffusers' note of where it was loaded from, if there is one.
 
-    A push takes it out and a fingerprint leaves it out, so a pushed model still is the one that was evaluated. Bytes in
-    which there is no such note come back as they are.
+    A push takes it out and a fingerprint leaves it out, so a pushed model still is the one that was evaluated.
     """
     try:
         content = json.loads(data)
@@ -57,10 +55,7 @@ def hash_file(path, digest=None) -> str:
 
 
 def check_sums(folder) -> None:
-    """ValueError for a folder that holds a file with other bytes than its SHA256SUMS says; one without that file passes.
-
-    A file that is named and not there is no error: loaders fetch only what they need.
-    """
+    """ValueError for a file with other bytes than the folder's SHA256SUMS says; not all of them need be there."""
     place = Path(folder, SUMS_FILE)
     for path, digest in read_sums(place.read_text(encoding="utf-8"), place).items() if place.is_file() else ():
         file = Path(folder, path)

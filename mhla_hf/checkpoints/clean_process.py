@@ -1,7 +1,6 @@
 """What a saved model is in the hands of somebody who never installed mhla_hf: loaded by `visitor.py`, elsewhere.
 
-The process has its own empty Hugging Face home and no network and no token, so a model that needs anything from
-outside its folder does not load.
+The process has an empty Hugging Face home, no network and no token: what needs more than its folder does not load.
 """
 
 import json
@@ -30,12 +29,8 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
         given: a safetensors file with `ids` [B, T] and the `logits` [B, T, vocabulary] they must give.
         prompt, new_tokens: text that a language model continues greedily. dtype: as torch names it, or "auto".
 
-    Returns:
-        class, missing, unexpected (weights), imported (of what must be absent), and for language models finite, and as
-        asked for logits_equal, largest_difference, continuation.
-
-    Raises:
-        ValueError: the model does not load there, with the last line of the reason.
+    Returns class, missing, unexpected (weights), imported (of what must be absent), and for language models finite, and as
+    asked for logits_equal, largest_difference, continuation. ValueError, with the reason: the model does not load there.
     """
     source = Path(__file__).with_name("visitor.py").read_text(encoding="utf-8")
     asked = {"folder": os.path.abspath(folder), "kind": kind, "given": given and os.path.abspath(given)}

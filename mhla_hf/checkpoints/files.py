@@ -62,10 +62,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path, what, cls=None):
-    """What the YAML file `path` holds, as the strict dataclass `cls` if one is given.
-
-    ValueError, in one sentence that begins with `what`: no text, no YAML, too deep, or not what `cls` holds.
-    """
+    """What the YAML file `path` holds, as the strict dataclass `cls` if one is given; ValueError begins with `what`."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

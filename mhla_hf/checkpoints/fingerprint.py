@@ -37,26 +37,18 @@ def fingerprint_folder(folder):
 
 
 def fingerprint_model(model):
-    """ "tensors:" + sha256 over names, dtypes, shapes and bytes of a loaded model's state dict."""
-    digest = hashlib.sha256()
-    _digest_tensors(digest, model)
-    return f"tensors:{digest.hexdigest()[:32]}"
+    """ "tensors:" + sha256 over names, dtypes, shapes and bytes of a loaded model's state dict.
 
-
-def fingerprint_pipeline(pipeline):
-    """ "tensors:" + sha256 over the weights of a loaded pipeline's components and the settings of those without any."""
+    Of a pipeline over those of its components, and over the settings of components without weights.
+    """
     digest = hashlib.sha256()
-    for name, part in sorted(pipeline.components.items()):
-        digest.update(f"{name}\0{type(part).__name__}\0".encode())
+    for name, part in sorted(getattr(model, "components", {"": model}).items()):
+        digest.update(f"{name}\0{type(part).__name__}\0".encode() if name else b"")
         if isinstance(part, torch.nn.Module):
-            _digest_tensors(digest, part)
+            for key, tensor in sorted(part.state_dict().items()):
+                digest.update(f"{key}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+                if tensor.numel():
+                    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif hasattr(part, "to_json_string"):
             digest.update(part.to_json_string().encode())
     return f"tensors:{digest.hexdigest()[:32]}"
-
-
-def _digest_tensors(digest, model):
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        if tensor.numel():
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

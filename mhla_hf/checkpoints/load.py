@@ -1,7 +1,7 @@
 """Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
 
-transformers fills weights that a checkpoint lacks with random ones and only warns; a score or a conversion of such a model
-would be about nothing. Whatever goes wrong while loading becomes one sentence that names the model.
+transformers fills weights that a checkpoint lacks with random ones and only warns. Whatever goes wrong while loading becomes
+one sentence that names the model.
 """
 
 import contextlib
@@ -34,8 +34,6 @@ from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
-LAYERS = re.compile(r'"num_(?:hidden_)?layers"\s*:\s*(\d+)')
-MOST_LAYERS = 1000
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -49,10 +47,7 @@ def one_sentence(about):
 
 
 def check_model_name(name, pipeline=False):
-    """A `Path` for a local model, or the same str for a Hub id. ValueError: neither, or a folder without a model.
-
-    pipeline: a diffusers pipeline is expected, with model_index.json and the weights in folders below.
-    """
+    """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
     name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
     if path.is_dir():
         index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
@@ -60,10 +55,7 @@ def check_model_name(name, pipeline=False):
             lacks = ".safetensors file" if (path / index).is_file() else index
             raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
         return path
-    if os.path.lexists(path):
-        found = "a file" if path.exists() else "a link to nothing"
-        raise ValueError(f"model {name!r} is {found}; expected the folder of a saved {what}")
-    if not HUB_ID.fullmatch(name) or name.startswith("."):
+    if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
     return name
 
@@ -104,8 +96,7 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
 
     name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
     it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
-    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled, no
-    tokenizer, an unknown architecture.
+    ValueError, in one sentence, for whatever is wrong: files other than SHA256SUMS says, weights missing or pickled, ...
     """
     return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code)
 
@@ -147,10 +138,8 @@ def is_classifier_name(name, revision=None) -> bool:
         return False
     named = (config.architectures or [""])[0]
     if kind_of_class(named) != "images" and family_of_type(config.model_type) in VISION:
-        raise ValueError(
-            f"model {str(name)!r} is a {named or config.model_type}; expected a causal language model, an image classifier "
-            "or a pipeline; vision towers are converted in Python, by mhla_hf.convert"
-        )
+        wanted = "a causal language model, an image classifier or a pipeline; mhla_hf.convert takes vision towers"
+        raise ValueError(f"model {str(name)!r} is a {named or config.model_type}; expected {wanted}")
     return kind_of_class(named) == "images"
 
 
@@ -158,13 +147,11 @@ def is_classifier_name(name, revision=None) -> bool:
 def checked_files(source, revision=None, index="config.json"):
     """While a model is loaded: gives the options of `from_pretrained` that take all its files from one commit.
 
-    source: as `check_model_name` gives it. revision: of a Hub model. index: a file that every such model has. ValueError,
-    OSError: files are other than SHA256SUMS says (a download's are compared afterwards), or shards lie outside the folder.
+    source: as `check_model_name` gives it. index: a file that every such model has. ValueError, OSError: files are other
+    than SHA256SUMS says (a download's are compared afterwards), or shards lie outside the folder.
     """
     if not isinstance(source, Path):
-        folder = Path(cached_file(source, index, revision=revision)).parent
-        check_depth(folder)
-        commit = folder.name
+        commit = Path(cached_file(source, index, revision=revision)).parent.name
         with without_questions():
             yield {"revision": commit}
         with contextlib.suppress(EntryNotFoundError):  # the model was not pushed by mhla_hf
@@ -174,7 +161,6 @@ def checked_files(source, revision=None, index="config.json"):
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
     check_whole_files(source)
-    check_depth(source)
     with without_bars(), without_questions():
         yield {}
 
@@ -185,19 +171,8 @@ def check_whole(name, info):
         raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
 
 
-def check_depth(folder):
-    """ValueError when a configuration in or below `folder` asks for so many layers that making them would take for ever."""
-    for file in folder.rglob("config.json"):
-        for number in LAYERS.findall(file.read_text(encoding="utf-8", errors="replace")):
-            if len(number) > 9 or int(number) > MOST_LAYERS:
-                raise ValueError(f"{file} asks for {number} layers; expected at most {MOST_LAYERS}")
-
-
 def check_shards(index):
-    """The weight_map of a sharded model's index; ValueError when it names a file that is not beside it.
-
-    transformers would follow such a name out of a folder; from the Hub it refuses to.
-    """
+    """The weight_map of a sharded model's index; ValueError for a file not beside it: transformers would follow its name."""
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
@@ -209,7 +184,7 @@ def check_shards(index):
 
 @contextlib.contextmanager
 def without_bars():
-    """transformers shows no progress bars meanwhile; for files that are here, they end before they are seen."""
+    """transformers shows no progress bars meanwhile."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -221,10 +196,7 @@ def without_bars():
 
 @contextlib.contextmanager
 def without_questions():
-    """transformers refuses custom code that nobody trusted meanwhile, where it would ask at the terminal.
-
-    For what takes no `trust_remote_code`: diffusers loads the parts of a pipeline without one.
-    """
+    """transformers refuses custom code that nobody trusted meanwhile, where it would ask at the terminal."""
     patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
@@ -258,10 +230,7 @@ def first_line(error):
 
 
 def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
-    """A diffusers pipeline on `device`, from a folder or Hub id.
-
-    ValueError, in one sentence: nothing there, files damaged or other than SHA256SUMS says, weights missing or pickled.
-    """
+    """A diffusers pipeline on `device`, from a folder or Hub id; ValueError as of `load_language_model`."""
     from diffusers import DiffusionPipeline
 
     place = check_model_name(source, pipeline=True)
@@ -282,9 +251,9 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
 
 
 def missing_in_transformers(place, files):
-    """Names of the weights that a pipeline's models of transformers lack, which it would fill at random.
+    """Names of the weights that a pipeline's models of transformers lack; with accelerate no weight is read.
 
-    place, files: see `checked_files`. Where accelerate is installed no weight is read.
+    place, files: see `checked_files`.
     """
     index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
     nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}

@@ -1,7 +1,4 @@
-"""The machine and the software a number was measured on, as text for records, cards and plots.
-
-Nothing here guesses. What cannot be found out is left out or called unknown.
-"""
+"""The machine and the software a number was measured on, as text for records, cards and plots."""
 
 import datetime
 import importlib.metadata
@@ -60,7 +57,7 @@ def source_commit():
 
 
 def _git(root, *arguments):
-    """Output of a git command, or "" where git is absent or refuses (both mean: no commit is known)."""
+    """Output of a git command, or "" where git is absent or refuses."""
     try:
         command = ["git", "-C", str(root), *arguments]
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()

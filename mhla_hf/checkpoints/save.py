@@ -56,19 +56,14 @@ def check_new_folder(folder, overwrite=False):
     if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):
         raise ValueError(f"output {str(folder)!r} is where one works or lives; expected a folder below, or elsewhere")
     if path.exists() and any(path.iterdir()):
+        where = f"output {str(folder)!r} is not empty"
         if not overwrite:
-            raise ValueError(
-                f"output {str(folder)!r} is not empty; give another folder, or say that it may be overwritten"
-            )
+            raise ValueError(f"{where}; give another folder, or say that it may be overwritten")
         if not holds_saved_model(path):
-            raise ValueError(
-                f"output {str(folder)!r} is not empty and holds no MHLA model; only such a model is overwritten"
-            )
+            raise ValueError(f"{where} and holds no MHLA model; only such a model is overwritten")
         kept = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
         if foreign := min(kept - {file for file in saved_files(path) if not file.is_symlink()}, default=None):
-            raise ValueError(
-                f"output {str(folder)!r} holds {str(foreign)!r}, which is no part of a model; move it first"
-            )
+            raise ValueError(f"{where} and holds {str(foreign)!r}, which is no part of a model; move it first")
     above = path.parent
     while not above.exists():
         above = above.parent
@@ -84,18 +79,11 @@ def holds_saved_model(folder):
     return any((source.parent / "config.json").is_file() for source in sources)
 
 
-def save_language_model(model, tokenizer, folder, overwrite=False):
-    """Save both aside and rename; what was in `folder` goes only then. Errors as `check_new_folder`; OSError: disk full."""
+def save_model(model, folder, tool=None, overwrite=False):
+    """Save a model or pipeline, and its tokenizer or image processor, aside and rename; what was in `folder` goes then."""
     path = check_new_folder(folder, overwrite)
     with folder_aside(path, replace=overwrite) as aside, without_bars():
         model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-        tokenizer.save_pretrained(aside)
-    return path
-
-
-def save_pipeline(pipeline, folder, overwrite=False):
-    """Save a diffusers pipeline in the same way."""
-    path = check_new_folder(folder, overwrite)
-    with folder_aside(path, replace=overwrite) as aside, without_bars():
-        pipeline.save_pretrained(aside, max_shard_size=SHARD_SIZE)
+        if tool is not None:
+            tool.save_pretrained(aside)
     return path

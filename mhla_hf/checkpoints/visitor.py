@@ -1,11 +1,7 @@
 """Run in a process of its own: a visitor who has transformers or diffusers and a saved model, and no mhla_hf.
 
-It is never imported. `clean_process.visit` hands its text to `python -c`, so nothing of this package is on the path, and the
-first lines make sure that importing mhla_hf or triton fails, and that nobody finds them, even where they are installed.
-
-Argument: JSON with `folder`, `kind` (one of clean_process.KINDS), `given` (None, or a safetensors file with `ids`
-and the `logits` they must give), `prompt` and `new_tokens` (language models only; None: no text), `dtype` (as torch names
-it, or "auto") and `threads`. Prints one line of JSON.
+It is never imported. `clean_process.visit` hands its text and, as JSON, its arguments to `python -c`; the first lines make
+sure that importing mhla_hf or triton fails, even where they are installed. Prints one line of JSON.
 """
 
 import sys

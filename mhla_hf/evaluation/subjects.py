@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 
-from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
+from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import check_model_name, one_sentence, stored_dtype
 from ..checkpoints.machine import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
@@ -176,7 +176,7 @@ def _subject(name, model, target, asked, pipeline):
         if not right:
             what = "diffusers pipeline" if pipeline else "model of transformers"
             raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
-        fingerprint = fingerprint_pipeline(model) if pipeline else fingerprint_model(model)
+        fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
         check_writable(target)

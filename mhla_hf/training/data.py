@@ -1,15 +1,12 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
 Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
-alone. A stream is read in windows of 256 sequences, each shuffled within itself, the next one being prepared by a thread;
-its place is the state that `datasets` gives at the window's start. Every process reads the same rows and keeps its share of
-them; and no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+alone. A stream is read in its own order, and goes on where `datasets` says it was. Every process reads the same rows and
+keeps its share of them; no padding exists, so every token carries a loss unless the data's own `labels` say -100.
 """
 
-import copy
 import hashlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -19,28 +16,21 @@ from .tasks import Reader
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-WINDOW = 256
 DOCUMENTS_AT_ONCE = 32
 
 
 def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
-    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`.
+    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`. ValueError, TypeError, ImportError: one sentence.
 
     Args:
-        data: a text file; a folder of text files (.txt, .md, .rst, .text, also in sub-folders), a `datasets` table on
-            disk (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
-            "id:configuration", split "train"), read as a stream; a `datasets` Dataset or IterableDataset; or the tokens
-            themselves, an integer tensor `[N]`.
+        data: a text file, or a folder of them (.txt, .md, .rst, .text, also in sub-folders); as a stream, a table on disk
+            (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
+            "id:configuration", split "train"), or a Dataset or IterableDataset of `datasets`; or tokens, integers `[N]`.
         tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
             end-of-sequence token follows every document.
         text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
-
-    Raises:
-        ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
     """
     if isinstance(data, torch.Tensor):
-        if data.ndim != 1 or data.is_floating_point() or data.dtype == torch.bool:
-            raise ValueError(f"data: got a tensor {tuple(data.shape)} of {data.dtype}; expected whole numbers [N]")
         return TokenRing(data, vocab_size, "tokens at hand")
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
@@ -65,18 +55,19 @@ class TokenRing:
     """Tokens in memory, the last followed by the first. tokens: whole numbers `[N]`."""
 
     def __init__(self, tokens, vocab_size, name):
-        self.tokens = torch.as_tensor(tokens).to(device="cpu", dtype=torch.int32).contiguous()
-        self.name = name
-        if not len(self.tokens):
-            raise ValueError(f"data: {name!r} holds no text")
+        tokens = torch.as_tensor(tokens)
+        if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
+            found = f"holds a tensor {tuple(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"data: {name!r} {found}; expected whole numbers [N], at least one")
+        self.tokens, self.name = tokens.to(device="cpu", dtype=torch.int32).contiguous(), name
         _check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
-        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:32]
+        digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
     def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage, from the start or from `state`. ValueError when the text is too short."""
+        """The sequences of one stage, from the start or from `state`. ValueError: the text is shorter than one."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
@@ -114,23 +105,19 @@ class TokenStream:
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage. Reads the first window at once, so that a bad stream is known at the start."""
-        return _StreamReader(self, length, (seed, stage), state)
+        """The sequences of one stage. The stream has an order of its own: seed and stage do not count."""
+        return _StreamReader(self, length, state)
 
     def tokens(self, rows):
         """ids and labels, two flat lists, of a list of rows, with the end-of-sequence token after each text."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
-            if len(ids) != len(labels):
-                raise ValueError(f"data: {self.name!r} has {len(ids)} input_ids beside {len(labels)} labels")
         else:
-            if self.text_field not in rows[0]:
-                columns = ", ".join(rows[0])
-                raise ValueError(f"data: {self.name!r} has no column {self.text_field!r}; it has {columns}")
-            texts = [row[self.text_field] for row in rows]
-            if bad := [text for text in texts if not isinstance(text, str)]:
-                raise ValueError(f"data: column {self.text_field!r} holds a {type(bad[0]).__name__}; expected text")
+            texts = [row.get(self.text_field) for row in rows]
+            if not all(isinstance(text, str) for text in texts):
+                known = ", ".join(rows[0])
+                raise ValueError(f"data: {self.name!r} has no text in a column {self.text_field!r}; it has {known}")
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
             _check_ids(torch.tensor(ids), self.vocab_size, self.name)
@@ -138,51 +125,18 @@ class TokenStream:
 
 
 class _StreamReader(Reader):
-    """The windows of a stream. start: where the present window begins; end: where the next one does."""
+    """The sequences of a stream, in its order. state: where `datasets` says it is, and the tokens read beyond a batch."""
 
-    def __init__(self, stream, length, key, state):
-        state = {"number": 0, "next": 0, "start": {"epoch": 0, "place": None, "rest": [[], []]}} | (state or {})
-        super().__init__(key, state)
-        self.stream, self.length, self.number, self.start = stream, length, state["number"], state["start"]
-        self.thread = ThreadPoolExecutor(max_workers=1)
-        self._go_to(self.start["epoch"], self.start["place"])
-        self._show(*self._read(self.start))
+    def __init__(self, stream, length, state):
+        super().__init__(())
+        self.stream, self.length, self.fresh = stream, length, state is None
+        state = state or {"epoch": 0, "place": None, "rest": [[], []]}
+        self.rest = state["rest"]
+        self._go_to(state["epoch"], state["place"])
 
     def take(self, count):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        taken = []
-        while count:
-            if self.next == WINDOW:
-                self.start, self.number, self.next = self.end, self.number + 1, 0
-                self._show(*self.coming.result())
-            taken.append(self.window[:, self.order[self.next : self.next + count]])
-            self.next += taken[-1].shape[1]
-            count -= taken[-1].shape[1]
-        return torch.cat(taken, dim=1).unbind()
-
-    def state(self):
-        return {"start": self.start, "number": self.number, "next": self.next}
-
-    def handover(self):
-        return {"start": self.end}
-
-    def close(self):
-        self.thread.shutdown(wait=True, cancel_futures=True)
-
-    def _show(self, window, end):
-        self.window, self.end = window, end
-        self.order = torch.from_numpy(numpy.random.default_rng((*self.key, self.number)).permutation(WINDOW))
-        self.coming = self.thread.submit(self._read, end)
-
-    def _go_to(self, epoch, place=None):
-        self.stream.dataset.set_epoch(epoch)
-        self.stream.dataset.load_state_dict(place)
-        self.rows = iter(self.stream.dataset)
-
-    def _read(self, start):
-        """One window from `start`, where `self.rows` stands: ids and labels `[2, WINDOW, length]`, and where it ends."""
-        epoch, wanted = start["epoch"], WINDOW * self.length
-        ids, labels = map(list, start["rest"])
+        (ids, labels), wanted = self.rest, count * self.length
         while len(ids) < wanted:
             try:
                 rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
@@ -190,16 +144,26 @@ class _StreamReader(Reader):
                 raise ValueError(f"data: {self.stream.name!r} cannot be read ({one_line(error)})") from error
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
-                ids += new_ids
-                labels += new_labels
+                ids, labels = ids + new_ids, labels + new_labels
             if len(rows) < DOCUMENTS_AT_ONCE:
-                if start["place"] is None:
+                if self.fresh:
                     _check_length(len(ids), self.length, self.stream.name)
-                epoch += 1
-                self._go_to(epoch)
-        place = copy.deepcopy(self.stream.dataset.state_dict())
-        end = {"epoch": epoch, "place": place, "rest": [ids[wanted:], labels[wanted:]]}
-        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, WINDOW, self.length), end
+                self._go_to(self.epoch + 1, None)
+            else:
+                self.place = self.stream.dataset.state_dict()
+        self.rest, self.fresh = [ids[wanted:], labels[wanted:]], False
+        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, count, self.length).unbind()
+
+    def state(self):
+        return {"epoch": self.epoch, "place": self.place, "rest": self.rest}
+
+    handover = state
+
+    def _go_to(self, epoch, place):
+        self.epoch, self.place = epoch, place
+        self.stream.dataset.set_epoch(epoch)
+        self.stream.dataset.load_state_dict(place)
+        self.rows = iter(self.stream.dataset)
 
 
 def _files(path):
@@ -215,7 +179,7 @@ def _files(path):
 
 
 def place_of(data, what="data"):
-    """`data` as a path. ValueError for no text at all (an empty shell variable), which would be the working folder."""
+    """`data` as a path. ValueError for an empty text, such as an unset variable's, which would be the working folder."""
     if not str(data).strip():
         raise ValueError(f"{what}: got {str(data)!r}; expected a file, a folder or a dataset")
     return Path(data).expanduser()
@@ -273,10 +237,9 @@ def _encode(tokenizer, texts, name):
 
 
 def _check_ids(tokens, vocab_size, name):
-    low, high = int(tokens.min()), int(tokens.max())
-    if vocab_size is not None and (low < 0 or high >= vocab_size):
-        wrong = low if low < 0 else high
-        raise ValueError(f"data: {name!r} gives token {wrong}; the model knows tokens 0 to {vocab_size - 1}")
+    if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        found = f"tokens {tokens.min()} to {tokens.max()}"
+        raise ValueError(f"data: {name!r} gives {found}; the model knows 0 to {vocab_size - 1}")
 
 
 def _check_length(tokens, length, name):

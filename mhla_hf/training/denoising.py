@@ -1,6 +1,5 @@
 """What a diffusion transformer does: its call, the noise process of its scheduler, the teacher's own trajectories, losses.
 
-Families differ in how the transformer is called and what conditions it, nothing else; their records and `predict` hold that.
 The noise process is read from the pipeline's scheduler, so that what is trained is what is sampled.
 """
 
@@ -19,12 +18,8 @@ PIXELS_PER_LATENT = 8  # of PixArt's VAE, for its size conditions
 def predict(transformer, noisy, times, condition):
     """What the transformer says of `noisy`: its velocity, noise or clean sample, as it was trained to.
 
-    Args:
-        noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, of the
-            family's `conditions`.
-
-    Returns:
-        float32, the shape of `noisy`; a learned variance (DiT, PixArt) is left out.
+    noisy: `[B, C, (F,) h, w]`. times: `[B]`, on the scheduler's scale (0 to 1,000). condition: dict, of the family's
+    `conditions`. Returns float32, the shape of `noisy`; a learned variance (DiT, PixArt) is left out.
     """
     dtype = transformer.dtype
     arguments = {key: value.to(dtype) if value.is_floating_point() else value for key, value in condition.items()}
@@ -87,15 +82,11 @@ class NoiseProcess:
 
 @torch.no_grad()
 def trajectory(transformer, scheduler, noise, condition, nothing, *, steps, guidance, generators=None, each=None):
-    """Sample as the pipeline does: from `noise` to latents, in `steps` steps of `scheduler`, which is left as it is.
+    """Sample as the pipeline does: the latents after `steps` steps of `scheduler`, which is left as it is, float32.
 
-    Args:
-        noise: float32 `[B, C, (F,) h, w]`. condition, nothing: with and without what is wished for, dicts of `[B, ...]`.
-        guidance: scale of classifier-free guidance; 1: none. generators: one per row, for schedulers that add noise.
-        each: called with (model input, time) before every step.
-
-    Returns:
-        The latents at the end, float32.
+    noise: float32 `[B, C, (F,) h, w]`. condition, nothing: with and without what is wished for, dicts of `[B, ...]`.
+    guidance: scale of classifier-free guidance; 1: none. generators: one per row, for schedulers that add noise.
+    each: called with (model input, time) before every step.
     """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)

@@ -1,7 +1,6 @@
 """The task of diffusion transformers: every family whose record has `conditions`, alone or in a pipeline.
 
-Data may be missing. Then the teacher samples its own trajectories, for given prompts or classes, and the student learns to
-say on them what the teacher says. A stage with trainable "lora" merges its adapters when it ends, however it ends.
+Without latents the teacher samples its own trajectories, for given prompts or classes, and the student learns on them.
 """
 
 import contextlib
@@ -122,16 +121,13 @@ class DiffusionTask(Task):
         wanted = ("prompt_embeds", "prompt") if text else ("class_labels", "label")
         on_data = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
         encodes = "prompt_embeds" not in known or any(stage.drop_condition for stage in stages)
-        if prompts is not None and not text:
-            raise ValueError("data: got prompts, and the model knows classes; expected latents, or None")
         if latents is not None and not set(wanted) & set(known):
             raise ValueError(f"data: {latents.name!r} has no {wanted[0]!r}, which the model needs")
-        if latents is None and text and prompts is None:
-            raise ValueError("data: None was given; expected prompts, a list of texts or a .txt file with one a line")
+        if latents is None and text != (prompts is not None):
+            means = "texts, expected latents or prompts, a list" if text else "classes, expected latents or None"
+            raise ValueError(f"data: got {'None' if text else 'prompts'}, and the model knows {means}")
         if latents is None and on_data:
             raise ValueError(f"data: stage {on_data[0]!r} has a loss on data, and there are no latents; give some")
-        if latents is None and self.teacher is None:
-            raise ValueError("teacher: None was given, and without latents its trajectories are the data")
         if text and encodes and self.pipeline.components.get("text_encoder") is None:
             also = "or latents with prompt_embeds and drop_condition 0"
             raise ValueError(f"teacher: the pipeline has no text encoder; expected one, {also}")
@@ -162,10 +158,9 @@ class DiffusionTask(Task):
         elif family_of(self.student).fixed_size and shape[1:] != (own, own):
             wrong = f"sides of {own}, the model's sample_size"
         elif latents and stage.size is not None and shape != self._shape(stage):
-            wrong = f"{list(self._shape(stage))}, by the size of stage {stage.name!r}"
+            wrong = f"{list(self._shape(stage))}, by the stage's size"
         if wrong:
-            where = f"latents of {latents.name!r}" if latents else f"size of stage {stage.name!r}"
-            raise ValueError(f"data: the {where} are {list(shape)}; expected {wrong}")
+            raise ValueError(f"data: the latents for stage {stage.name!r} are {list(shape)}; expected {wrong}")
 
     @torch.no_grad()
     def _encode(self, texts):

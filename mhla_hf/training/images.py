@@ -1,9 +1,4 @@
-"""The task of image models: classifiers (ours or converted) and vision towers, with the losses of both.
-
-A classifier may be trained from labels alone, from a teacher's answers without any label, or both; a tower has no answers,
-so it learns its teacher's features. Classes that have names are numbered as the model numbers them, and only where it
-knows none of them by their order.
-"""
+"""The task of image models: classifiers learn from labels, a teacher's answers, or both; vision towers from features."""
 
 import inspect
 
@@ -11,80 +6,8 @@ import torch
 import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
-from .pictures import PictureReader, Pictures, label_order, open_pictures, share_right, sides_of
+from .pictures import PictureReader, Pictures, open_pictures, share_right, sides_of
 from .tasks import Objective, Task, relative_error
-
-
-class ImageTask(Task):
-    """An image classifier or a vision tower of transformers.
-
-    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
-    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
-    """
-
-    name = "images"
-    unit = "images"
-    wanted = "an image classifier or a vision tower of transformers"
-    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
-
-    def __init__(self, student, teacher, processor=None, test=None):
-        super().__init__(student, teacher)
-        self.tool, self.test = processor, test
-
-    def check(self, stages):
-        """As every task; and classes and widths that do not fit."""
-        super().check(stages)
-        losses = {stage.loss for stage in stages}
-        known = ("student", self.student, {"logits", "labels"}), ("teacher", self.teacher, {"logits"})
-        for name, model, needed in known:
-            asked = losses & needed or (name == "student" and self.test is not None)
-            if model is not None and asked and not is_classifier(model):
-                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
-        config = self.student.config
-        if self.tool is None and not hasattr(config, "preprocessing"):
-            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
-        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
-        self.channels = getattr(config, "num_channels", 3)
-        sides_of(self.processor, self.channels)
-
-    def open(self, data, stages):
-        """Labeled images, see `open_pictures`, their classes numbered as the student's; the same for `test`.
-
-        Without a loss that reads labels any classes are let pass.
-        """
-        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
-        pictures = open_pictures(data)
-        test = None if self.test is None else open_pictures(self.test, split="test")
-        if test is not None:
-            if test.names and labeled and pictures.names:
-                test = test.numbered_as(pictures.names, pictures.name)
-                test = test.renumbered(label_order(config, pictures.names))
-            elif test.names:
-                test = test.renumbered(label_order(config, test.names, "test"))
-            test.check_labels(config.num_labels, "test")
-        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
-        if not labeled:
-            none = torch.zeros(len(pictures))
-            return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
-        if pictures.names:
-            pictures = pictures.renumbered(label_order(config, pictures.names))
-        pictures.check_labels(self.classes)
-        return pictures
-
-    def reader(self, source, stage, number, seed, state):
-        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
-
-    def take(self, reader, stage, rows):
-        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
-
-    def objective(self, stage):
-        """The losses "transfer", "features", "logits" and "labels"."""
-        return ImageStep(self.student, self.teacher, stage)
-
-    def judge(self):
-        if self.pictures_of_test is None:
-            return {}
-        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}
 
 
 def is_classifier(model) -> bool:
@@ -101,14 +24,16 @@ class ImageStep(Objective):
     """An image model with the loss "labels", "logits", "features" or "transfer"."""
 
     def forward(self, pixels, targets, row_share):
-        """One part of a batch.
-
-        Args:
-            pixels: fp32 `[B, C, H, W]`. targets: shares of the classes, fp32 `[B, classes]`.
-            row_share: 1 / number of images in the whole batch, times the number of processes.
-        """
-        if self.stage.loss in ("transfer", "features"):
-            loss = (self._transfer if self.stage.loss == "transfer" else self._features)(pixels) * row_share
+        """Of pixels `[B, C, H, W]`, shares of the classes `[B, classes]` and 1 / number of images in the whole batch."""
+        asked = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
+        if self.stage.loss == "transfer":
+            loss = self.transfer(lambda: tower_of(self.teacher)(pixel_values=asked), self._attend(pixels)) * row_share
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "features":
+            with torch.no_grad():
+                wanted = tower_of(self.teacher)(pixel_values=asked).last_hidden_state
+            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
+            loss = relative_error(got, wanted) * row_share
             return loss, {"loss": loss.detach()}
         loss, logs, logits = 0.0, {}, self.student(pixel_values=pixels).logits.float()
         if self.stage.reads_labels:
@@ -118,19 +43,14 @@ class ImageStep(Objective):
             logs = {"ce": ce.detach(), "accuracy": right.detach()}
         if self.stage.loss == "logits":
             with torch.no_grad():
-                answers = self.teacher(pixel_values=pixels.to(self.teacher.dtype)).logits.float()
+                answers = self.teacher(pixel_values=asked).logits.float()
             heat = self.stage.temperature
             said, wanted = ((x / heat).log_softmax(-1) for x in (logits, answers))
             kl = F.kl_div(said, wanted, reduction="sum", log_target=True) * heat**2 * row_share
             loss, logs["kl"] = kl + loss, kl.detach()
         return loss, {"loss": loss.detach(), **logs}
 
-    def _features(self, pixels):
-        with torch.no_grad():
-            wanted = tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)).last_hidden_state
-        return relative_error(tower_of(self.student)(pixel_values=pixels).last_hidden_state, wanted)
-
-    def _transfer(self, pixels):
+    def _attend(self, pixels):
         patch = self.student.config.patch_size
         patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
         grid = tuple(side // part for side, part in zip(pixels.shape[2:], patch, strict=True))
@@ -140,6 +60,61 @@ class ImageStep(Objective):
                 kwargs["mhla_grid"] = grid
             return attention(*args, **kwargs)
 
-        return self.transfer(
-            lambda: tower_of(self.teacher)(pixel_values=pixels.to(self.teacher.dtype)), attend, torch.square
-        )
+        return attend
+
+
+class ImageTask(Task):
+    """An image classifier or a vision tower of transformers.
+
+    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
+    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
+    """
+
+    name = "images"
+    step = ImageStep
+    unit = "images"
+    wanted = "an image classifier or a vision tower of transformers"
+    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
+
+    def __init__(self, student, teacher, processor=None, test=None):
+        super().__init__(student, teacher)
+        self.tool, self.test = processor, test
+
+    def check(self, stages):
+        """As every task; and classes and widths that do not fit."""
+        super().check(stages)
+        losses = {stage.loss for stage in stages}
+        asked = [("student", self.student)] if losses & {"logits", "labels"} or self.test is not None else []
+        asked += [("teacher", self.teacher)] if "logits" in losses else []
+        for name, model in asked:
+            if not is_classifier(model):
+                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
+        config = self.student.config
+        if self.tool is None and not hasattr(config, "preprocessing"):
+            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
+        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
+        self.channels = getattr(config, "num_channels", 3)
+        sides_of(self.processor, self.channels)
+
+    def open(self, data, stages):
+        """Labeled images, see `open_pictures`, numbered as the student numbers classes; without a loss on labels, any."""
+        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
+        pictures, test = open_pictures(data), None
+        if self.test is not None:
+            test = open_pictures(self.test, split="test")
+            if test.names and labeled and pictures.names:
+                test = test.numbered_as(pictures.names, pictures.name)
+            test = test.numbered_for(config, "test")
+        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
+        if labeled:
+            return pictures.numbered_for(config)
+        none = torch.zeros(len(pictures))
+        return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
+
+    def reader(self, source, stage, number, seed, state):
+        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
+
+    def judge(self):
+        if self.pictures_of_test is None:
+            return {}
+        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}

@@ -1,12 +1,84 @@
-"""The task of causal language models: text cut into full sequences, and the losses of `objectives.py`."""
+"""The task of causal language models: text cut into full sequences, and the losses on it."""
 
 import math
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
 from .data import open_text
-from .objectives import NO_LABEL, DistillStep
-from .tasks import Task
-from .teach import RECORD, TaughtText
+from .tasks import Objective, Task
+from .teach import RECORD, TaughtText, likeliest_tokens
+
+NO_LABEL = -100
+CHUNK = {"cpu": 1 << 18}
+GPU_CHUNK = 1 << 25
+TINY = 1e-8  # what is left to all other tokens at least
+
+
+class DistillStep(Objective):
+    """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
+
+    def forward(self, ids, labels, *rest):
+        """Of ids and labels, int64 `[B, L]`; with "stored" the teacher's likeliest tokens and their log-probabilities
+        `[B, L, k]`; then 1 / number of predicted tokens, and 1 / number of sequences, in the whole batch.
+
+        Labels are not shifted; -100 marks tokens without a loss.
+        """
+        *known, token_share, row_share = rest
+        if self.stage.loss == "transfer":  # without the mask: sequences are full, its form is the teacher's attention's
+            loss = row_share * self.transfer(
+                lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
+                lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
+            )
+            return loss, {"loss": loss.detach()}
+        if self.stage.loss == "logits":
+            with torch.no_grad():
+                logits = self.teacher(input_ids=ids, use_cache=False).logits
+            known = likeliest_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
+        output = self.student(input_ids=ids, use_cache=False)
+        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), NO_LABEL)], dim=1).flatten()
+        known = [x.flatten(0, 1) for x in known]
+        kl, ce = next_token(output.logits.flatten(0, 1), targets, known, self.stage.temperature) * token_share
+        loss, logs = (kl + self.stage.ce_weight * ce, {"kl": kl.detach()}) if known else (ce, {})
+        if getattr(output, "aux_loss", None) is not None:
+            loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
+        return loss, {"loss": loss.detach(), "ce": ce.detach(), **logs}
+
+
+def next_token(student, targets, known=(), temperature=1.0):
+    """[T^2 * KL(teacher / T, student / T), cross-entropy], summed over the tokens with a target, fp32.
+
+    Worked off in chunks, which the backward pass computes again: nothing of the size of all logits is made in fp32.
+
+    Args:
+        student: logits `[N, vocabulary]`. targets: int64 `[N]`, -100 for none.
+        known: of the teacher, its logits `[N, vocabulary]`; or its likeliest tokens and their log-probabilities `[N, k]`,
+            against which all other tokens count as one; or nothing, and the KL is 0.
+    """
+    rows = max(1, CHUNK.get(student.device.type, GPU_CHUNK) // student.shape[-1])
+    parts = zip(*(x.split(rows) for x in (student, targets, *known)), strict=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return sum(checkpoint(_next_token_of_chunk, temperature, *part, **options) for part in parts)
+
+
+def _next_token_of_chunk(temperature, student, targets, *known):
+    log_q = student.float().log_softmax(-1)
+    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=NO_LABEL)
+    if len(known) == 1:
+        if temperature != 1:
+            log_q = (student.float() / temperature).log_softmax(-1)
+        log_p = (known[0].float() / temperature).log_softmax(-1)
+        kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif known:
+        log_p, log_q = known[1].float(), log_q.gather(-1, known[0].long())
+        p, q = log_p.exp(), log_q.exp()
+        rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(TINY) for x in (p, q))
+        kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+    else:
+        kl = torch.zeros_like(log_q[:, 0])
+    return torch.stack([(kl * (targets != NO_LABEL)).sum(), ce])
 
 
 class LanguageTask(Task):
@@ -16,6 +88,7 @@ class LanguageTask(Task):
     """
 
     name = "language"
+    step = DistillStep
     unit = "tokens"
     wanted = "a causal language model of transformers"
     equal = (("logits", "vocab_size"), ("transfer", "hidden_size"))
@@ -25,14 +98,12 @@ class LanguageTask(Task):
         self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
-        """As every task; and sequences that are longer than what a model knows."""
+        """As every task; and sequences that are longer than what the student knows."""
         super().check(stages)
-        for name, model in (("student", self.student), ("teacher", self.teacher)):
-            limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
-            long = [stage for stage in stages if stage.seq_len > limit and (name == "student" or stage.needs_teacher)]
-            if long:
-                known = f"has {long[0].seq_len}, and the {name} knows {limit} positions"
-                raise ValueError(f"seq_len: stage {long[0].name!r} {known}")
+        limit = getattr(self.student.config, "max_position_embeddings", None) or math.inf
+        if long := [stage for stage in stages if stage.seq_len > limit]:
+            found = f"stage {long[0].name!r} has {long[0].seq_len}"
+            raise ValueError(f"seq_len: {found}; expected at most the student's {limit} positions")
 
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
@@ -41,13 +112,11 @@ class LanguageTask(Task):
         if any(stored) and not (all(stored) and taught):
             raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
         vocab = self.student.get_input_embeddings().weight.shape[0]
-        source = (
-            TaughtText(data) if taught else open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
-        )
-        if taught and source.record["vocab_size"] > vocab:
-            its = source.record["vocab_size"]
-            raise ValueError(f"data: {source.name!r} is of {its} tokens; expected at most the student's {vocab}")
-        source.reader(max(stage.seq_len for stage in stages), 0, 0).close()  # a text too short is known now
+        if taught:
+            source = TaughtText(data, vocab)
+        else:
+            source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
+        source.reader(max(stage.seq_len for stage in stages), 0, 0).take(1)  # a text too short is known now
         return source
 
     def reader(self, source, stage, number, seed, state):
@@ -58,10 +127,6 @@ class LanguageTask(Task):
         predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
         likeliest = likeliest if stage.loss == "stored" else ()
         return tuple(x[rows] for x in (ids, labels, *likeliest)), (1 / max(1, predicted), 1 / stage.batch_size)
-
-    def objective(self, stage):
-        """The losses "transfer", "logits", "stored" and "lm"."""
-        return DistillStep(self.student, self.teacher, stage)
 
     def count(self, stage):
         return stage.batch_size * stage.seq_len

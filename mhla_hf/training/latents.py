@@ -1,10 +1,10 @@
 """Latents to train diffusion on: from a folder, a dataset, tensors at hand, or the teacher's own trajectories.
 
-Every random choice about a sample (noise, time, whether its condition is left out) comes from a generator of its own,
-seeded by (seed, stage, number of the sample), so that a step is the same on one process and on many, and after a stop.
+Every random choice about a sample comes from a generator of its own, seeded by (seed, stage, number of the sample).
 """
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import numpy
@@ -65,7 +65,7 @@ class LatentReader(Reader):
         self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
 
     def take(self, count, rows):
-        """The next `count` samples, of which this process works on `rows`: dict of `[rows, ...]`."""
+        """The `rows` of the next `count` samples: dict of `[rows, ...]`."""
         made = [self._sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
         noisy, times, given, targets = zip(*made, strict=True)
@@ -83,15 +83,11 @@ class LatentReader(Reader):
         return noisy, time, given, target
 
 
-def _batch(noisy, times, given, conditions):
-    return {"noisy": torch.stack(noisy), "times": torch.tensor(times)} | conditions.batch(given)
-
-
 class TrajectoryReader(Reader):
     """Points of the teacher's own trajectories: one per row of the batch, whose points serve as many steps in random order.
 
-    Then come new ones. A process makes those of its own rows only, and after a stop the present ones again.
-    teacher: (transformer, scheduler). shape: of the latents of one sample. `bar` shows a bar while trajectories are made.
+    A process makes those of its own rows only, and after a stop the present ones again. teacher: (transformer, scheduler).
+    shape: of the latents of one sample. bar: whether one is shown while trajectories are made.
     """
 
     def __init__(self, teacher, shape, conditions, stage, key, state, bar):
@@ -100,7 +96,7 @@ class TrajectoryReader(Reader):
         self.window = None
 
     def take(self, count, rows):
-        """The next `count` points, one of each of `count` trajectories: dict of `[rows, ...]`."""
+        """As `LatentReader.take`, without targets."""
         window, place = divmod(self.next, self.stage.sampling_steps)
         if window != self.window:
             numbers = [window * count + row for row in range(*rows.indices(count))]
@@ -118,7 +114,7 @@ class TrajectoryReader(Reader):
     def _sample(self, numbers):
         """(number, [(latents, time) in random order], what is wished for) of one trajectory per number."""
         transformer, scheduler = self.teacher
-        steps, device = self.stage.sampling_steps, next(transformer.parameters()).device
+        seen, steps, device = [], self.stage.sampling_steps, next(transformer.parameters()).device
         generators = [own_generator(*self.key, number) for number in numbers]
         noise = torch.stack([torch.randn(self.shape, generator=random) for random in generators])
         given = [self.conditions.draw(random) for random in generators]
@@ -126,23 +122,24 @@ class TrajectoryReader(Reader):
             {key: value.to(device) for key, value in self.conditions.batch(rows).items()}
             for rows in (given, [None] * len(given))
         )
+        own = [torch.Generator(device).manual_seed(random.initial_seed()) for random in generators]
+        options = {"steps": steps, "guidance": self.stage.guidance, "generators": own}
         with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
-            seen = []
 
             def keep(latents, time):
                 seen.append((latents.cpu(), time))
                 bar.update()
 
-            options = {"steps": steps, "guidance": self.stage.guidance, "each": keep}
-            options["generators"] = [
-                torch.Generator(device).manual_seed(random.initial_seed()) for random in generators
-            ]
-            trajectory(transformer, scheduler, noise.to(device), wished, nothing, **options)
+            trajectory(transformer, scheduler, noise.to(device), wished, nothing, each=keep, **options)
         made = []
         for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
             order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))
             made.append((number, [(seen[step][0][row], seen[step][1]) for step in order], wish))
         return made
+
+
+def _batch(noisy, times, given, conditions):
+    return {"noisy": torch.stack(noisy), "times": torch.tensor(times)} | conditions.batch(given)
 
 
 class Classes:
@@ -181,12 +178,12 @@ class Texts:
         texts = [row for row in given if isinstance(row, str)]
         if texts or (self.empty is None and any(row is None for row in given)):
             encoded, self.empty = self.encode(texts or [""])
-        rows, place = [], iter(range(len(texts)))
+        rows, numbers = [], itertools.count()
         for row in given:
-            if isinstance(row, str):
-                number = next(place)
-                row = {key: value[number] for key, value in encoded.items()}
-            rows.append({key: value[0] for key, value in self.empty.items()} if row is None else row)
+            if row is None or isinstance(row, str):
+                source, number = (self.empty, 0) if row is None else (encoded, next(numbers))
+                row = {key: value[number] for key, value in source.items()}
+            rows.append(row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
         if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
             raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
@@ -199,18 +196,17 @@ def own_generator(*key):
 
 
 def open_latents(data):
-    """Latents from what a user calls data.
+    """Latents from what a user calls data; ValueError, TypeError: one sentence.
 
-    Args:
-        data: a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]` as the model sees them (scaled) and
-            beside them `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and perhaps `prompt_attention_mask`; the id of
-            a dataset on the Hub ("id" or "id:configuration", split "train") or a `datasets` Dataset with such columns, or a
-            text column `prompt`; or a dict of such tensors. ValueError, TypeError: one sentence.
+    data: a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]` as the model sees them (scaled) and beside
+    them `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and perhaps `prompt_attention_mask`; a dict of such tensors;
+    the id of a dataset on the Hub ("id" or "id:configuration", split "train") or a Dataset of `datasets` with such columns,
+    or with texts, `prompt`.
     """
     if isinstance(data, dict):
         data = {key: value.detach() for key, value in data.items()}
         hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
-        return Latents(_stacked(data, "what was given"), "latents at hand", hashes)
+        return Latents(StackDataset(**data), "latents at hand", hashes)
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if path.is_dir():
@@ -228,18 +224,10 @@ def _open_folder(path, name):
         raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
     for file in files:
         try:
-            parts.append(_stacked(load_file(file), str(file)))
-        except SafetensorError as error:
+            parts.append(StackDataset(**load_file(file)))
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f"data: {str(file)!r} cannot be read ({one_line(error)})") from None
     return Latents(ConcatDataset(parts), name, identity_of(files))
-
-
-def _stacked(tensors, name):
-    try:
-        return StackDataset(**tensors)
-    except (ValueError, TypeError):  # TypeError: of a single number
-        shapes = {key: list(value.shape) for key, value in tensors.items()}
-        raise ValueError(f"data: {name!r} holds tensors of {shapes}; expected as many rows each") from None
 
 
 def read_prompts(data):

@@ -1,14 +1,11 @@
 """distill(): one Accelerate loop for everything that is trained here.
 
-A stage is data (`recipe.Stage`), a kind of model is a task (`tasks.Task`), and the loop exists once. A run continues bit
-for bit after a kill at any moment, because the data's order is a function of (seed, stage, step), the learning rate one of
-the step, and everything else (weights, moments, random generators, sums not yet logged, the place in a stream) is in a state
-that is written aside and renamed. The loop never waits for the device except when it logs or saves.
+A run continues bit for bit after a kill at any moment: the data's order is a function of (seed, stage, step), the learning
+rate one of the step, and everything else (weights, moments, random generators, sums not yet logged, the place in a stream)
+is in a state that is written aside and renamed. The loop waits for the device only when it logs or saves.
 """
 
 import dataclasses
-import hashlib
-import json
 import logging
 import math
 import os
@@ -21,9 +18,10 @@ from contextlib import nullcontext
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import write_json
+from ..checkpoints.files import read_json, write_json
 from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
+from .data import one_line
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
@@ -48,10 +46,9 @@ def distill(
         teacher: the softmax original, with the same layer names and vocabulary, in its own dtype; never changed. Needed by
             the losses that compare with one. Of a diffusion student and teacher one is a pipeline, for its scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
-        data: what to train on, for text see `mhla_hf.training.data.open_text`, for labeled images
-            `mhla_hf.training.pictures.open_pictures`, for latents `mhla_hf.training.latents.open_latents`; None: the
-            recipe's. Without latents a diffusion teacher samples trajectories, for prompts (a list, or a .txt file with
-            one a line) or, given None, for its classes.
+        data: text as `training.data.open_text` takes it, labeled images (`training.pictures.open_pictures`), latents
+            (`training.latents.open_latents`); None: the recipe's. Without latents a diffusion teacher samples trajectories,
+            for prompts (a list, or a .txt file with one a line) or, given None, for its classes.
         stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
         seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
@@ -117,17 +114,16 @@ class _Run:
     def __init__(self, accelerator, task, source, stages, options, seed, folder, progress, command):
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
-        self.main, self.progress = accelerator.is_main_process, progress and accelerator.is_main_process
-        self.command, task.progress, self.interrupt = command, self.progress, _Interrupt()
+        self.main, self.command, self.interrupt = accelerator.is_main_process, command, _Interrupt()
+        self.progress = task.progress = progress and self.main
         self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": []}
 
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
-        dtypes = dtypes_of(self.student)
-        wanted = self.options.save_dtype and getattr(torch, self.options.save_dtype)
-        saved = dtypes_to_save(self.student, wanted)
+        dtypes, wanted = dtypes_of(self.student), self.options.save_dtype
+        saved = dtypes_to_save(self.student, getattr(torch, wanted) if wanted else None)
         latest = self.folder.find(self._identity(), self.student)
         self.accelerator.wait_for_everyone()
         if self.main:
@@ -159,7 +155,7 @@ class _Run:
         import accelerate
 
         if latest is not None:
-            self.at = json.loads((latest / "progress.json").read_text(encoding="utf-8"))
+            self.at = read_json(latest / "progress.json")
             self.at["resumed"] += 1
             self._say(f"going on from step {self.at['total']} of {self.total} ({latest})")
         accelerate.utils.set_seed(self.seed, device_specific=True)
@@ -185,15 +181,17 @@ class _Run:
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
         stage, accelerator, at = self.stages[number], self.accelerator, self.at
         accelerator.free_memory()
-        if self.teacher is not None and stage.needs_teacher:
+        if stage.needs_teacher:
             self.teacher.to(accelerator.device).eval()
         groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
         if latest is not None:
-            accelerator.load_state(str(latest))
-            if self.main and at.pop("generator", None) != _generator_hash():  # accelerate skips in silence
-                raise ValueError(f"out: the random state in {str(latest)!r} cannot be read with these versions")
+            try:
+                accelerator.load_state(str(latest))
+            except Exception as error:  # of a damaged file, anything
+                what = f"the state {str(latest)!r} cannot be read ({one_line(error)})"
+                raise ValueError(f"out: {what}; without it the run goes on from the one before") from error
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
@@ -301,7 +299,7 @@ class _Run:
             if self.main:
                 if self.average:
                     torch.save(self.average.state_dict(), aside / AVERAGE)
-                write_json(aside / "progress.json", {**at, "generator": _generator_hash()})
+                write_json(aside / "progress.json", at)
         self.accelerator.wait_for_everyone()
 
     def _finish(self):
@@ -366,12 +364,11 @@ class _Interrupt:
     asked = False
 
     def __enter__(self):
-        self.heard = threading.current_thread() is threading.main_thread()
-        if self.heard:
-            self.before = signal.signal(signal.SIGINT, self._ask)
+        main = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGINT, self._ask) if main else None
 
     def __exit__(self, kind, _value, _trace):
-        if self.heard:
+        if self.before:
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
@@ -399,10 +396,6 @@ def _resolve(task, stages, recipe, data, seed, given):
     run = recipe.run if recipe else {}
     given = {key: value for key, value in given.items() if value is not None}
     return stages, data, read_settings(Options, run | given, "")
-
-
-def _generator_hash():
-    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
 
 def _public_name(name):

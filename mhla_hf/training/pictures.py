@@ -1,8 +1,7 @@
 """Labeled images to train and to judge on: tensors at hand, a folder with one folder per class, or a data set.
 
 Which images a step gets and how each is cropped, moved, erased and mixed follows from (seed, stage, number of the sample)
-alone, so a run that was stopped goes on with the same pixels on any number of processes. What a model gets is made by its
-own image processor, so it is judged on what it was trained on. Files are opened by a few threads, one batch ahead.
+alone. Pixels are made by the model's own image processor, a batch ahead, by a few threads.
 """
 
 import hashlib
@@ -55,10 +54,15 @@ class Pictures:
         if odd := [name for name in self.names if name not in names]:
             known = f"{len(names)} that {what!r} trains"
             raise ValueError(f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {known}")
-        return self.renumbered([list(names).index(name) for name in self.names], names)
+        return self._renumbered([list(names).index(name) for name in self.names], names)
 
-    def renumbered(self, order, names=None):
-        """The same pictures, class i called `order[i]`; names: of the classes by their new numbers."""
+    def numbered_for(self, config, argument="data"):
+        """The same pictures, their classes numbered as the model of this configuration does; ValueError: it cannot."""
+        found = self._renumbered(label_order(config, self.names, argument)) if self.names else self
+        found.check_labels(config.num_labels, argument)
+        return found
+
+    def _renumbered(self, order, names=None):
         self.check_labels(len(order))
         return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
 
@@ -73,11 +77,8 @@ class Pictures:
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
-        try:
-            with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
-                return picture.convert("L" if channels == 1 else "RGB")
-        except OSError as error:
-            raise ValueError(f"data: the image {str(item)!r} cannot be read ({one_line(error)})") from None
+        with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
+            return picture.convert("L" if channels == 1 else "RGB")
 
 
 def prepare(processor, images, **changes) -> torch.Tensor:
@@ -96,16 +97,11 @@ def sides_of(processor, channels: int) -> tuple[int, int]:
 
 
 def open_pictures(data, split="train") -> Pictures:
-    """Open what a user calls labeled images.
+    """Open what a user calls labeled images; ValueError, TypeError, ImportError: one sentence.
 
-    Args:
-        data: a pair of tensors (images uint8 `[N, C, H, W]`, labels `[N]`); a folder with one folder of images per class,
-            perhaps below a folder named after the split ("train"; "test", "val" or "validation"); the id of a data set on
-            the Hub ("id" or "id:configuration"), or a map-style `datasets.Dataset`, with columns of images and class labels.
-        split: "train" or "test".
-
-    Raises:
-        ValueError, TypeError: one sentence that says what is wrong with `data`. ImportError: `datasets` is missing.
+    data: a pair of tensors (images uint8 `[N, C, H, W]`, labels `[N]`); a folder with one folder of images per class,
+    perhaps below a folder named after the split; the id of a data set on the Hub ("id" or "id:configuration"), or a
+    `datasets.Dataset`, with columns of images and class labels. split: "train", or "test", also called "val".
     """
     if isinstance(data, Pictures):
         return data
@@ -151,10 +147,7 @@ def _open_table(table, name):
 
 
 class PictureReader(Reader):
-    """The batches of one stage: each epoch every image once, in a new order, augmented as the stage says.
-
-    stage: an `ImageStage`. key: (seed, number of the stage). channels, classes: of the model.
-    """
+    """The batches of an `ImageStage`: each epoch every image once, in a new order, augmented as the stage says."""
 
     def __init__(self, pictures: Pictures, stage, key, processor, channels: int, classes: int, state=None):
         super().__init__(key, state)
@@ -163,7 +156,7 @@ class PictureReader(Reader):
         self.pool, self.coming = ThreadPoolExecutor(THREADS), None
 
     def take(self, count: int, rows: slice):
-        """Rows of the next batch of `count`: pixels fp32 `[rows, C, H, W]` and what is right, fp32 `[rows, classes]`."""
+        """The `rows` of the next `count`: pixels fp32 `[rows, C, H, W]` and shares of the classes `[rows, classes]`."""
         own = list(range(count))[rows]
         mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [number ^ 1 if (number ^ 1) < count else number for number in own] if mixed else []
@@ -178,7 +171,6 @@ class PictureReader(Reader):
         return tuple(batch)
 
     def _sample(self, number):
-        """The sample of this number: pixels `[C, H, W]` and shares of the classes."""
         stage, index, changes = self.stage, self.shuffled(number, len(self.pictures)), {}
         random, image = numpy.random.default_rng((*self.key, number, 1)), self.pictures.image(index, self.channels)
         if stage.crop < 1:

@@ -1,8 +1,4 @@
-"""Stages and recipes: what a training run does, as values that can be checked, saved and compared.
-
-A recipe is a YAML file; `conversion/recipes/` has the paper's and the field's. A misspelt key is refused, never left to its
-default.
-"""
+"""Stages and recipes: what a training run does, as values that are checked, saved and compared. Unknown keys are refused."""
 
 import dataclasses
 import math
@@ -18,18 +14,15 @@ from ..checkpoints.values import Number, checked, read_settings
 class CommonStage:
     """What a stage of every task has: a loss, the parameters it trains, and how.
 
-    name: the stage's name in logs and records; no two stages share one.
-    loss: one of the task's, see the subclass.
+    name: in logs and records; no two stages share one. loss: one of the task's, see the subclass.
     steps: optimizer steps. lr: peak learning rate. lr_mhla: that of the parameters under `.mhla.`; None: `lr`.
     batch_size: samples of one optimizer step, over all processes and accumulation.
     grad_accum: the number of parts each process works its share of the batch off in; changes memory, not the result.
-    trainable: "mhla" (only what conversion added), "attention" (the converted attention modules whole), "all". What was
-        frozen before the run stays frozen in every case.
+    trainable: "mhla" (only what conversion added), "attention" (the converted attention modules whole), "all".
     warmup: steps of linear warmup. schedule: "cosine", "linear" or "constant" from there on, down to `lr_end` times lr.
     weight_decay: AdamW's, on matrices outside `.mhla.` only. beta1, beta2, eps: AdamW's.
     max_grad_norm: gradients are clipped to this norm; 0 leaves them.
-    ema: decay of the moving average of the trained weights that the stage ends with; it starts lower, at
-        (1 + step) / (10 + step). 0: the stage ends with the weights of its last step.
+    ema: decay, from (1 + step) / (10 + step) up, of the moving average of the weights with which the stage ends; 0: none.
     """
 
     WITHOUT_TEACHER: ClassVar = ()
@@ -58,7 +51,6 @@ class CommonStage:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss asks a teacher."""
         return self.loss not in self.WITHOUT_TEACHER
 
     def lr_factor(self, step: int) -> float:
@@ -78,7 +70,7 @@ class Stage(CommonStage):
 
     loss: "transfer" (each MHLA layer's attention output against the softmax original's, on the teacher's inputs),
         "logits" (KL to the teacher's next-token distribution, plus `ce_weight` of cross-entropy), "stored" (the same with
-        the `top_k` logits that `teach` wrote, and no teacher), "lm" (cross-entropy).
+        what `teach` wrote, and no teacher), "lm" (cross-entropy).
     seq_len: tokens in a sequence. temperature: of the KL, scaled by its square; 1 with `top_k`. top_k: the KL is over that
         many of the teacher's likeliest tokens and all others as one; 0: over all. The rest: `CommonStage`.
     """
@@ -103,8 +95,8 @@ class DiffusionStage(CommonStage):
     loss: "transfer" (each MHLA layer's attention output against the softmax original's, L1, on the teacher's inputs),
         "prediction" (the teacher's velocity or noise, plus `data_weight` of the flow or DDPM loss), "denoising" (the flow
         or DDPM loss alone).
-    trainable: also "lora": what conversion added whole, and low-rank adapters of rank `lora_rank` on the projections of
-        the converted attentions, which the stage merges into the weights at its end.
+    trainable: also "lora": what conversion added, and adapters of rank `lora_rank` on the projections of the converted
+        attentions, which the stage merges into the weights at its end.
     size: pixels per axis, [rows, columns] or [frames, rows, columns]; None: the data's, or the model's own size.
     timesteps: "logit-normal" or "uniform"; None: logit-normal for a flow, uniform for DDPM. shift: of the times of a flow;
         None: the scheduler's. drop_condition: share of samples that are trained without their text or class.
@@ -163,7 +155,6 @@ class ImageStage(CommonStage):
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the loss asks what the images are labeled as."""
         return self.loss == "labels" or (self.loss == "logits" and self.ce_weight > 0)
 
 

@@ -1,15 +1,13 @@
 """The folder of a training run: what lies where, what run it is of, who may write, and how a stop leaves it whole.
 
 While a run goes on, all of its state lies beside the output, in `<out>.state/`: `step-N/` (the last states), `runs/`
-(trackers) and a lock. `<out>` appears, by one rename, when everything in it is there. Every state says what run it is of
-(`run.json`), and a run that is anything else is refused by name; and what its files are (SHA256SUMS), so that a damaged one
-is known, and passed over for the one before it.
+(trackers) and a lock. Each state says what run it is of (`run.json`), and a run that is anything else is refused by name.
+`<out>` appears, by one rename, when everything in it is there.
 """
 
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import weakref
@@ -18,25 +16,23 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..checkpoints.checksums import SUMS_FILE, hash_file, read_sums, render_sums
-from ..checkpoints.files import folder_aside, read_json, write_json, write_text
+from ..checkpoints.files import folder_aside, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model
+from .data import one_line
 
 RECORD = "train.json"
 IDENTITY = "run.json"
 KEPT_STATES = 2
 NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
-    "teacher": "teacher (its configuration or weights)",
     "data": "data or tokenizer",
+    "stages": "recipe (its stages)",
 }
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
 VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
 # student -> {folder: what it was known by when the run into the folder began}: in a notebook, the same call comes again
 # with an object that the run has trained meanwhile
 BEGUN = weakref.WeakKeyDictionary()
-
-logger = logging.getLogger("mhla_hf")
 
 
 def identify(model, frozen=()) -> str:
@@ -53,10 +49,10 @@ class RunFolder:
     def __init__(self, out):
         self.out = Path(os.path.abspath(Path(out).expanduser()))
         self.state = self.out.with_name(self.out.name + ".state")
-        self.lock, self.damaged = FileLock(self.state / "lock"), []
+        self.lock = FileLock(self.state / "lock")
 
     def find(self, identity, student):
-        """Look for the run: "finished", the newest whole state to go on from, or None when there is nothing yet.
+        """Look for the run: "finished", the newest state to go on from, or None when there is nothing yet.
 
         identity: JSON-able, what makes the run this run. ValueError: there is another run, or what is there is none.
         """
@@ -74,28 +70,21 @@ class RunFolder:
             return "finished"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
-        for state in sorted(self._states(), reverse=True):
-            if _is_whole(state):
-                self._compare(read_json(state / IDENTITY))
-                return state
-            self.damaged.append(state)
-        if self.damaged:
-            raise ValueError(f"out: every state in {str(self.state)!r} is damaged; expected a whole one, or no folder")
-        return None
+        state = max(self._states(), default=None)
+        if state is not None:
+            self._compare(read_json(state / IDENTITY) or {})
+        return state
 
     def begin(self):
-        """Make the state folder, lock it, and clear what a killed run left half done and what `find` found damaged."""
+        """Make the state folder, lock it, and clear what a killed run left half done."""
         with self._errors("the run's state"):
             self.state.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
                 raise ValueError(f"out: another process is training into {str(self.out)!r} now") from None
-            left = (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*"))
-            for rest in (*left, *self.damaged):
+            for rest in (*self.state.glob("*.tmp-*"), *self.out.parent.glob(f"{self.out.name}.tmp-*")):
                 shutil.rmtree(rest)
-        for state in self.damaged:
-            logger.warning("out: the state %s was damaged (a file was missing or changed) and is removed", state)
 
     @contextlib.contextmanager
     def new_state(self, step):
@@ -103,7 +92,6 @@ class RunFolder:
         with self._errors("a state"), folder_aside(self.state / f"step-{step:09d}") as aside:
             yield aside
             write_json(aside / IDENTITY, self.identity)
-            write_text(aside / SUMS_FILE, render_sums(_sums(aside)))
         for old in sorted(self._states())[:-KEPT_STATES]:
             shutil.rmtree(old)
 
@@ -119,8 +107,7 @@ class RunFolder:
     def clear(self):
         """Remove the state of a finished run."""
         self.lock.release()
-        if self.state.exists():
-            shutil.rmtree(self.state)
+        shutil.rmtree(self.state, ignore_errors=True)
 
     @contextlib.contextmanager
     def _errors(self, what):
@@ -128,7 +115,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            reason = getattr(error, "strerror", None) or one_line(error)
             whole = "; the states before it are whole" if any(self._states()) else ""
             raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
 
@@ -136,31 +123,8 @@ class RunFolder:
         return [path for path in self.state.glob("step-*") if ".tmp-" not in path.name]
 
     def _compare(self, before):
-        for key, new in self.identity.items():
-            old = before.get(key)
-            if old == new:
-                continue
-            if key == "stages":
-                key, old, new = _first_difference(old or [], new)
-            change = f"another {NAMES[key]}" if key in NAMES else f"{key} {old!r}, not {new!r}"
-            raise ValueError(f"out: {str(self.out)!r} was begun with {change}; expected the same, or another folder")
-
-
-def _sums(state):
-    files = (file for file in state.rglob("[!.]*") if file.is_file() and file.name != SUMS_FILE)  # not a .DS_Store
-    return {file.relative_to(state).as_posix(): hash_file(file) for file in files}
-
-
-def _is_whole(state):
-    try:
-        return read_sums((state / SUMS_FILE).read_text(encoding="utf-8"), state) == _sums(state)
-    except (OSError, ValueError):
-        return False
-
-
-def _first_difference(old, new):
-    for before, now in zip(old, new, strict=False):
-        for key in now:
-            if before.get(key) != now[key]:
-                return f"{key} in stage {now['name']!r}", before.get(key), now[key]
-    return "stages", len(old), len(new)
+        if changed := [key for key, new in self.identity.items() if before.get(key) != new]:
+            what = NAMES.get(changed[0], changed[0])
+            raise ValueError(
+                f"out: {str(self.out)!r} was begun with another {what}; expected the same, or another folder"
+            )

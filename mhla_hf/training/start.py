@@ -21,7 +21,6 @@ def start_from_text(model, tokenizer, text, budget: str | None = None, seed: int
     source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
     reader = source.reader(min(MOST_TOKENS, context), seed, 0)
     batches = [reader.take(ROWS)[0] for _ in range(BATCHES)]
-    reader.close()
     measured = {"calibration": calibrate(model, batches)}
     logger.info("KL to the teacher: {kl_start:.4f}, calibrated {kl:.4f} nats".format(**measured["calibration"]))
     if limit:

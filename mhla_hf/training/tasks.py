@@ -1,8 +1,7 @@
-"""Tasks: what the one training loop asks of a kind of model.
+"""Tasks: what the one training loop asks of a kind of model, which is the data, batches and losses; all else is the loop's.
 
-A task binds the student, its teacher and what belongs to them, opens the data, and gives the loop batches and losses.
-Everything else (steps, resuming, processes, precision, records, bars) is the loop's. A new kind of model is a subclass each
-of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a line in `find_task`.
+A new kind is a subclass each of `Task`, `Reader` and `Objective`, a stage type in `recipe.STAGE_TYPES`, and a line in
+`find_task`.
 """
 
 import abc
@@ -12,20 +11,22 @@ import functools
 import numpy
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
-from .trainable import check_model, check_student, check_teacher, mhla_attentions, with_dtype_of
+from .trainable import check_student, check_teacher, mhla_attentions
 
 
 class Task(abc.ABC):
-    """One kind of model, bound to a student and a teacher.
+    """One kind of model.
 
-    given: what `distill` was called with and returns. student: the module that is trained. teacher: the module that is
-    asked, or None; the loop moves it to the device and never trains it.
+    given: what `distill` was called with and returns. student: the module that is trained. teacher: that which is asked, or
+    None; the loop moves it to the device and never trains it.
     """
 
     name: str  # key of recipe.STAGE_TYPES; in recipes and records
+    step: type  # its `Objective`
     unit: str  # what runs count: "tokens", "images", "samples"
     wanted: str  # what student and teacher have to be, for errors
     equal = ()  # (loss, what the configurations of student and teacher have to agree on for it)
@@ -38,45 +39,42 @@ class Task(abc.ABC):
 
     def check(self, stages):
         """One sentence for the first thing that could not work, before anything is loaded or written."""
-        check_model("student", self.student, self.wanted)
-        if self.teacher is not None:
-            check_model("teacher", self.teacher, self.wanted)
-            for loss, key in self.equal:
-                own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
-                if own != its and any(stage.loss == loss for stage in stages):
-                    raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
+        for name, model in (("student", self.student), ("teacher", self.teacher)):
+            if not hasattr(model, "save_pretrained") and (name == "student" or model is not None):
+                raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
+        for loss, key in self.equal if self.teacher is not None else ():
+            own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))
+            if own != its and any(stage.loss == loss for stage in stages):
+                raise ValueError(f"teacher: its {key} is {its}, and the student's is {own}; expected one number")
         check_student(self.student, stages)
         check_teacher(self.student, self.teacher, stages)
 
     @abc.abstractmethod
     def open(self, data, stages):
-        """The source of the data: has `name` (a text) and `describe()` (JSON-able, what identifies the data).
-
-        ValueError, one sentence, when `data` cannot be read or does not suit the model.
-        """
+        """The source of the data: has `name` and `describe()`, JSON-able, what identifies them. ValueError, one sentence."""
 
     @abc.abstractmethod
     def reader(self, source, stage, number, seed, state):
         """The `Reader` of stage `number` (0-based), from its start or from what `state()` or `handover()` gave."""
 
-    @abc.abstractmethod
     def take(self, reader, stage, rows):
-        """The next batch, as the process that works on its `rows` (a slice) needs it: (tensors, shares).
+        """The `rows` (a slice) of the next batch: (tensors `[rows, ...]`, shares), the objective's arguments in this order.
 
-        tensors `[rows, ...]`, which the loop cuts into `grad_accum` parts; shares, numbers such as 1 / batch_size, which it
-        multiplies by the number of processes. Both are the objective's arguments, in this order.
+        The loop cuts the tensors into `grad_accum` parts; shares are numbers such as 1 / batch_size, which it multiplies by
+        the number of processes.
         """
+        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
-    @abc.abstractmethod
     def objective(self, stage):
         """The `Objective` of `stage`."""
+        return self.step(self.student, self.teacher, stage)
 
     def count(self, stage):
         """How many units one optimizer step works on."""
         return stage.batch_size
 
     def judge(self):
-        """Scores of the student as it is now, for the entries of the history: a dict of numbers."""
+        """Scores of the student as it is now, by name, for the history."""
         return {}
 
     @contextlib.contextmanager
@@ -105,10 +103,7 @@ class Task(abc.ABC):
 
 
 class Reader:
-    """What gives the batches of one stage; which samples a step gets, and every random choice, follow from `key` and step.
-
-    key: (seed, number of the stage). state: what `state()` gave, or None.
-    """
+    """What gives the batches of one stage: samples and random choices follow from `key`, (seed, number of the stage)."""
 
     def __init__(self, key, state=None):
         self.key, self.next = tuple(key), state["next"] if state else 0
@@ -138,7 +133,7 @@ class Objective(nn.Module):
     """The student with the loss of one stage: what Accelerate wraps.
 
     Its forward gives the loss and a dict of detached scalars, "loss" among them; both add up over the parts of a batch. The
-    teacher is held, not owned: its parameters are none of this module's, so nothing can move or save them.
+    teacher is no submodule, so that nothing moves or saves it.
     """
 
     def __init__(self, student, teacher, stage):
@@ -146,30 +141,27 @@ class Objective(nn.Module):
         self.student, self.stage = student, stage
         self.__dict__["teacher"] = teacher
 
-    def transfer(self, ask, attend, size):
+    def transfer(self, ask, attend=None, size=torch.square):
         """Sum over samples and MHLA layers of size(student - teacher) / size(teacher), on the teacher's own inputs.
 
         The student's attention runs inside the teacher's forward pass, where its inputs are; nothing else of it runs.
-
-        Args:
-            ask: runs the teacher. attend: the student's attention and its arguments -> its output. size: elementwise.
+        ask: runs the teacher. attend: calls the student's attention, the first argument, with the others. size: elementwise.
         """
-        losses = []
+        losses, dtype = [], self.student.dtype
 
-        def compare(name):
-            attention = self.student.get_submodule(name)
-
-            def hook(_module, args, kwargs, wanted):
-                args, kwargs = with_dtype_of(self.student, (args, kwargs))
-                with torch.enable_grad():
-                    got = attend(attention, *args, **kwargs)
-                    losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
-
-            return self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+        def compare(name, _module, args, kwargs, wanted):
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+            )
+            with torch.enable_grad():
+                own = self.student.get_submodule(name)
+                got = attend(own, *args, **kwargs) if attend else own(*args, **kwargs)
+                losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
 
         with contextlib.ExitStack() as hooks, torch.no_grad():
             for name in mhla_attentions(self.student):
-                hooks.enter_context(compare(name))
+                hook = functools.partial(compare, name)
+                hooks.enter_context(self.teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             ask()
         return sum(losses)
 

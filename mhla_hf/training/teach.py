@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from ..checkpoints.files import write_json
 from .data import TokenRing, open_text
-from .objectives import likeliest_tokens
 from .tasks import Reader
 
 RECORD = "taught.json"
@@ -62,6 +61,12 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
     return record | {"done": rows}
 
 
+def likeliest_tokens(logits, count):
+    """The `count` likeliest tokens `[.., k]` of logits `[.., vocabulary]`, and their log-probabilities, fp32."""
+    best = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return best.indices, best.values
+
+
 def read_record(folder) -> dict:
     """What taught.json of a folder holds."""
     return json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
@@ -79,13 +84,15 @@ def open_arrays(folder, record, mode="r+"):
 
 
 class TaughtText:
-    """The folder that `teach` wrote, as the data of a run."""
+    """The folder that `teach` wrote, as the data of a run; its tokens must be below `vocab_size`."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, vocab_size):
         self.name, self.record = str(folder), read_record(folder)
-        done, rows = self.record["done"], self.record["rows"]
+        done, rows, its = (self.record[key] for key in ("done", "rows", "vocab_size"))
         if done < rows:
             raise ValueError(f"data: {folder} holds {done} of {rows} rows; expected all: `mhla-hf teach` again goes on")
+        if its > vocab_size:
+            raise ValueError(f"data: {folder} is of {its} tokens; expected at most the student's {vocab_size}")
         self.arrays = open_arrays(folder, self.record, "r")
 
     def describe(self):

@@ -1,31 +1,19 @@
 """What a stage trains: which parameters move, at which rate, and whether that can work at all.
 
-MHLA layers are found by name (an attention module with a child called `mhla`), so that models whose code came from the
-Hub are trained as well. A parameter that was frozen before the run stays frozen, whatever a stage names: a uniform, frozen
-mixing is how plain linear attention is trained as a yardstick.
+MHLA layers are found by name, so that models whose code came from the Hub are trained as well. What was frozen before the
+run stays so, whatever a stage names: plain linear attention, the yardstick, is a uniform, frozen mixing.
 """
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 
 
 def mhla_attentions(model):
-    """Names of the attention modules that have an MHLA core, in the model's order.
-
-    The core is the module's child `mhla`, or that of its processor, as in diffusers (`attn1.processor.mhla`).
-    """
+    """Names of the attention modules with an MHLA core: the child `mhla` of the module, or in diffusers of its processor."""
     names = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in names]
-
-
-def check_model(argument, model, wanted):
-    """One sentence if `model` cannot be trained or asked: it is none with `save_pretrained`."""
-    if not (isinstance(model, nn.Module) and hasattr(model, "save_pretrained")):
-        raise TypeError(f"{argument}: got {type(model).__name__}; expected {wanted}")
 
 
 def check_student(student, stages):
@@ -63,7 +51,7 @@ def check_teacher(student, teacher, stages):
 
 def dtypes_of(model):
     """The dtype of every parameter and buffer, by name."""
-    return {name: value.dtype for name, value in _tensors(model)}
+    return {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 def dtypes_to_save(model, wanted):
@@ -79,18 +67,8 @@ def dtypes_to_save(model, wanted):
 
 def set_dtypes(model, dtypes):
     """Give parameters and buffers the named dtypes, in place; gradients are dropped."""
-    for name, value in _tensors(model):
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
         value.data, value.grad = value.data.to(dtypes.get(name, value.dtype)), None
-
-
-def _tensors(model):
-    return *model.named_parameters(), *model.named_buffers()
-
-
-def with_dtype_of(model, values):
-    """Nested `values` with their float tensors in the model's dtype: what one model was given, for another."""
-    dtype = model.dtype
-    return tree_map_only(torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
 
 def _moves(name, attentions, stage, flag):

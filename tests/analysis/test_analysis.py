@@ -86,7 +86,6 @@ BAD = {
     "samples": ("{shelf}/mhla --samples 0", "samples: got 0"),
     "too many": ("{shelf}/mhla --data {shelf}/pictures --samples 4", "samples: got 4, expected at most the 3 images"),
     "length beyond": ("{shelf}/llama --length 100000", "length: got 100000"),
-    "tolerance": ("{shelf}/mhla --tolerance 2", "tolerance: got 2.0"),
     "out a file": ("{shelf}/mhla --out {shelf}/file", "file"),
     "data missing": ("{shelf}/llama --length 64 --data ./none.txt", "none.txt"),
     "no pictures": ("{shelf}/mhla --data {shelf}/empty", "empty"),

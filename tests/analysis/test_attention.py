@@ -6,11 +6,9 @@ import pytest
 import torch
 from small_models import MODELS, scratch_model, softmax_model, tokens
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
 
 from mhla_hf.analysis.attention import is_uniform, recorded_attention
 from mhla_hf.analysis.measures import (
-    attention_maps,
     count_rank,
     describe_mixing,
     effective_rank,
@@ -117,17 +115,6 @@ def test_softmax_matrices_are_those_that_the_model_itself_gives(family):
         for sample, rows in ((0, 17), (1, 14)):
             got = whole(call, sample)[:, :rows].float()
             torch.testing.assert_close(got, matrix[sample, :, :rows], rtol=1e-4, atol=1e-6)
-
-
-def test_an_image_classifier_of_transformers():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4)).eval()
-    calls = record_model(model, {"pixel_values": torch.randn(2, 3, 16, 16)})
-    layers = measure_calls(calls)["layers"]
-    assert [layer["kind"] for layer in layers] == ["softmax"] * 2
-    assert all(layer["tokens"] == layer["bound"] == 17 and layer["part"] == "whole" for layer in layers)
-    maps = attention_maps(calls)
-    assert maps[0]["map"].shape == (4, 4) and maps[0]["scores"].shape == (17, 17)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mhla"])

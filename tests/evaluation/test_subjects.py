@@ -72,7 +72,7 @@ def test_a_damaged_model_gets_one_sentence_and_no_score(fresh, spoil, says):
         ([], "models is empty"),
         (small_llama(), "tokenizer is None"),
         ("nobody/nothing", "the Hub does not give it"),
-        ("llama/config.json", "is a file"),
+        ("llama/config.json", "is no folder here"),
         (["llama", "mhla"], "is one file for 2 models"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training import objectives
+from mhla_hf.training import language
 
 
 def run(lab, out, parts):
@@ -57,7 +57,7 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
 
 def stop(lab, out, how):
     """The run, stopped in its seventh step: by an error in both processes, or by Ctrl-C in the second."""
-    real, calls = objectives.DistillStep.forward, []
+    real, calls = language.DistillStep.forward, []
 
     def forward(self, *arguments):
         calls.append(1)
@@ -67,10 +67,10 @@ def stop(lab, out, how):
             os.kill(os.getpid(), signal.SIGINT)
         return real(self, *arguments)
 
-    objectives.DistillStep.forward = forward
+    language.DistillStep.forward = forward
     with pytest.raises(MemoryError if how == "error" else KeyboardInterrupt):
         run(lab, out, 2)
-    objectives.DistillStep.forward = real
+    language.DistillStep.forward = real
 
 
 @pytest.mark.parametrize(("how", "state"), [("error", 6), ("ctrl-c", 7)])
@@ -82,13 +82,3 @@ def test_two_processes_go_on_exactly(lab, runs, tmp_path, how, state):
     debug_launcher(run, (lab, out, 2), num_processes=2)
     assert lab.weights(out) == lab.weights(runs / "two")
     assert lab.record(out)["resumed"] == 1
-
-
-def uneven(lab, out):
-    with pytest.raises(ValueError, match="batch_size 5 cannot be shared by 2 processes in grad_accum 1 equal parts"):
-        lab.train(out, stages=lab.lm(2, batch_size=5))
-
-
-def test_batch_that_cannot_be_shared(lab, tmp_path):
-    debug_launcher(uneven, (lab, tmp_path / "out"), num_processes=2)
-    assert not list(tmp_path.iterdir())

@@ -16,12 +16,11 @@ def test_schedule(schedule):
     assert Stage("a", "lm", 110, 1.0, schedule="constant").lr_factor(109) == 1.0
 
 
-def test_yaml_numbers_without_a_point(tmp_path):
+def test_a_recipe(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text("stages:\n- {name: a, loss: lm, steps: 10, lr: 1e-3, weight_decay: 1E-2}\nrun: {save_every: 5}\n")
     recipe = read_recipe(file)
-    assert recipe.stages == (Stage("a", "lm", 10, 0.001, weight_decay=0.01),)
-    assert recipe.run == {"save_every": 5}
+    assert recipe.stages == (Stage("a", "lm", 10, 0.001, weight_decay=0.01),) and recipe.run == {"save_every": 5}
 
 
 @pytest.mark.parametrize(
@@ -29,26 +28,14 @@ def test_yaml_numbers_without_a_point(tmp_path):
     [
         (Stage, {"name": ""}, "their names are ''; expected different ones"),
         (Stage, {"loss": "mse"}, "loss is 'mse'; expected one of .'transfer', 'logits', 'stored', 'lm'."),
-        (Stage, {"steps": 0}, "steps is 0; expected a whole number of at least 1"),
-        (Stage, {"steps": 2.5}, "steps is 2.5; expected int"),
         (Stage, {"steps": True}, "steps is True; expected int"),
-        (Stage, {"lr": 0}, "lr is 0; expected a number above 0"),
-        (Stage, {"lr": "fast"}, "lr is 'fast'; expected int . float"),
-        (Stage, {"lr": float("nan")}, "lr is nan; expected a number"),
-        (Stage, {"trainable": "heads"}, "trainable is 'heads'; expected one of .'mhla', 'attention', 'all'."),
-        (Stage, {"lr_end": 2}, "lr_end is 2; expected a number from 0 to 1"),
-        (Stage, {"beta2": 1}, "beta2 is 1; expected a number of at least 0 and below 1"),
-        (Stage, {"ce_weight": -0.1}, "ce_weight is -0.1; expected a number of at least 0"),
+        (Stage, {"lr": float("nan")}, "lr is nan; expected a number above 0"),
         (Stage, {"batch_size": 10**12}, "batch_size is 1000000000000; expected a whole number from 1 to 1000000"),
         (Stage, {"loss": "transfer"}, "expected 'mhla' or 'attention'"),
         (Stage, {"loss": "stored", "temperature": 2}, "temperature is 2 with a KL over the likeliest tokens"),
         (Stage, {"learning_rate": 1}, "unknown 'learning_rate'; expected name, loss, steps, lr"),
-        (DiffusionStage, {"size": 480}, r"size is 480; expected list . tuple . None"),
         (DiffusionStage, {"size": [0, 4]}, r"size is \[0, 4\]; expected \[rows, columns\] or"),
-        (DiffusionStage, {"loss": "transfer", "trainable": "lora"}, "expected 'mhla' or 'attention'"),
-        (DiffusionStage, {"loss": "lm"}, "loss is 'lm'; expected one of .'transfer'"),
-        (ImageStage, {"crop": 1.5}, "crop is 1.5"),
-        (ImageStage, {"shift": 1.5}, "shift is 1.5"),
+        (ImageStage, {"crop": 1.5}, "crop is 1.5; expected a number from 0 to 1"),
     ],
 )
 def test_bad_stage(kind, change, words):
@@ -58,16 +45,10 @@ def test_bad_stage(kind, change, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_stage_made_by_a_person_is_said_the_same():
-    with pytest.raises(ValueError, match=r"^lr is 0; expected a number above 0$"):
-        Stage("a", "lm", 1, lr=0)
-
-
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
         ([], "stages: got ..; expected a list of Stage or of mappings, at least one"),
-        ("lm", "stages: got 'lm'; expected a list"),
         (["lm"], "stage 1: got 'lm'; expected a mapping"),
         ([GOOD, GOOD], "their names are 'a', 'a'; expected different ones"),
         ([{"name": "a", "loss": "lm", "steps": 1}], "stage 'a': lr is missing"),
@@ -83,12 +64,9 @@ def test_bad_stages(stages, words):
     [
         (None, "is not a file; expected a YAML file"),
         ("stages: [", "is not YAML"),
-        ("", "got None; expected a mapping"),
         ("about: x", "stages is missing"),
-        (LINE + "stage: 2", "unknown 'stage'"),
         (LINE + "run: {precision: 16}", "run: unknown 'precision'"),
         (LINE + "run: {save_every: often}", "save_every is 'often'"),
-        (LINE + "settings: all", "settings is 'all'; expected dict"),
     ],
 )
 def test_bad_recipe(tmp_path, text, words):

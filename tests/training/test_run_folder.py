@@ -64,18 +64,17 @@ def test_finished_twice_does_nothing_and_says_so(lab, finished, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 1}, "begun with seed 0, not 1"),
-        ({"lr": 1e-4}, r"begun with lr in stage 'lm' 0.003, not 0.0001"),
-        ({"more": True}, "begun with stages 1, not 2"),
+        ({"seed": 1}, "begun with another seed"),
+        ({"lr": 1e-4}, "begun with another recipe"),
         ({"text": 1}, "begun with another data or tokenizer"),
         ({"student": {"learn_mixing": False}}, "begun with another student"),
-        ({"mixed_precision": "bf16"}, "begun with mixed_precision 'no', not 'bf16'"),
+        ({"mixed_precision": "bf16"}, "begun with another mixed_precision"),
         ({"weights": 1}, "begun with another student"),
     ],
 )
 def test_another_run_is_refused(lab, runs, change, words):
     before = sorted(runs.rglob("*"))
-    stages = lab.lm(10, lr=change.get("lr", 3e-3)) + lab.lm(1, name="more") * ("more" in change)
+    stages = lab.lm(10, lr=change.get("lr", 3e-3))
     options = {key: change[key] for key in ("seed", "mixed_precision") if key in change}
     options |= {"data": lab.tokens(seed=1)} if "text" in change else {}
     base = lab.teacher(change.get("weights", 0), attention_dropout=0.2)
@@ -84,16 +83,6 @@ def test_another_run_is_refused(lab, runs, change, words):
         with pytest.raises(ValueError, match=words):
             lab.train(runs / name, student, stages=stages, **options)
     assert sorted(runs.rglob("*")) == before
-
-
-def test_another_teacher_is_refused(lab, tmp_path):
-    """One with a single other number in it, too."""
-    student, teacher = lab.student(), lab.teacher()
-    for _ in range(2):  # the same objects: finished, and found so
-        lab.distill(tmp_path / "out", teacher, student, stages=lab.stages(2))
-    teacher.model.embed_tokens.weight.data[63, 31] += 1e-3
-    with pytest.raises(ValueError, match="begun with another teacher"):
-        lab.distill(tmp_path / "out", teacher, student, stages=lab.stages(2))
 
 
 def test_two_at_once_are_refused(lab, tmp_path):
@@ -108,48 +97,24 @@ def test_two_at_once_are_refused(lab, tmp_path):
         process.join()
 
 
-def one_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def half(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-@pytest.mark.parametrize(("damage", "name"), [(one_bit, "pytorch_model.bin"), (os.remove, "SHA256SUMS")])
-def test_a_damaged_state_gives_way_to_the_one_before(lab, runs, stopped, caplog, name, damage):
-    damage(stopped / "step-000000008" / name)
-    (stopped / "step-000000006" / ".DS_Store").touch()
-    out, whole = stopped.with_name("out"), runs / "whole"
-    go_on(lab, out)
-    assert "step-000000008 was damaged" in caplog.text
-    assert (lab.weights(out), lab.history(out)) == (lab.weights(whole), lab.history(whole))
-
-
-def test_without_a_whole_state_nothing_is_gone_on_with(lab, stopped):
-    for file in stopped.glob("step-*/optimizer.bin"):
-        half(file)
+def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab, runs, stopped):
+    out, newest = stopped.with_name("out"), stopped / "step-000000008"
+    (newest / "pytorch_model.bin").write_bytes(b"half")
     before = sorted(stopped.rglob("*"))
-    with pytest.raises(ValueError, match=r"out: every state in '.*out.state' is damaged"):
-        go_on(lab, stopped.with_name("out"))
-    assert sorted(stopped.rglob("*")) == before
-
-
-def test_a_random_state_that_cannot_be_read(lab, stopped, monkeypatch):
-    monkeypatch.setattr("accelerate.checkpointing.RNG_STATE_NAME", "none")  # accelerate goes on without, in silence
-    with pytest.raises(ValueError, match=r"the random state in .*step-000000008' cannot be read with these versions"):
-        go_on(lab, stopped.with_name("out"))
+    with pytest.raises(ValueError, match=r"the state '.*step-000000008' cannot be read .*; without it the run goes on"):
+        go_on(lab, out)
+    assert set(before) <= set(stopped.rglob("*"))
+    shutil.rmtree(newest)
+    go_on(lab, out)
+    assert (lab.weights(out), lab.history(out)) == (lab.weights(runs / "whole"), lab.history(runs / "whole"))
 
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("out", "mine", r"out: '.*out' is a file or holds other files"),
         ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
         ("out/train.json", "", "train.json is not JSON"),
-        ("out/train.json", "{}", "out: .* was begun with seed None, not 0"),
+        ("out/train.json", "{}", "out: .* was begun with another seed"),
     ],
 )
 def test_out_that_is_something_else(lab, tmp_path, file, content, words):
@@ -169,11 +134,10 @@ def test_a_place_that_cannot_be_written(lab, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("limit", [2_000, 110_000])
-def test_disk_full_on_the_way(lab, stopped, limit):
-    """A limit on the size of files stands for a full disk: the record or the moments do not fit."""
+def test_disk_full_on_the_way(lab, stopped):
+    """A limit on the size of files stands for a full disk: the moments do not fit."""
     before, out = resource.getrlimit(resource.RLIMIT_FSIZE), stopped.with_name("out")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, before[1]))
     try:
         with pytest.raises(
             OSError, match=r"out: a state of '.*out' cannot be written \(.*\); the states before"

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from mhla_hf.training.language import DistillStep
 from mhla_hf.training.loop import Stage
-from mhla_hf.training.objectives import DistillStep
 from mhla_hf.training.teach import TaughtText, teach
 
 TOP = 8
@@ -19,7 +19,7 @@ def stages(loss, length, **values):
 def test_stored_and_online_losses_are_the_same_and_fall(lab, tmp_path):
     teacher, student = lab.teacher(), lab.student(lab.teacher(seed=5), mixing_form="decay", local="softmax")
     teach(teacher, lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, top_k=TOP, progress=False)
-    ids, labels, *likeliest = TaughtText(tmp_path / "taught").reader(lab.length, 0, 0).take(4)
+    ids, labels, *likeliest = TaughtText(tmp_path / "taught", 64).reader(lab.length, 0, 0).take(4)
     share = 1 / (4 * (lab.length - 1)), 1 / 4
     online = {
         top: DistillStep(student, teacher, *stages("logits", lab.length, top_k=top, ce_weight=0.5))(ids, labels, *share)
@@ -50,7 +50,7 @@ def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)
     with pytest.raises(ValueError, match="holds 8 of 41 rows; expected all"):
-        TaughtText(tmp_path / "cut")
+        TaughtText(tmp_path / "cut", 64)
     assert teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)["done"] == 41
     for name in ("ids.npy", "tokens.npy", "log_p.npy", "taught.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from mhla_hf.checkpoints.bundle import write_bundle
+from mhla_hf.checkpoints.bundle import make_source
 from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
@@ -327,8 +327,9 @@ for causal, blocks in ((False, bundle.Blocks.grid((4, 6), (2, 2))), (True, bundl
 @pytest.mark.skipif(not INTERPRETED, reason="sets the interpreter itself")
 def test_a_bundle_has_its_own_kernels_where_triton_is(tmp_path):
     """Without the package; where triton is absent too the tests of the hub load every bundle."""
-    module = write_bundle("models.language", tmp_path).stem
-    code = IN_A_BUNDLE.format(folder=str(tmp_path), module=module)
+    name, text = make_source("models.language")
+    (tmp_path / name).write_text(text)
+    code = IN_A_BUNDLE.format(folder=str(tmp_path), module=name.removesuffix(".py"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [float(x) < 1e-5 for x in done.stdout.split()] == [True, True]
