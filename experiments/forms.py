@@ -1,8 +1,8 @@
-"""Which attention a converted language model should have: python -m experiments.forms --out docs/language/forms.json
+"""Which attention a converted language model should have: python -m experiments.forms, after `make demo ARGS="--seeds 3"`
 
-The demo's teacher, text and recipes, all layers converted (but for the hybrid), one row per form and seed: the KL to the
+The teachers, text and recipe of a demo, all layers converted (but for the hybrid), one row per form and seed: the KL to the
 teacher before any training and after it, bits per byte, the lookups answered from beyond the window, and the bytes that
-decoding keeps. Rows that the file has are not made again.
+decoding keeps. The students that the demo has are judged, the others trained. Rows that the file has are not made again.
 """
 
 import argparse
@@ -14,20 +14,18 @@ import tempfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf.convert import convert
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 
-from .demo.lookups import add_lookups, choose_words, make_recall, start_lookups
+from .demo.lookups import choose_words, make_recall
 from .demo.report import NEAR
-from .demo.text import hold_out, make_tokenizer, read_text
 from .rows import add_rows, made, number, whole_seeds
 
-RECIPES = Path(__file__).parent / "demo" / "recipes"
+RECIPE = Path(__file__).parent / "demo" / "recipes" / "demo_student.yaml"
 DENSE = {"mixing_form": "softmax", "local": None}
 WINDOW = {"mixing_form": "decay", "local": "softmax"}
 FORMS = {
@@ -40,23 +38,26 @@ FORMS = {
     "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
 }
 CONTROL = "teacher, trained on"
+TRAINED = {  # by the demo
+    "plain linear": "linear",
+    "window + MHLA by 2 decays": "mhla",
+    "the same, softmax in layers 0 and 3": "hybrid",
+    CONTROL: "control",
+}
 WHEN = ("before", "after")
 LOOKUPS = {1: 250, 4: 50, 16: 25}  # times the trained length: questions
 
 
 class Text:
-    """Tokens to train on, held-out rows `[N, L]`, and lookups in the held-out text whose value lies beyond the window.
+    """A demo's held-out text as rows `[N, L]`, and lookups in it whose value lies beyond the window.
 
     Lookups are asked at the trained length and at multiples of it, to which no model here was trained.
     """
 
-    def __init__(self, text, settings):
-        train, held_out = hold_out(read_text(text)[0])
-        length = settings["max_position_embeddings"]
-        self.tokenizer = make_tokenizer(train, settings["vocab_size"], length)
-        words = choose_words(self.tokenizer)
-        self.train = torch.tensor(self.encode(add_lookups(train, words)))
-        ids = torch.tensor(self.encode(held_out))
+    def __init__(self, data, length):
+        self.tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
+        held_out = (data / "heldout.txt").read_text(encoding="utf-8")
+        ids, words = torch.tensor(self.encode(held_out)), choose_words(self.tokenizer)
         self.rows = ids[: len(ids) // length * length].view(-1, length)
         self.size = len(self.tokenizer.decode(self.rows.flatten()).encode())
         self.lookups = {
@@ -75,49 +76,31 @@ class Text:
         return len(self.encode(text))
 
 
-def find_teacher(seed, text):
-    """The folder of the softmax teacher of one seed; whoever comes first trains it, the others wait."""
-    folder = Path(f"out/forms/teacher-{seed}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "config.json").exists():
-            train_teacher(folder, seed, text)
-    return folder
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
-def train_teacher(folder, seed, text):
-    """Train it; stopped, it goes on."""
-    plan = read_recipe(RECIPES / "demo_teacher.yaml")
-    text = Text(text, plan.settings)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**plan.settings, "vocab_size": len(text.tokenizer)}))
-    start_lookups(model)
-    distill(model, out=folder, data=text.train, stages=plan.stages, seed=seed, progress=False, **plan.run)
-
-
-def make_row(text, job):
-    """Convert, measure, train, measure again."""
+def make_row(demo, job):
+    """Convert, measure, train or find trained, measure again."""
     name, seed = job["form"], job["seed"]
     torch.set_num_threads(1)
-    folder = find_teacher(seed, text)
-    teacher_plan, plan = (read_recipe(RECIPES / f"demo_{which}.yaml") for which in ("teacher", "student"))
-    text = Text(text, teacher_plan.settings)
-    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    row, student, stages, asked = {"form": name, "seed": seed}, copy.deepcopy(teacher), plan.stages, teacher
-    if name == CONTROL:
-        last, steps = plan.stages[-1], sum(stage.steps for stage in plan.stages)
-        changes = {"name": "trained on", "steps": steps, "lr": last.lr, "warmup": last.warmup}
-        stages, asked = [type(last)(**{**vars(teacher_plan.stages[0]), **changes})], None
-    else:
+    models, plan = demo if seed == 0 else demo / f"seed-{seed}", read_recipe(RECIPE)
+    teacher = load(models / "teacher")
+    text = Text(demo / "data", teacher.config.max_position_embeddings)
+    student = copy.deepcopy(teacher)
+    if name != CONTROL:
         convert(student, **{**plan.settings, **FORMS[name]})
-        if name == "window alone":
-            for module in student.modules():
-                if hasattr(module, "balance"):
-                    module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
-    row["before"] = judge(student.eval(), teacher, text)
-    with tempfile.TemporaryDirectory() as place:
-        out = f"{place}/out"
-        distill(student, asked, out=out, data=text.train, stages=stages, seed=seed, progress=False, **plan.run)
+    if name == "window alone":
+        for module in student.modules():
+            if hasattr(module, "balance"):
+                module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
+    row = {"form": name, "seed": seed, "before": judge(student.eval(), teacher, text)}
+    if name in TRAINED:
+        student = load(models / TRAINED[name])
+    else:
+        options = {"data": demo / "data" / "train.txt", "tokenizer": text.tokenizer, "seed": seed, "progress": False}
+        with tempfile.TemporaryDirectory() as place:
+            distill(student, teacher, out=f"{place}/out", stages=plan.stages, **options, **plan.run)
     row["after"] = judge(student.eval(), teacher, text)
     with torch.no_grad():
         row["state_bytes"] = cache_bytes(student(text.rows[:1], use_cache=True).past_key_values)
@@ -139,10 +122,10 @@ def judge(model, teacher, text):
     return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall}
 
 
-def run(out, seeds, text=None, workers=2, command=None):
+def run(out, seeds, demo="out", workers=2, command=None):
     """Make every row that `out` lacks."""
     jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in (*FORMS, CONTROL)]
-    return add_rows(out, functools.partial(make_row, text), jobs, describe, workers=workers, command=command)
+    return add_rows(out, functools.partial(make_row, Path(demo)), jobs, describe, workers=workers, command=command)
 
 
 def describe(row):
@@ -184,7 +167,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m experiments.forms", description=__doc__)
     parser.add_argument("--out", default="docs/language/forms.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
-    parser.add_argument("--text", help="file or folder (default: the Python language reference)")
+    parser.add_argument("--demo", default="out", help="folder of the demo (default: out)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     given = vars(parser.parse_args())
     print(render_forms(run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")))
