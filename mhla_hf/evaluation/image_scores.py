@@ -73,25 +73,21 @@ def find_extractor(given, weights=None, device="cpu"):
 def inception(weights=None, device="cpu"):
     """FID's Inception by torch-fidelity: features `[B, 2048]`, logits without bias `[B, 1008]`, spatial `[B, 2023]`.
 
-    weights: a local file; None: torch-fidelity fetches it once. The spatial features are the first 7 channels of the 1x1
-    branch of the block that TensorFlow calls mixed_6, 17 x 17, as in ADM's evaluator and in its order, channels last, which
-    the moments of its reference files have. Images may have any size.
+    weights: a local file; None: torch-fidelity fetches it once. The spatial features are those of ADM's evaluator, in its
+    order, which the moments of its reference files have. Images may have any size.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
-        raise ImportError(
-            "FID needs torch-fidelity and a torchvision that fits torch, of which one is missing "
-            f"({first_line(error)}): pip install 'mhla_hf[images]'"
-        ) from error
+        lacks = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({first_line(error)})"
+        raise ImportError(f"FID needs {lacks}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
     with one_sentence(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
         if version and not genuine:
             torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
-        network = FeatureExtractorInceptionV3(
-            "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
-        )
+        outputs = ["2048", "logits_unbiased"]
+        network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=weights)
     network = network.to(device).eval()
     kept = {}
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: kept.update(spatial=output))
@@ -99,11 +95,9 @@ def inception(weights=None, device="cpu"):
     def extract(images):
         with torch.inference_mode():
             features, logits = network(images.to(device))
-        return {
-            "features": features,
-            "logits": logits,
-            "spatial": kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1),
-        }
+        # the first 7 channels of the 1x1 branch of the block that TensorFlow calls mixed_6, 17 x 17, channels last
+        spatial = kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1)
+        return {"features": features, "logits": logits, "spatial": spatial}
 
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, version, genuine)
 
@@ -153,11 +147,10 @@ def hash_files(files, folder, progress=False):
 
 def hash_place(place, progress=False):
     """Of the bytes of a file, or of all files in a folder; what is neither is given back, as text."""
-    if place is None or not Path(place).exists():
+    path = Path(place or "")
+    if place is None or not path.exists():
         return place and str(place)
-    place = Path(place)
-    files = [file for file in place.rglob("*") if file.is_file()]
-    return hash_file(place) if place.is_file() else hash_files(files, place, progress)
+    return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +171,6 @@ class Moments:
 
 def frechet_distance(sample, reference):
     """Fréchet distance of two `Moments`: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), a float."""
-    if sample.mean.shape != reference.mean.shape:
-        raise ValueError(
-            f"reference has {len(reference.mean)} features, the samples {len(sample.mean)}; expected equal"
-        )
     first, second = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
@@ -192,16 +181,12 @@ def frechet_distance(sample, reference):
 
 
 def inception_score(logits, splits=10, seed=0):
-    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y). logits `[N, C]`.
-
-    The error of a single part is None.
-    """
+    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y); one part has no error."""
     if len(logits) < 2 * splits:
         raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
-    scores = [(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts]
-    scores = torch.stack(scores)
+    scores = torch.stack([(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts])
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
@@ -212,13 +197,11 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     recall: the same with the roles exchanged (arXiv 1904.06991). chunk: rows compared at once.
     """
     if min(len(sample), len(reference)) <= neighbors:
-        raise ValueError(
-            f"features: {len(sample)} samples, {len(reference)} references; expected {neighbors + 1} or more of each"
-        )
+        given = f"{len(sample)} samples, {len(reference)} references"
+        raise ValueError(f"features: {given}; expected {neighbors + 1} or more of each")
 
     def covered(points, centers):
-        radii = [torch.cdist(part, centers).kthvalue(neighbors + 1, dim=1).values for part in centers.split(chunk)]
-        radii = torch.cat(radii)
+        radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
         inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
         return torch.cat(inside).double().mean().item()
 

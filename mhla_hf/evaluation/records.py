@@ -1,4 +1,4 @@
-"""The record of a score, the file that keeps a model's scores, and tables of several models side by side.
+"""The record of a score, the file that keeps a model's scores, and tables and pictures of several models side by side.
 
 Everything printed about quality (tables, cards, README) is read from `results.json` in the model's folder. Every number
 in it carries what is needed to judge and to repeat it. A results file comes along with a downloaded model and anybody can
@@ -7,6 +7,7 @@ edit it, so a digest of each record made here is noted in Hugging Face's cache, 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -17,10 +18,15 @@ from huggingface_hub import constants
 
 from ..checkpoints.files import write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
+from ..plots import COLORS, drawing, require_matplotlib
+from ..speed import DECODE
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
+PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
+SPEED = "speed"  # the task of times; (what, unit) of `measure_speed` -> its metrics
+SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
 logger = logging.getLogger("mhla_hf")
 
@@ -177,10 +183,10 @@ def format_score(value, stderr=None, places=4):
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
 
 
-def score_rows(models):
-    """(header, rows) of a comparison, lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
+def render_table(models, style="text"):
+    """The models side by side: task, metric (with ↑ or ↓), shots, samples, then a score with its error per model.
 
-    models: dict name -> Results (or list of Result), in the order of the columns.
+    models: dict name -> Results (or list of Result), in the order of the columns. style: as `render_rows` takes it.
     """
     found = {name: {record.identity: record for record in records} for name, records in models.items()}
     every = {identity: record for records in reversed(found.values()) for identity, record in records.items()}
@@ -191,18 +197,13 @@ def score_rows(models):
         scores = [records.get(identity) for records in found.values()]
         cells = ["" if score is None else format_score(score.value, score.stderr) for score in scores]
         rows.append([first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples, *cells])
-    return ["task", "metric", "shots", "samples", *models], rows
+    return render_rows(["task", "metric", "shots", "samples", *models], rows, style)
 
 
 def _natural(identity):
     """A sort key by which acc_back_64 comes before acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
-
-
-def render_table(models, style="text"):
-    """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
-    return render_rows(*score_rows(models), style=style)
 
 
 def render_rows(header, rows, style="text", left=2):
@@ -221,32 +222,139 @@ def render_rows(header, rows, style="text", left=2):
     )
 
 
-def paper_rows(models, columns):
-    """Header and rows of a table in the paper's layout: one row per model, one column per entry of `columns`.
+def paper_values(records, columns):
+    """label -> (value, standard error) of one model for the columns of a recipe, without those that have no score.
 
     columns: label -> {"task", "metric", "percent", "higher_is_better"} or {"mean_of": labels}. A mean is given only when
-    all its parts are there; its standard error takes them as independent. Returns (header, rows), lists of str.
+    all its parts are there; its standard error takes them as independent.
     """
-    rows = []
-    for name, records in models.items():
-        found = paper_values(records, columns)
-        rows.append([name, *(format_score(*found[label], places=2) if found.get(label) else "" for label in columns)])
-    arrows = [ARROWS[column.get("higher_is_better", True)] for column in columns.values()]
-    return ["model", *map(str.__add__, columns, arrows)], rows
-
-
-def paper_values(records, columns):
-    """label -> (value, standard error) of one model for the columns of a recipe, None where there is no score."""
     scores = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None}
     found = {}
     for label, column in columns.items():
-        value, error = scores.get((column.get("task"), column.get("metric")), (None, None))
-        scale = 100 if column.get("percent") else 1
-        found[label] = None if value is None else (scale * value, None if error is None else scale * error)
+        if (score := scores.get((column.get("task"), column.get("metric")))) is not None:
+            scale = 100 if column.get("percent") else 1
+            found[label] = tuple(number and scale * number for number in score)
     for label, column in columns.items():
-        parts = [found.get(part) for part in column.get("mean_of", [])]
-        if parts and all(parts):
-            values, errors = zip(*parts, strict=True)
+        parts = column.get("mean_of", [])
+        if parts and all(part in found for part in parts):
+            values, errors = zip(*(found[part] for part in parts), strict=True)
             error = None if None in errors else math.hypot(*errors) / len(parts)
             found[label] = (math.fsum(values) / len(parts), error)
     return found
+
+
+class Comparison(dict):
+    """name -> `Results` of what was asked for, in the order of the models. columns: of the recipe, see `paper_values`."""
+
+    columns = {}
+
+    def table(self, style="text"):
+        """The scores with their standard errors. style: "text" for a terminal or "markdown"."""
+        return render_table(self, style)
+
+    __str__ = table
+
+    def paper_table(self, style="text"):
+        """The recipe's columns in the paper's layout, one row per model; "" where there is none to fill."""
+        found = {name: paper_values(records, self.columns) for name, records in self.items()}
+        if not any(found.values()):
+            return ""
+        rows = [
+            [name, *(format_score(*values[label], places=2) if label in values else "" for label in self.columns)]
+            for name, values in found.items()
+        ]
+        return render_rows(["model", *(_arrowed(label, self.columns) for label in self.columns)], rows, style, left=1)
+
+    def plot(self, path):
+        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
+        return plot_scores(path, self, self.columns)
+
+
+def _arrowed(label, columns):
+    return label + ARROWS[columns[label].get("higher_is_better", True)]
+
+
+def speed_of_records(columns):
+    """speed.json's content from the records of "softmax" and "mhla" timed together; None where they were not.
+
+    columns: these two names -> list of `Result`.
+    """
+    tables = {}
+    for kind, record in ((kind, record) for kind, records in columns.items() for record in records):
+        if record.task == SPEED:
+            metric, _, length = record.metric.rpartition("_")
+            what, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
+            rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
+            row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
+            row[f"{kind}_{unit}"], kinds[kind] = record.value, record
+    for rows, kinds in tables.values():
+        if set(kinds) == {"softmax", "mhla"}:
+            said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
+            return {"rows": [rows[key] for key in sorted(rows)], **said}
+    return None
+
+
+def check_plot(path):
+    """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
+    require_matplotlib()
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
+
+
+def plot_scores(path, models, columns):
+    """Write a PNG of a comparison, and return its path; ValueError: there is nothing to draw.
+
+    Models are points with their standard errors in one panel per column of the recipe, or per score where no column has
+    any; recall by depth and speed by length are curves. models: dict name -> list of Result. columns: of a recipe, or {}.
+    """
+    points, every, curves = {}, {}, {}
+    for name, records in models.items():
+        for label, score in paper_values(records, columns).items():
+            points.setdefault(_arrowed(label, columns), {})[name] = score
+        for record in (record for record in records if record.value is not None):
+            score, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
+            if mark and place.isdecimal():
+                title = f"{record.task}\n{score}, by {'length ↓' if record.task == SPEED else 'depth'}"
+                line = curves.setdefault(title, {}).setdefault(name, [])
+                line.append((int(place), record.value, record.stderr or 0.0))
+            else:
+                shots = f", {record.shots} shots" if record.shots else ""
+                title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
+                every.setdefault(title, {})[name] = (record.value, record.stderr)
+    points = points or every
+    if not points and not curves:
+        raise ValueError("plot: no score is there to draw; expected at least one")
+    colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
+    panels = [(_draw_points, *panel) for panel in points.items()] + [(_draw_curves, *panel) for panel in curves.items()]
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
+    with drawing(path, down, across, figsize=size) as (_, grid):
+        for cell in grid.flat[len(panels) :]:
+            cell.set_visible(False)
+        for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
+            draw(cell, title, values, colors)
+            cell.set_title(title, fontsize=9.5)
+    return Path(path)
+
+
+def _draw_points(axes, title, values, colors):
+    for place, (name, color) in enumerate(colors.items()):
+        if name in values:
+            value, error = values[name]
+            axes.errorbar(value, place, xerr=error, fmt="o", color=color, markersize=6, capsize=3, linewidth=1.6)
+            how = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(f"{value:.4g}", (value, place), **how)
+    axes.set_yticks(range(len(colors)), list(colors))
+    axes.set_ylim(len(colors) - 0.4, -0.8)
+    axes.grid(True, axis="x")
+    axes.margins(x=0.2)
+
+
+def _draw_curves(axes, title, lines, colors):
+    for name, points in lines.items():
+        places, values, errors = zip(*sorted(points), strict=True)
+        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
+        axes.errorbar(places, values, yerr=errors, **look)
+    axes.set(xlabel="tokens" if title.startswith(SPEED) else "tokens from the fact to the question", ylim=(0, None))
+    axes.grid(True)
+    axes.legend(fontsize=8)

@@ -2,10 +2,19 @@
 
 A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
 the model's results file; what is known there for exactly this question is not run again.
+
+Of pipelines also the images and videos that they make for a score: every sample has its own seed and its own file, written
+aside and renamed; what is there is not made again. The batches are cut from the plan, not from what is left, and the global
+generator is seeded per batch (DDPM draws from it), so a run that was stopped gives the same files as one that was not, on
+any number of processes. With a launcher (`torchrun -m mhla_hf.cli evaluate ...`) each process makes every n-th batch, and
+the first one computes and writes the scores.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
+import json
 import logging
 import os
 import shlex
@@ -14,14 +23,17 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from tqdm import tqdm
 
+from ..checkpoints.files import file_aside, write_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model, fingerprint_pipeline
-from ..checkpoints.load import check_model_name, one_sentence, stored_dtype
+from ..checkpoints.load import check_model_name, choose_device, load_pipeline, one_sentence, stored_dtype
 from ..checkpoints.machine import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
 VERSION = "1"  # of our own metrics: part of every task hash
+IDENTITY = "samples.json"
 
 
 @dataclasses.dataclass
@@ -68,9 +80,8 @@ class Subject:
     def knows(self, task, metric, task_hash):
         """Whether a score is kept for the same weights, protocol, number, seed and precision, and not to be run again."""
         wanted = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
-        return not self.asked.force and any(
-            (r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) == wanted for r in self.kept
-        )
+        known = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
+        return not self.asked.force and wanted in known
 
     def store(self, records, beside=False):
         """Keep records that were just measured, in the model's file too where it has one. beside: as in `Results.merge`."""
@@ -200,3 +211,101 @@ def shown_path(path):
         return str(path)
     resolved, here = path.resolve(), Path.cwd().resolve()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
+
+
+@contextlib.contextmanager
+def joined_processes():
+    """accelerate's `PartialState`: alone, or with the others that the launcher started, who leave together."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    yield state
+    state.wait_for_everyone()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One file to make. name: of the file in the folder. condition: class label (int), prompt (str) or None. seed: int."""
+
+    name: str
+    condition: object
+    seed: int
+
+
+def seed_of_sample(seed, index):
+    """The seed of sample `index` of a run with `seed`: different for every pair, below 2**63."""
+    return (seed % 2**31) * 2**32 + index
+
+
+class PipelineJudge:
+    """One pipeline under a protocol: the loaded pipeline, its samples, its scores."""
+
+    def __init__(self, subject, asked, protocol, state):
+        from accelerate.utils import broadcast_object_list
+
+        self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
+        self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
+        given = getattr(subject.source, "device", None) if subject.loaded else None
+        self.device = choose_device(given or asked.device or state.device)
+        self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
+        subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
+
+    @functools.cached_property
+    def pipeline(self):
+        """Loaded when it is first needed; an object that was given stays where it is."""
+        if self.subject.loaded:
+            return self.subject.source
+        return load_pipeline(self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.where)
+
+    def make(self, folder, plan, identity, sampling, save, *, batch_size, what):
+        """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
+
+        identity: dict of what decides the samples besides weights, precision and `sampling`, which are further arguments of
+        the pipeline. save: (one of its images or frames, path) -> writes a file there. what: a word for the bar. ValueError:
+        the folder holds samples of something else, or the pipeline does not take the plan's conditions.
+        """
+        pipeline, state = self.pipeline, self.state
+        argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
+        if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
+            name = type(pipeline).__name__
+            raise ValueError(f"model {name} takes no {argument}; expected a pipeline for this recipe")
+        if state.is_main_process:
+            about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
+            _claim_folder(folder, {**about, **identity})
+            logger.info("%s: %d in %s", what, len(plan), folder)
+        state.wait_for_everyone()
+        batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
+        mine = batches[state.process_index :: state.num_processes]
+        mine = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
+        bars = getattr(pipeline, "_progress_bar_config", {})
+        pipeline.set_progress_bar_config(disable=True)
+        try:
+            for batch in tqdm(mine, desc=what, unit="batch", disable=not self.progress):
+                torch.manual_seed(batch[0].seed)
+                given = {} if argument is None else {argument: [sample.condition for sample in batch]}
+                generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
+                made = pipeline(**given, generator=generators, **sampling)
+                outputs = made.frames if hasattr(made, "frames") else made.images
+                for sample, output in zip(batch, outputs, strict=True):
+                    (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
+                    with file_aside(folder / sample.name) as aside:
+                        save(output, aside)
+        finally:
+            pipeline.set_progress_bar_config(**{"disable": False, **bars})
+        state.wait_for_everyone()
+
+
+def _claim_folder(folder, identity):
+    """Make `folder` the place of samples of `identity` (a dict); ValueError when it is the place of others."""
+    known = folder / IDENTITY
+    if known.is_file():
+        found, wanted = json.loads(known.read_text(encoding="utf-8")), json.loads(json.dumps(identity))
+        if other := [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]:
+            both = f"{found.get(other[0])!r}, now {wanted.get(other[0])!r}"
+            advice = "give another folder, or delete this one"
+            raise ValueError(f"samples: {str(folder)!r} holds samples with another {other[0]} ({both}); {advice}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"samples: {str(folder)!r} is not empty and holds no {IDENTITY}; expected an empty folder")
+    write_json(known, identity)

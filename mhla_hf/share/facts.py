@@ -17,9 +17,7 @@ from ..checkpoints.files import read_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
-from ..evaluation.records import Result, Results
-from ..evaluation.speed import TASK as SPEED
-from ..evaluation.speed import speed_of_records
+from ..evaluation.records import SPEED, Result, Results, speed_of_records
 from ..models.families import family_of_class
 from ..nn.settings import MHLASettings
 
