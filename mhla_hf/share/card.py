@@ -13,14 +13,16 @@ import re
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from ..checkpoints.files import read_json, read_yaml, write_json, write_text
+from ..checkpoints.load import one_sentence
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, format_score, render_table
 from . import facts as known
-from .facts import OWN, TEACHER, Facts, Person, part_of, read_person
+from .facts import TEACHER, Facts, Person, part_of, read_person
 
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -29,30 +31,35 @@ SCORES = ("Quality", "Recall", "Generation")
 PARTS = (*SCORES, "Recall by depth")
 
 
+class _Optional(dict):
+    """A configuration, of which not every model has every entry."""
+
+    def __missing__(self, key):
+        return None
+
+
 def write_card(folder, *, name, base_model=None, compared=None, license=None, **person) -> Path:
     """Write README.md and card.json into a saved and evaluated MHLA model's folder; returns the path of README.md.
 
     Args:
         folder: holds config.json and results.json; train.json and speed.json are used when there, the latter's numbers also
             from results.json when the teacher and this model were timed together (`--recipe speed`).
-        name: Hub id the model will have ("user/model"), or a plain name.
-        base_model: Hub id of the softmax original; None when it is not published or the model was trained from scratch.
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original; "hybrid" and "plain linear" are the usual others.
         license: taken from the base's card (README.md in the teacher's folder, else the Hub's); given here, as are
             license_name and license_link, only when that states none. Never guessed.
-        **person: other fields of `facts.Person`: datasets, language, about, limits.
+        name, base_model, **person: the fields of `facts.Person`.
 
     Raises:
         ValueError: one sentence that names what is missing or wrong; nothing has been written then.
     """
     folder, compared = Path(folder), dict(compared or {})
-    records = {label: [dataclasses.asdict(r) for r in known.read_records(place)] for label, place in compared.items()}
+    records = {label: known.read_records(place) for label, place in compared.items()}
     measured = known.read_folder(folder, records)
     terms = {key: person.pop(key, None) for key in ("license_name", "license_link")}
     terms = known.find_license(base_model, compared.get(TEACHER), license, **terms)
     person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person}, "card: ")
-    text = render_card(known.make_facts(measured, person, folder))
+    text = render_card(known.make_facts(measured, person))
     kept = {"format_version": known.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
     write_json(folder / known.PERSON_FILE, kept)
     return write_text(folder / CARD_FILE, text)
@@ -61,7 +68,7 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
 def folder_card(folder, weights: bool = True) -> str:
     """README.md as the files in `folder` give it; `weights`: see `read_folder`."""
     person, compared = read_person(folder)
-    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person, folder))
+    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person))
 
 
 def check_card(folder) -> None:
@@ -80,7 +87,7 @@ def shelf_facts(root, name: str) -> Facts:
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path} does not exist: a card says what was measured")
-    return known.make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person), path)
+    return known.make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
 
 
 def render_shelf(root, check: bool = False) -> list[Path]:
@@ -97,7 +104,7 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
     """Put the card of a model's folder on the shelf `root`; over_seeds: a JSON file with results over several seeds."""
     person, compared = read_person(folder)
     measured = known.read_folder(folder, compared)
-    text = render_card(known.make_facts(measured, person, folder))
+    text = render_card(known.make_facts(measured, person))
     Path(root, RESULTS).mkdir(parents=True, exist_ok=True)
     written = yaml.safe_dump(dataclasses.asdict(person), sort_keys=False, allow_unicode=True, width=120)
     write_text(Path(root, f"{name}.yaml"), written)
@@ -119,7 +126,7 @@ def render_card(facts: Facts) -> str:
     person, scores = facts.person, _index(facts)
     front = ModelCardData(
         base_model=person.base_model,
-        base_model_relation=None if person.base_model is None else "finetune",
+        base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
         pipeline_tag=facts.task,
         tags=TAGS,
@@ -130,25 +137,28 @@ def render_card(facts: Facts) -> str:
         language=person.language or None,
         **({"model_name": person.name.split("/")[-1], "eval_results": scores} if scores else {}),
     )
-    teacher = {TEACHER: facts.compared[TEACHER]} if TEACHER in facts.compared else {}
-    columns = {**teacher, OWN: facts.records, **facts.compared}
+    teacher = {TEACHER: facts.models[TEACHER]} if TEACHER in facts.models else {}
+    columns = {**teacher, **facts.models}
     parts = {
         part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS
     }
-    text = ModelCard.from_template(
-        front,
-        template_str=TEMPLATE.read_text(encoding="utf-8"),
-        facts=facts,
-        own="linear attention" if facts.family and facts.family.linear else "softmax",  # of the layers that were kept
-        scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
-        columns={label: {record.identity: record for record in found} for label, found in columns.items()},
-        part_of=part_of,
-        score=format_score,
-        absent=known.not_measured(facts.records),
-        measured=_measured(columns),
-        timed=lambda what, unit: _timed(facts, what, unit),
-    )
-    return re.sub(r"\n{3,}", "\n\n", str(text)).strip() + "\n"
+    template = Environment(undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    with one_sentence("the files beside the card lack what it shows"):
+        text = template.render(
+            card_data=front.to_yaml(),
+            facts=facts,
+            config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
+            own="linear attention"
+            if facts.family and facts.family.linear
+            else "softmax",  # of the layers that were kept
+            scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
+            columns={label: {record.identity: record for record in found} for label, found in columns.items()},
+            part_of=part_of,
+            score=format_score,
+            absent=known.not_measured(facts.records),
+            measured=_measured(columns),
+        )
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _index(facts: Facts) -> list[EvalResult]:
@@ -176,9 +186,3 @@ def _measured(columns: dict[str, list[Result]]) -> dict[tuple, dict[tuple, list[
         tasks = groups.setdefault(around, {}).setdefault((label, record.commit, record.date, record.command), [])
         tasks += [record.task] if record.task not in tasks else []
     return groups
-
-
-def _timed(facts: Facts, what: str | None, unit: str) -> list[dict]:
-    """The rows of speed.json that measure `what` (None: anything) in "ms" or "mib", by length."""
-    rows = [row for row in (facts.speed or {"rows": []})["rows"] if row.get(f"mhla_{unit}") is not None]
-    return sorted((row for row in rows if what in (None, row["what"])), key=lambda row: row["length"])

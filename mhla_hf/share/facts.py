@@ -1,7 +1,7 @@
 """What a model card may say, typed: what a model's files hold, and what a person gives.
 
 A model's folder and the shelf `model_cards` keep the same facts: `read_folder` gives them in the form of the shelf's
-results/<name>.json, `make_facts` checks that form and adds the person's part.
+results/<name>.json, `make_facts` adds the person's part.
 """
 
 import contextlib
@@ -65,31 +65,27 @@ class Person:
             raise ValueError(f"base_model {self.base_model!r} is a local path: a card names a Hub id, or nothing")
 
 
-class Noted(dict):
-    """What train.json and speed.json hold: an entry that a card shows and they lack is a ValueError."""
-
-    def __missing__(self, key):
-        raise ValueError(f"a card needs {key!r}, which is not in {sorted(self)}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """All that a card shows.
 
     kind: "language", "image" (classifier), "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline".
     class_name: of the model or pipeline. config: of config.json; of a pipeline, that of its component with MHLA.
-    records: own scores; none: nothing was measured. compared: label -> scores of another model; "teacher" is the softmax
-    original.
+    models: label -> scores; "MHLA" the model's own (none: nothing was measured), "teacher" the softmax original's.
     """
 
     kind: str
     class_name: str
     config: dict
     person: Person
-    records: list[Result] = dataclasses.field(default_factory=list)
-    compared: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
-    train: Noted | None = None
-    speed: Noted | None = None
+    models: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
+    train: dict | None = None
+    speed: dict | None = None
+
+    @property
+    def records(self) -> list[Result]:
+        """The model's own scores."""
+        return self.models.get(OWN, [])
 
     @property
     def family(self):
@@ -106,6 +102,21 @@ class Facts:
         """The layers without MHLA."""
         return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
 
+    @property
+    def unit(self) -> str:
+        """What the training counts."""
+        return next((unit for unit in ("tokens", "images") if self.train and self.train.get(unit)), "samples")
+
+    @property
+    def clocked(self) -> list[str]:
+        """What was timed."""
+        return list(dict.fromkeys(row["what"] for row in (self.speed or {"rows": []})["rows"]))
+
+    def timed(self, unit: str, what: str | None = None) -> list[dict]:
+        """The rows of speed.json in "ms" or "mib" that measure `what` (None: anything), by length."""
+        rows = [row for row in (self.speed or {"rows": []})["rows"] if row.get(f"mhla_{unit}") is not None]
+        return sorted((row for row in rows if what in (None, row["what"])), key=lambda row: row["length"])
+
 
 def read_model(folder) -> tuple[str, str, dict]:
     """(kind, class name, configuration with resolved MHLA layers) of a saved model or pipeline; see `Facts`."""
@@ -117,11 +128,10 @@ def read_model(folder) -> tuple[str, str, dict]:
     config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(_count_layers(config))
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
-    if not (autos := [auto for auto in KINDS if auto in (config.get("auto_map") or {})]):
-        raise ValueError(
-            f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
-        )
-    return KINDS[autos[0]][0], _class_name(config), config
+    for auto, (kind, _) in KINDS.items():
+        if auto in (config.get("auto_map") or {}):
+            return kind, _class_name(config), config
+    raise ValueError(f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed")
 
 
 def _class_name(config: dict) -> str:
@@ -139,29 +149,22 @@ def read_folder(folder, compared: dict, weights: bool = True) -> dict:
     weights: False for a folder that holds records and no model.
     """
     kind, class_name, config = read_model(folder)
-    results = [dataclasses.asdict(record) for record in read_records(folder, weights)]
     measured = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
-    measured |= {"results": results, "compared": compared}
+    measured |= {"results": read_records(folder, weights), "compared": compared}
     return measured | {name: read_json(Path(folder, f"{name}.json")) for name in ("train", "speed")}
 
 
-def make_facts(measured: dict, person: Person, where) -> Facts:
-    """Typed and checked. ValueError: a record lacks something, or a score does not say how it was measured."""
+def make_facts(measured: dict, person: Person) -> Facts:
+    """Typed. ValueError: a score lacks something, or another model has the own label."""
     if OWN in measured["compared"]:
         raise ValueError(f"compared: the label {OWN!r} is the model's own, expected another")
     models = {OWN: measured["results"], **measured["compared"]}
     models = {label: [Result.from_dict(record) for record in records] for label, records in models.items()}
-    for label, record in ((label, record) for label, records in models.items() for record in records):
-        if not (record.hardware and record.versions and record.command) or record.seed in (None, ""):
-            raise ValueError(f"{where}: {label} score of {record.task} does not say how it was measured")
-    own, train, speed = models.pop(OWN), measured["train"], measured["speed"]
-    speed = speed or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": own})
-    train = train and Noted(train, stages=[Noted(stage) for stage in Noted(train)["stages"]])
-    speed = speed and Noted(speed, rows=[Noted(row) for row in Noted(speed)["rows"]])
-    return Facts(measured["kind"], measured["class_name"], measured["config"], person, own, models, train, speed)
+    speed = measured["speed"] or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[OWN]})
+    return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
-def read_records(folder, weights: bool = True) -> list[Result]:
+def read_records(folder, weights: bool = True) -> list[dict]:
     """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
     records = Results.read(folder)
     if not records:
@@ -170,7 +173,7 @@ def read_records(folder, weights: bool = True) -> list[Result]:
     now = fingerprint_folder(folder) if local else None
     if others := [record.task for record in local if record.fingerprint != now]:
         raise ValueError(f"{folder}: {others[0]} was scored with other weights than it holds now: evaluate again")
-    return records
+    return [dataclasses.asdict(record) for record in records]
 
 
 def read_person(folder) -> tuple[Person, dict]:
@@ -218,7 +221,6 @@ def find_license(base_model, teacher, license=None, license_name=None, license_l
     if license not in (None, terms["license"]):
         raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
     if terms["license"] is None:
-        raise ValueError(
-            f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give license"
-        )
+        base = base_model or teacher or "a base"
+        raise ValueError(f"license is missing: no card of {base} states one, so give license")
     return terms

@@ -86,9 +86,14 @@ def push(
         raise ValueError("create_pr goes with none of tags, private and revision: a pull request is made to main")
     with contextlib.ExitStack() as stack:
         aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mhla_hf-push-")))
-        folder = _as_folder(what, tokenizer, aside / "saved")
+        folder, card = _as_folder(what, tokenizer, aside / "saved"), None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
-        card = _plain_card(folder, repo_id, license, base_model)
+        if (license is not None or base_model is not None) and folder.is_dir():
+            if (folder / CARD_FILE).is_file():
+                raise ValueError(
+                    f"license and base_model are for a model without a card; {folder / CARD_FILE} is there"
+                )
+            card = plain_card(folder, repo_id, base_model, find_license(base_model, None, license))
         left = stage_folder(folder, aside / "model", repo_id=repo_id, card=card, draft=draft)
         if not progress:
             stack.enter_context(disable_progress_bars())
@@ -146,12 +151,3 @@ def _as_folder(what, tokenizer, place: Path) -> Path:
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
     return place
-
-
-def _plain_card(folder: Path, repo_id: str, license, base_model) -> str | None:
-    """The plain card of a folder without README.md, when a license or base is given; ValueError when both are there."""
-    if (license is None and base_model is None) or not folder.is_dir():
-        return None
-    if (folder / CARD_FILE).is_file():
-        raise ValueError(f"license and base_model are for a model without a card, and {folder / CARD_FILE} is there")
-    return plain_card(folder, repo_id, base_model, find_license(base_model, None, license))

@@ -203,12 +203,11 @@ FILES = {
     "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "the label 'MHLA' is the model's own"),
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
     "no base and none given": (lambda m, c: c.clear(), "license is missing: no card of a base"),
-    "train without seed": (changed("train.json", lambda j: j.pop("seed")), "a card needs 'seed', which is not in"),
-    "train of another": (changed("train.json", lambda j: j.pop("stages")), "a card needs 'stages'"),
-    "a stage without a loss": (changed("train.json", lambda j: j["stages"][1].pop("last_loss")), "a card needs 'last_loss'"),
-    "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "a card needs 'length'"),
-    "a score without a seed": (
-        changed("results.json", lambda j: j["results"][0].update(seed="")), "MHLA score of topics_bpb does not say"),
+    "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
+    "train of another": (changed("train.json", lambda j: j.pop("stages")), "has no attribute 'stages'"),
+    "a stage without a loss": (changed("train.json", lambda j: j["stages"][1].pop("last_loss")), "no attribute 'last_loss"),
+    "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "lack what it shows: 'length'"),
+    "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
 ARGUMENTS = {
     "base out of reach": ({"base_model": "a/base", "compared": {}}, "license is missing: no card of a/base states one"),
@@ -308,6 +307,6 @@ def test_the_cards_of_this_repository_name_their_family_and_how_each_score_was_m
     facts, card = shelf_facts(SHELF, name), ModelCard.load(SHELF / f"{name}.md")
     shown = {(score.dataset_type, score.metric_type): score.metric_value for score in card.data.eval_results}
     assert shown and shown.items() <= {(record.task, record.metric): record.value for record in facts.records}.items()
-    for record in [*facts.records, *(record for records in facts.compared.values() for record in records)]:
+    for record in [record for records in facts.models.values() for record in records]:
         about = (record.hardware, f"seed {record.seed}", f"`{record.command}`", record.versions["torch"], record.commit)
         assert [said for said in (*about, f"{record.value:.4f}") if said not in card.content] == [], record.task
