@@ -1,9 +1,9 @@
 """Features of images and the numbers made of them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's. What is here is a few lines each, of which no library takes all: torchmetrics' FID takes no
-moments, which is what ADM's reference files hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not
-run with transformers 5, and torch-fidelity's scores need a torchvision. A name is earned: only Inception with the published
-weights makes a Fréchet distance "FID"; another extractor gives a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. The rest is a few lines each: torchmetrics' FID takes no moments, which ADM's reference files
+hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not run with transformers 5; torch-fidelity's
+scores need a torchvision. Only Inception with the published weights makes a Fréchet distance "FID"; another extractor gives
+a "Fréchet distance (<its name>)".
 """
 
 import dataclasses

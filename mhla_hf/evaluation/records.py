@@ -90,13 +90,12 @@ class Result:
 class Results(list):
     """The scores of one model: a list of `Result` that is read from and written to one JSON file.
 
-    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces what was measured again.
     `write` goes aside and renames, so a reader never sees half a file.
     """
 
     @classmethod
     def read(cls, path):
-        """Read `path` (a file, or a folder that holds results.json). ValueError when it is not such a file."""
+        """Read `path` (a file, or a folder that holds results.json); empty where there is none. ValueError: no such file."""
         path = results_path(path)
         if not path.exists():
             return cls()
@@ -106,9 +105,7 @@ class Results(list):
                 return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
-        raise ValueError(
-            f"{path} has format_version {content['format_version']!r}; this version of mhla_hf reads {FORMAT_VERSION}"
-        )
+        raise ValueError(f"{path} has format_version {content['format_version']!r}; expected {FORMAT_VERSION}")
 
     def merge(self, new, beside=False):
         """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.
@@ -127,10 +124,7 @@ class Results(list):
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task, metric, shots=None, limit=None):
-        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots.
-
-        Of several, that with the most samples.
-        """
+        """The record of (task, metric) on the whole task or on `limit`, of several that with the most samples; or None."""
         wanted = (task, metric, limit)
         found = [r for r in self if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
         return max(found, key=lambda record: record.samples, default=None)
@@ -305,7 +299,7 @@ def plot_scores(path, models, columns):
     """Write a PNG of a comparison, and return its path; ValueError: there is nothing to draw.
 
     Models are points with their standard errors in one panel per column of the recipe, or per score where no column has
-    any; recall by depth and speed by length are curves. models: dict name -> list of Result. columns: of a recipe, or {}.
+    any; recall by depth and speed by length are curves.
     """
     points, every, curves = {}, {}, {}
     for name, records in models.items():

@@ -36,10 +36,8 @@ class ScoreRecipe:
     """How to judge.
 
     kind: of the models. tasks: task -> examples in the prompt, or None for the task's own number; for other kinds than
-    language the metrics, with None. settings: the protocol of this kind of model, see `ImageProtocol`, `VideoProtocol`,
-    `ClassificationProtocol`, `SpeedProtocol`, `LanguageProtocol`. columns: label -> {"task", "metric", "percent",
-    "higher_is_better"} or {"mean_of": labels}; empty: no such layout. name: of a recipe of this package, else its file's.
-    changed: the settings that are not the file's.
+    language the metrics, with None. settings: the protocol of this kind of model, such as `ImageProtocol`. columns: see
+    `paper_values`. name: of a recipe of this package, else its file's. changed: the settings that are not the file's.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -140,9 +138,8 @@ def evaluate(
         models: a folder, a Hub id or a loaded model or pipeline; or a list of them, or a dict name -> one of them.
         tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list or one text with commas. With a recipe:
             only these of its tasks. Needed where there is no recipe.
-        recipe: name of a score recipe (`table_6_language`, `table_8_longbench`, `recall`, `ruler`, `speed`,
-            `table_2_imagenet`, `table_4_text_to_image`, `table_9_class_to_image`, `table_5_vbench`) or a YAML file. It
-            says of which kind the models are; without one they are language models.
+        recipe: name of a score recipe (see `recipe_names`, such as `table_6_language`) or a YAML file. It says of which kind
+            the models are; without one they are language models.
         settings: replaces some of the recipe's settings, such as {"lengths": [256]} or {"reference": "imagenet.npz"}.
         tokenizer: for loaded language models; else it comes with the model.
         output: where the scores are kept: a .json file (one model) or a folder (one file per model). Default:

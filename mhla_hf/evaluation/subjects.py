@@ -3,11 +3,9 @@
 A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
 the model's results file; what is known there for exactly this question is not run again.
 
-Of pipelines also the images and videos that they make for a score: every sample has its own seed and its own file, written
-aside and renamed; what is there is not made again. The batches are cut from the plan, not from what is left, and the global
-generator is seeded per batch (DDPM draws from it), so a run that was stopped gives the same files as one that was not, on
-any number of processes. With a launcher (`torchrun -m mhla_hf.cli evaluate ...`) each process makes every n-th batch, and
-the first one computes and writes the scores.
+Of pipelines also the images and videos that they make for a score: every sample has its own seed and its own file, and what
+is there is not made again. The batches are cut from the plan, not from what is left, and the global generator is seeded per
+batch (DDPM draws from it), so a run that was stopped gives the same files as one that was not, on any number of processes.
 """
 
 import contextlib
@@ -69,13 +67,11 @@ class Subject:
         foreign = len(found) - len(mine)
         if mine and not self.asked.force:
             logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
-        if foreign and self.asked.trust_scores:
-            logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
-            return found
+        trusted = self.asked.trust_scores
         if foreign:
-            text = "%s: %d scores in %s were not measured here and do not count; trust_scores would read them"
-            logger.info(text, self.name, foreign, self.target)
-        return mine
+            said = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
+            logger.log(logging.WARNING if trusted else logging.INFO, said, self.name, foreign, self.target)
+        return found if trusted else mine
 
     def knows(self, task, metric, task_hash):
         """Whether a score is kept for the same weights, protocol, number, seed and precision, and not to be run again."""
@@ -139,12 +135,11 @@ def paths_of(given):
 def find_subjects(models, asked, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
     models, output = named_models(models), asked.output and Path(asked.output)
-    single_file = str(output).endswith(".json")
-    if single_file and len(models) > 1:
+    files = dict.fromkeys(models, output)
+    if output and output.suffix != ".json":
+        files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
+    elif output and len(models) > 1:
         raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
-    files = {
-        name: output and (output if single_file else output / f"{name.replace('/', '--')}.json") for name in models
-    }
     return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
 
 
@@ -183,8 +178,7 @@ def _subject(name, model, target, asked, pipeline):
             with one_sentence(f"model {source!r} is no folder here, and the Hub does not give it"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
-        right = isinstance(getattr(model, "components", None), dict) if pipeline else isinstance(model, torch.nn.Module)
-        if not right:
+        if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
             what = "diffusers pipeline" if pipeline else "model of transformers"
             raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
         fingerprint = fingerprint_pipeline(model) if pipeline else fingerprint_model(model)
@@ -261,14 +255,15 @@ class PipelineJudge:
         """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
 
         identity: dict of what decides the samples besides weights, precision and `sampling`, which are further arguments of
-        the pipeline. save: (one of its images or frames, path) -> writes a file there. what: a word for the bar. ValueError:
-        the folder holds samples of something else, or the pipeline does not take the plan's conditions.
+        the pipeline. save: (image or frames, path) -> writes a file there. what: a word for the bar. ValueError: the folder
+        holds samples of something else, or the pipeline does not take the plan's conditions.
         """
         pipeline, state = self.pipeline, self.state
         argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
         if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
-            name = type(pipeline).__name__
-            raise ValueError(f"model {name} takes no {argument}; expected a pipeline for this recipe")
+            raise ValueError(
+                f"model {type(pipeline).__name__} takes no {argument}; expected a pipeline for this recipe"
+            )
         if state.is_main_process:
             about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
             _claim_folder(folder, {**about, **identity})
@@ -301,9 +296,8 @@ def _claim_folder(folder, identity):
     if known.is_file():
         found, wanted = json.loads(known.read_text(encoding="utf-8")), json.loads(json.dumps(identity))
         if other := [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]:
-            both = f"{found.get(other[0])!r}, now {wanted.get(other[0])!r}"
             advice = "give another folder, or delete this one"
-            raise ValueError(f"samples: {str(folder)!r} holds samples with another {other[0]} ({both}); {advice}")
+            raise ValueError(f"samples: {str(folder)!r} holds samples with another {other[0]}; {advice}")
         return
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

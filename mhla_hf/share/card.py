@@ -22,13 +22,11 @@ from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, format_score, render_table
 from . import facts as known
-from .facts import TEACHER, Facts, Person, part_of, read_person
+from .facts import TEACHER, Facts, Person, make_facts, part_of, read_folder
 
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["mhla", "linear-attention", "custom_code"]
-SCORES = ("Quality", "Recall", "Generation")
-PARTS = (*SCORES, "Recall by depth")
 
 
 class _Optional(dict):
@@ -55,20 +53,19 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
     """
     folder, compared = Path(folder), dict(compared or {})
     records = {label: known.read_records(place) for label, place in compared.items()}
-    measured = known.read_folder(folder, records)
+    measured = known.measure(folder, records)
     terms = {key: person.pop(key, None) for key in ("license_name", "license_link")}
     terms = known.find_license(base_model, compared.get(TEACHER), license, **terms)
     person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person}, "card: ")
-    text = render_card(known.make_facts(measured, person))
+    text = render_card(make_facts(measured, person))
     kept = {"format_version": known.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
     write_json(folder / known.PERSON_FILE, kept)
     return write_text(folder / CARD_FILE, text)
 
 
 def folder_card(folder, weights: bool = True) -> str:
-    """README.md as the files in `folder` give it; `weights`: see `read_folder`."""
-    person, compared = read_person(folder)
-    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person))
+    """README.md as the files in `folder` give it; `weights`: see `measure`."""
+    return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder) -> None:
@@ -87,7 +84,7 @@ def shelf_facts(root, name: str) -> Facts:
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path} does not exist: a card says what was measured")
-    return known.make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
+    return make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
 
 
 def render_shelf(root, check: bool = False) -> list[Path]:
@@ -102,9 +99,8 @@ def render_shelf(root, check: bool = False) -> list[Path]:
 
 def shelve(folder, root, name: str, over_seeds=None) -> Path:
     """Put the card of a model's folder on the shelf `root`; over_seeds: a JSON file with results over several seeds."""
-    person, compared = read_person(folder)
-    measured = known.read_folder(folder, compared)
-    text = render_card(known.make_facts(measured, person))
+    measured, person = read_folder(folder)
+    text = render_card(make_facts(measured, person))
     Path(root, RESULTS).mkdir(parents=True, exist_ok=True)
     written = yaml.safe_dump(dataclasses.asdict(person), sort_keys=False, allow_unicode=True, width=120)
     write_text(Path(root, f"{name}.yaml"), written)
@@ -125,22 +121,18 @@ def render_card(facts: Facts) -> str:
     """README.md for `facts`: YAML front matter, then the sections in the order in which a reader asks."""
     person, scores = facts.person, _index(facts)
     front = ModelCardData(
-        base_model=person.base_model,
         base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
         pipeline_tag=facts.task,
         tags=TAGS,
-        license=person.license,
-        license_name=person.license_name,
-        license_link=person.license_link,
-        datasets=person.datasets or None,
-        language=person.language or None,
+        **{key: getattr(person, key) or None for key in known.FRONT},
         **({"model_name": person.name.split("/")[-1], "eval_results": scores} if scores else {}),
     )
     teacher = {TEACHER: facts.models[TEACHER]} if TEACHER in facts.models else {}
     columns = {**teacher, **facts.models}
     parts = {
-        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS
+        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()}
+        for part in known.PARTS
     }
     template = Environment(undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
     with one_sentence("the files beside the card lack what it shows"):
@@ -148,9 +140,6 @@ def render_card(facts: Facts) -> str:
             card_data=front.to_yaml(),
             facts=facts,
             config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
-            own="linear attention"
-            if facts.family and facts.family.linear
-            else "softmax",  # of the layers that were kept
             scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
             columns={label: {record.identity: record for record in found} for label, found in columns.items()},
             part_of=part_of,
@@ -174,7 +163,7 @@ def _index(facts: Facts) -> list[EvalResult]:
             metric_args={"shots": record.shots, "samples": record.samples, "stderr": record.stderr},
         )
         for record in facts.records
-        if record.limit is None and record.value is not None and part_of(record) in SCORES
+        if record.limit is None and record.value is not None and part_of(record) in known.SCORES
     ]
 
 

@@ -1,6 +1,6 @@
 """What a model card may say, typed: what a model's files hold, and what a person gives.
 
-A model's folder and the shelf `model_cards` keep the same facts: `read_folder` gives them in the form of the shelf's
+A model's folder and the shelf `model_cards` keep the same facts: `measure` gives them in the form of the shelf's
 results/<name>.json, `make_facts` adds the person's part.
 """
 
@@ -24,8 +24,10 @@ from ..nn.settings import MHLASettings
 PERSON_FILE = "card.json"
 FORMAT_VERSION = 1
 OWN = "MHLA"
+FRONT = ("base_model", "license", "license_name", "license_link", "datasets", "language")  # of a person's, for the Hub
 TEACHER = "teacher"
-DEPTH = "_back_"  # in a metric's name: a part of a score, by the distance to the fact
+SCORES = ("Quality", "Recall", "Generation")
+PARTS = (*SCORES, "Recall by depth")
 # Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
 RECALL = re.compile(r"(?!.*_generation).*_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_")
 GENERATION = re.compile(
@@ -143,7 +145,7 @@ def _count_layers(config: dict) -> int | None:
     return both.get("num_hidden_layers") or both.get("num_layers")
 
 
-def read_folder(folder, compared: dict, weights: bool = True) -> dict:
+def measure(folder, compared: dict, weights: bool = True) -> dict:
     """What was measured of the model in `folder`, as the shelf keeps it. compared: label -> records as dicts.
 
     weights: False for a folder that holds records and no model.
@@ -152,6 +154,16 @@ def read_folder(folder, compared: dict, weights: bool = True) -> dict:
     measured = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
     measured |= {"results": read_records(folder, weights), "compared": compared}
     return measured | {name: read_json(Path(folder, f"{name}.json")) for name in ("train", "speed")}
+
+
+def read_folder(folder, weights: bool = True) -> tuple[dict, Person]:
+    """(what was measured, the person's part) of a folder with the card.json of `write_card`; weights: as in `measure`."""
+    path = Path(folder, PERSON_FILE)
+    content = read_json(path) or {}
+    if content.pop("format_version", None) != FORMAT_VERSION:
+        raise ValueError(f"{path} is not there with format_version {FORMAT_VERSION}: write the card with write_card")
+    measured = measure(folder, content.pop("compared", {}), weights)
+    return measured, read_settings(Person, content, f"{path}: ")
 
 
 def make_facts(measured: dict, person: Person) -> Facts:
@@ -176,26 +188,11 @@ def read_records(folder, weights: bool = True) -> list[dict]:
     return [dataclasses.asdict(record) for record in records]
 
 
-def read_person(folder) -> tuple[Person, dict]:
-    """What `write_card` kept in card.json: the person's part, and label -> records of the models compared with."""
-    path = Path(folder, PERSON_FILE)
-    content = read_json(path) or {}
-    if content.pop("format_version", None) != FORMAT_VERSION:
-        raise ValueError(f"{path} is not there with format_version {FORMAT_VERSION}: write the card with write_card")
-    compared = content.pop("compared", {})
-    return read_settings(Person, content, f"{path}: "), compared
-
-
 def part_of(record: Result) -> str:
-    """The table of scores that a record belongs to: "Recall" of single facts from far back, "Generation" or "Quality".
-
-    "Recall by depth" for a part of a score, by the distance to the fact; "" for a time.
-    """
+    """The table of scores that a record belongs to, one of `PARTS`; "" for a time."""
+    if record.task == SPEED or "_back_" in record.metric:
+        return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
-    if record.task == SPEED:
-        return ""
-    if DEPTH in record.metric:
-        return "Recall by depth"
     return "Recall" if RECALL.match(name) else "Generation" if GENERATION.search(name) else "Quality"
 
 
@@ -206,9 +203,9 @@ def not_measured(records) -> list[str]:
 
 
 def find_license(base_model, teacher, license=None, license_name=None, license_link=None) -> dict:
-    """license, license_name and license_link: what the base's own card states, else what is given; never a guess.
+    """license, license_name and license_link: what the base's own card states, else what is given; ValueError: neither.
 
-    base_model: Hub id or None. teacher: folder of the base, or None. ValueError: none, or another than the base's.
+    base_model: Hub id or None. teacher: folder of the base, or None.
     """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards = [Path(teacher, CARD_FILE)] if teacher and Path(teacher, CARD_FILE).is_file() else []
@@ -221,6 +218,5 @@ def find_license(base_model, teacher, license=None, license_name=None, license_l
     if license not in (None, terms["license"]):
         raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
     if terms["license"] is None:
-        base = base_model or teacher or "a base"
-        raise ValueError(f"license is missing: no card of {base} states one, so give license")
+        raise ValueError(f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give it")
     return terms

@@ -23,7 +23,7 @@ from ..checkpoints.load import check_shards, one_sentence
 from ..checkpoints.save import CARD_FILE, CONFIGURATIONS, RECORDS, saved_files
 from ..evaluation.records import Results
 from .card import check_card, folder_card
-from .facts import PERSON_FILE, not_measured, read_model, read_person
+from .facts import PERSON_FILE, not_measured, read_folder, read_model
 
 logger = logging.getLogger("mhla_hf")
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
@@ -133,6 +133,6 @@ def _check_card(place: Path, card: str | None, repo_id: str | None, measured: bo
         raise ValueError(f"{file}: license is {license!r}, expected a license of the Hub such as apache-2.0")
     if measured:
         check_card(place)
-        name = read_person(place)[0].name
+        name = read_folder(place)[1].name
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
