@@ -37,11 +37,8 @@ from mhla_hf.speed import cache_bytes
         ({"tasks": "here_close"}, "task 'here_close' does not exist; did you mean here_cloze"),
         ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),
         ({"limit": 0}, "limit is 0"),
-        ({"limit": 2.5}, "limit is 2.5"),
         ({"limit": float("nan")}, "limit is nan"),
         ({"batch_size": "many"}, "batch_size is 'many'"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"num_fewshot": -1}, "num_fewshot is -1"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"dtype": "int8"}, "dtype is 'int8'; expected one of ['auto'"),
         ({"device": "tpu:9"}, "device 'tpu:9' is not available"),
@@ -114,12 +111,8 @@ OWN = {"kind": "language", "tasks": ["a"]}
     ("content", "says"),
     [
         ("nothing", "got 'nothing'; expected a mapping"),
-        ("{", "is not YAML"),
         ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
-        ({"kind": "language"}, "tasks is missing"),
         ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
-        (OWN | {"color": 1}, "unknown 'color'"),
-        (OWN | {"settings": [1]}, "settings is [1]; expected dict"),
         (OWN | {"columns": {"x": {"mean_of": ["y"]}}}, "column 'x' is {'mean_of': ['y']}; expected task and metric"),
         (OWN | {"columns": {"x": {"taks": "a"}}}, "column 'x' is"),
     ],
@@ -271,7 +264,6 @@ def test_a_cache_counts_each_storage_once():
     ("settings", "says"),
     [
         ({"lengths": []}, "lengths is []"),
-        ({"lengths": ["long"]}, "lengths is ['long']"),
         ({"rounds": 0}, "rounds is 0"),
     ],
 )
