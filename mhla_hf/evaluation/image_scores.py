@@ -6,21 +6,23 @@ scores need a torchvision. Only Inception with the published weights makes a Fr�
 a "Fréchet distance (<its name>)".
 """
 
-import dataclasses
 import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from transformers import CLIPModel, CLIPProcessor
 
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import file_aside
-from ..checkpoints.load import first_line, one_sentence
+from ..checkpoints.load import first_line, one_sentence, without_questions
+from ..checkpoints.values import checked, checked_field
 from .records import hash_of
 
 CHUNK = 1000
@@ -30,7 +32,7 @@ INCEPTION_SHA256 = "6726825d"  # of torch-fidelity's weights, the network of 201
 FOREIGN = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
-@dataclasses.dataclass(frozen=True)
+@checked
 class Extractor:
     """What turns images into features.
 
@@ -41,13 +43,8 @@ class Extractor:
 
     name: str
     function: Callable
-    version: str
+    version: str = checked_field(bool, "a text that changes when what it computes does")
     genuine: bool = False
-
-    def __post_init__(self):
-        if not isinstance(self.version, str) or not self.version:
-            given = f"extractor {self.name!r}: version is {self.version!r}"
-            raise ValueError(f"{given}; expected a text that changes when what it computes does")
 
     def label(self, metric):
         """The metric's name in tables: FID only with FID's own network."""
@@ -117,13 +114,13 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
     name -> `[N, ...]`, in their order, on the main process; None on the others.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
-    files = [cache / f"{number:05d}.safetensors" for number in range(len(chunks))]
+    starts = range(0, len(images), CHUNK)
+    files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
     own = slice(state.process_index, None, state.num_processes)
-    mine = [(chunk, file) for chunk, file in zip(chunks[own], files[own], strict=True) if not file.is_file()]
-    with tqdm(total=sum(len(chunk) for chunk, _ in mine), desc=what, disable=not progress) as bar:
-        for chunk, file in mine:
-            parts = []
+    mine = {file: start for file, start in zip(files[own], starts[own], strict=True) if not file.is_file()}
+    with tqdm(total=CHUNK * len(mine), desc=what, disable=not progress) as bar:
+        for file, first in mine.items():
+            chunk, parts = images[first : first + CHUNK], []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
@@ -153,8 +150,7 @@ def hash_place(place, progress=False):
     return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """mean `[D]` and covariance `[D, D]` (over n - 1), float64."""
 
     mean: torch.Tensor
@@ -209,17 +205,22 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     return covered(sample, reference), covered(reference, sample)
 
 
-def clip_scores(images, prompts, model, processor):
+def clip_scores(paths, prompts, clip, device, batch_size):
     """100 max(cos, 0) between each image and its prompt, a float64 tensor `[N]`.
 
-    images: PIL images. prompts: texts; what is longer than the model's window is cut. model: transformers' CLIPModel.
+    paths: of the images. prompts: texts; what is longer than the model's window is cut. clip: folder or id of a CLIP model.
     """
-    inputs = processor(text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True)
-    with torch.inference_mode():
-        found = model(**{key: value.to(model.device) for key, value in inputs.items()})
-    pictures, texts = found.image_embeds.double(), found.text_embeds.double()
-    cosine = torch.nn.functional.cosine_similarity(pictures, texts, dim=-1)
-    return 100 * cosine.clamp(min=0).cpu()
+    with one_sentence(f"clip: {clip!r} cannot be loaded"), without_questions():
+        model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
+    cosines = []
+    for start in range(0, len(paths), batch_size):
+        images = [Image.open(path).convert("RGB") for path in paths[start : start + batch_size]]
+        given = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
+        with torch.inference_mode():
+            found = model(**processor(**given, return_tensors="pt").to(device))
+        pictures, texts = found.image_embeds.double(), found.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(pictures, texts, dim=-1).cpu())
+    return 100 * torch.cat(cosines).clamp(min=0)
 
 
 def share_error(share, count):

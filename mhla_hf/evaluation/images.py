@@ -2,8 +2,8 @@
 
 Any diffusers pipeline that takes class labels or prompts is sampled into a folder, resumably and on several processes;
 scores are computed from the files. A score counts as known only for the same weights, protocol, reference, number of
-images and seed. A classifier's images are prepared by its own image processor, in color or, for a model of one channel, in
-gray; folders of classes are matched to its labels by name, and only where no name matches by their order, as ImageNet's are.
+images and seed. A classifier's images are prepared by its own image processor; folders of classes are matched to its labels
+by name, and only where no name matches by their order, as ImageNet's are.
 """
 
 import dataclasses
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image
-from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor
+from transformers import AutoImageProcessor
 
-from ..checkpoints.load import choose_device, load_classifier, one_sentence, without_questions
+from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split
 from ..training.pictures import Pictures, label_order, open_pictures, share_right
@@ -181,7 +180,10 @@ class _Judge(PipelineJudge):
         if self.state.is_main_process:
             scores = self._feature_scores(missing, found, reference)
             if "CLIP score" in missing:
-                scores["CLIP score"] = self._clip(plan, paths)
+                prompts = [sample.condition for sample in plan]
+                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.asked.batch_size)
+                error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
+                scores["CLIP score"] = values.mean().item(), error, True, len(values)
             self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
     def _feature_scores(self, missing, found, reference):
@@ -197,19 +199,6 @@ class _Judge(PipelineJudge):
             for name, value, size in zip(("precision", "recall"), pair, (count, len(reference[0])), strict=True):
                 scores[name] = value, share_error(value, size), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
-
-    def _clip(self, plan, paths):
-        with one_sentence(f"clip: {self.protocol.clip!r} cannot be loaded"), without_questions():
-            model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
-            processor = CLIPProcessor.from_pretrained(self.protocol.clip)
-        found, size = [], self.asked.batch_size
-        for start in range(0, len(plan), size):
-            images = [Image.open(path).convert("RGB") for path in paths[start : start + size]]
-            prompts = [sample.condition for sample in plan[start : start + size]]
-            found.append(clip_scores(images, prompts, model, processor))
-        found = torch.cat(found)
-        error = (found.std() / len(found) ** 0.5).item() if len(found) > 1 else None
-        return found.mean().item(), error, True, len(found)
 
 
 def _read_prompts(path):

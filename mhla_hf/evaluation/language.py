@@ -1,14 +1,12 @@
 """Judging language models with unpatched lm-eval 0.4.13: the numbers of `lm_eval --model hf`, for several models.
 
 What is missing is decided before a model is loaded: a score counts when task, hash of the task, shots, limit, seeds, window,
-precision and the fingerprint of the weights are those asked for. A task's hash covers its definition and every document.
-Scores go into results.json after every task, so a stopped evaluation continues. Importing this registers the model type
-"mhla" with lm-eval. Standard errors of bits per byte and its kin, which lm-eval leaves out, are computed from the documents.
+precision and the fingerprint of the weights are those asked for. Scores go into results.json after every task, so a stopped
+evaluation continues. Importing this registers the model type "mhla" with lm-eval.
 
 Needles in a haystack, after RULER's multi-key task (arXiv 2404.06654), are made here without any download: the codes of
 several things are hidden in a text that says nothing, and one of them is asked for, by ranking the codes that stand in the
-text (`needle_recall_<tokens>`) and by writing the code (`needle_generation_<tokens>`). Both are also reported by depth:
-`acc_back_256` is the share of right answers where the code lies about 256 tokens back.
+text (`needle_recall_<tokens>`) and by writing the code (`needle_generation_<tokens>`). Both are also reported by depth.
 """
 
 import bisect
@@ -19,6 +17,7 @@ import fnmatch
 import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -100,10 +99,7 @@ class Requested:
 
     @functools.cached_property
     def scored(self):
-        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate.
-
-        A group's hash covers its tasks', and it has the most examples that one of them has.
-        """
+        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate: all hashes, the most."""
         tasks = self.loaded["tasks"].items()
         found = {name: (task_hash(task), task.get_config("num_fewshot") or 0) for name, task in tasks}
         everything = hashlib.sha256(" ".join(found[name][0] for name in sorted(found)).encode()).hexdigest()[:16]
@@ -137,9 +133,8 @@ def judge_language_models(models, asked):
             _judge(subject, missing, asked, max(protocol.lengths, default=0))
         else:
             logger.info("%s: every score is known already", subject.name)
-        compared[subject.name] = Results(
-            r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots
-        )
+        found = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
+        compared[subject.name] = Results(found)
     return compared
 
 
@@ -228,20 +223,19 @@ def _judge(subject, missing, asked, longest):
     loaded = (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **how)
     (model, tokenizer), was_training = loaded, loaded[0].training
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
+    sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
+    known = {"seed": seed_of(asked), "dtype": str(model.dtype).removeprefix("torch.")}
+    known |= {"revision": getattr(model.config, "_commit_hash", None)}
     try:
         with quiet_harness(asked.progress):
-            sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
             judge = MHLALM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would cut it, and with it perhaps what is asked for
             seen = f"the model sees {judge.max_length}; expected shorter ones, or max_length"
             raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            facts = subject.facts(model.device, item.name) | {"seed": seed_of(asked)}
-            facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
-            facts |= {"revision": getattr(model.config, "_commit_hash", None)}
             with quiet_harness(asked.progress):
-                subject.store(score(judge, item, seeds=seeds, facts=facts))
+                subject.store(score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | known))
     finally:
         model.train(was_training)
 
@@ -286,10 +280,10 @@ def _records(raw, name, scored, facts):
 
 
 def ratio_stderr(metric, pairs):
-    """Standard error of a metric made from sum(loglikelihood) / sum(size), over documents; None for fewer than two.
+    """Standard error of a metric made from sum(loglikelihood) / sum(size), which lm-eval leaves out; None for one document.
 
-    pairs: (loglikelihood in nats, bytes or words) per document. The ratio's error is that of a ratio estimator
-    (linearized): sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i; then scaled by the metric's slope at r.
+    pairs: (loglikelihood in nats, bytes or words) per document. That of a ratio estimator (linearized):
+    sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i; then scaled by the metric's slope at r.
     """
     total = sum(size for _, size in pairs)
     if len(pairs) < 2 or total <= 0:
@@ -336,10 +330,7 @@ KINDS = {  # in the name of the task -> its metric, how an answer is scored, and
 
 
 def make_needles(patterns, tokenizer, *, lengths, depths=(0, 25, 50, 75, 100), items=20, seed=0):
-    """The tasks whose names match one of `patterns`, name -> lm-eval task; the same arguments give the same questions.
-
-    tokenizer: of transformers, which counts. The rest as in `LanguageProtocol`. ValueError: too short a length.
-    """
+    """The tasks whose names match one of `patterns`, name -> lm-eval task; the rest as in `LanguageProtocol`."""
     made = {}
     for length in lengths:
         rows = make_questions(tokenizer, length, sorted(depths), items, seed)
@@ -360,7 +351,7 @@ def _as_data_set(rows, **_):
 
 
 def make_questions(tokenizer, length, depths, items, seed):
-    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth.
+    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth; ValueError: too short.
 
     All have the same haystack: as many sentences of noise as fit beside the longest needles.
     """
@@ -368,23 +359,20 @@ def make_questions(tokenizer, length, depths, items, seed):
     def count(piece):
         return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def with_noise(sentences):
-        return " ".join(_noise(sentences) + facts) + ASK.format(longest[-1])
-
-    longest = sorted(THINGS, key=count)[-len(depths) :]
-    facts, room = [FACT.format(thing, "8888") for thing in longest], length - ANSWER_TOKENS
-    fits = bisect.bisect_right(range(room + 1), room, key=lambda sentences: count(with_noise(sentences))) - 1
+    longest, room = sorted(THINGS, key=count)[-len(depths) :], length - ANSWER_TOKENS
+    facts, noise = (
+        [FACT.format(thing, "8888") for thing in longest],
+        list(itertools.islice(itertools.cycle(NOISE), room)),
+    )
+    question = ASK.format(longest[-1])
+    fits = bisect.bisect_right(range(room + 1), room, key=lambda n: count(" ".join(noise[:n] + facts) + question)) - 1
     if fits < len(depths):
         raise ValueError(f"settings: lengths: {length} tokens are too few for {len(depths)} depths")
     return [
-        _question(_noise(fits), length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
+        _question(noise[:fits], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
         for item in range(items)
         for number, depth in enumerate(depths)
     ]
-
-
-def _noise(sentences):
-    return [NOISE[number % len(NOISE)] for number in range(sentences)]
 
 
 def _question(sentences, length, depths, asked, rng):

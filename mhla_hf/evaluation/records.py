@@ -42,15 +42,13 @@ class Result:
     """One number about one model.
 
     task, metric: names as the harness gives them; a filter other than "none" joins the metric ("exact_match,strict").
-    value, stderr: floats; stderr None where none is defined. value None when the harness gave something not finite.
-    higher_is_better: bool or None when the harness does not say.
+    value None: it was not finite. stderr None: none is defined. higher_is_better None: the harness does not say.
     shots: examples in the prompt. samples: documents scored. limit: None for the whole task, else what was asked for.
     task_version, task_hash: of the task's definition and data; when they change, the score counts as missing.
     model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights.
     versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
-    dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
-    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: of the task's run, or None.
-    window: tokens the model saw at once, or None where that means nothing.
+    dtype: of the parameters. hardware: one line. seed: int, or the harness's list of seeds as text. command: a shell line
+    that gives the number again. date: ISO 8601, UTC. seconds: of the task's run. window: tokens the model saw at once.
     """
 
     task: str
@@ -332,12 +330,11 @@ def plot_scores(path, models, columns):
 
 
 def _draw_points(axes, title, values, colors):
-    for place, (name, color) in enumerate(colors.items()):
-        if name in values:
-            value, error = values[name]
-            axes.errorbar(value, place, xerr=error, fmt="o", color=color, markersize=6, capsize=3, linewidth=1.6)
-            how = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            axes.annotate(f"{value:.4g}", (value, place), **how)
+    label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for name, (value, error) in values.items():
+        place = list(colors).index(name)
+        axes.errorbar(value, place, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
+        axes.annotate(f"{value:.4g}", (value, place), **label)
     axes.set_yticks(range(len(colors)), list(colors))
     axes.set_ylim(len(colors) - 0.4, -0.8)
     axes.grid(True, axis="x")

@@ -177,22 +177,22 @@ def evaluate(
 def _find_recipe(recipe, tasks, settings):
     """The recipe with the settings and the choice of tasks applied; language models on `tasks` where there is none."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
-    if tasks is not None and not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) for name in tasks)):
-        raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
-    names = None if tasks is None else list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
-    if names == []:
-        raise ValueError("tasks is empty; expected at least one task name")
+    if tasks is not None:
+        if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
+            raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+        tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
-        if names is None:
-            known = ", ".join(recipe_names())
-            raise ValueError(f"tasks is None and so is recipe; expected task names, or one of {known}")
+        if not tasks:
+            raise ValueError(
+                f"tasks is {tasks} without a recipe; expected names, or a recipe: {', '.join(recipe_names())}"
+            )
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
-        return ScoreRecipe("language", dict.fromkeys(names))
+        return ScoreRecipe("language", dict.fromkeys(tasks))
     recipe = read_score_recipe(recipe).with_settings(settings or {})
-    if unknown := [name for name in names or () if name not in recipe.tasks]:
+    if unknown := [name for name in tasks or () if name not in recipe.tasks]:
         raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return recipe if names is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})
+    return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks}) if tasks else recipe
 
 
 @checked

@@ -1,8 +1,8 @@
 """Judging video pipelines with VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
 
 Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. vbench needs
-an old stack of its own, so it runs in the interpreter that the recipe's `python` names; its prompts are read from there, and
-a total is refused while one of the dimensions it is made of is missing (upstream's script takes a missing one for zero).
+an old stack of its own, so it runs in the interpreter that the recipe's `python` names, from which its prompts are read.
+A total needs all dimensions (upstream's script takes a missing one for zero).
 """
 
 import dataclasses
@@ -201,9 +201,7 @@ class _Judge(PipelineJudge):
         averages = {name: found[name].value for name in DIMENSIONS if name in found}
         if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
-            return
-        totals = vbench_totals(averages)
-        if totals != {name: found[name].value for name in TOTALS if name in found}:
+        elif (totals := vbench_totals(averages)) != {name: found[name].value for name in TOTALS if name in found}:
             samples = sum(found[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)

@@ -90,7 +90,7 @@ def test_a_name_is_earned():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: Extractor("judge", flat, ""), "extractor 'judge': version is ''; expected a text that changes when"),
+        (lambda: Extractor("judge", flat, ""), "version is ''; expected a text that changes when"),
         (lambda: find_extractor("digits"), "expected 'inception', 'module:function'"),
         (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
         (lambda: inception_score(torch.zeros(15, 3), splits=10), "15 are too few for 10 splits"),

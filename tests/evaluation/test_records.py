@@ -37,13 +37,7 @@ def test_a_file_gives_back_what_was_written_and_a_stop_leaves_the_old_one(tmp_pa
 def test_merge_replaces_only_the_same_thing():
     old = Results([make_result(), make_result(shots=5), make_result(limit=10), make_result(metric="f1")])
     old.merge([make_result(value=0.75), make_result(task="arc")])
-    assert {record.identity: record.value for record in old} == {
-        ("arc", "acc", 0, None, SAMPLES): 0.5,
-        ("copa", "acc", 0, None, SAMPLES): 0.75,
-        ("copa", "acc", 0, 10, SAMPLES): 0.5,
-        ("copa", "acc", 5, None, SAMPLES): 0.5,
-        ("copa", "f1", 0, None, SAMPLES): 0.5,
-    }
+    assert [record.value for record in old] == [0.5, 0.5, 0.75, 0.5, 0.5]
     assert old.find("copa", "acc", shots=0).value == 0.75
     assert old.find("copa", "acc", limit=10).value == 0.5
     assert old.find("copa", "acc", shots=3) is None

@@ -30,9 +30,9 @@ from mhla_hf.speed import cache_bytes
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tasks": []}, "tasks is empty"),
+        ({"tasks": []}, "tasks is []"),
         ({"tasks": 3}, "tasks is 3"),
-        ({"tasks": None}, "tasks is None and so is recipe; expected task names, or one of recall, ruler"),
+        ({"tasks": None}, "tasks is None without a recipe; expected names, or a recipe: recall, ruler"),
         ({"settings": {"lengths": 3}}, "settings is {'lengths': 3} without a recipe"),
         ({"tasks": "here_close"}, "task 'here_close' does not exist; did you mean here_cloze"),
         ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),

@@ -48,11 +48,6 @@ def folder(shelf, tmp_path, unvisited):
     return shutil.copytree(shelf / "model", tmp_path / "mhla")
 
 
-def edit(folder, file, **changes):
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(content | changes))
-
-
 def forge(folder):
     """Code that mhla_hf did not make, under a hash that fits it."""
     source = folder / "modeling_mhla.py"
@@ -76,31 +71,18 @@ def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def weights(change, name="model.safetensors", metadata=None):
+def spoil(value):
     def carry_out(folder):
         tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        (folder / "model.safetensors").unlink()
-        save_file(tensors, folder / name, metadata=metadata or {"format": "pt"})
+        tensors["model.norm.weight"].view(-1)[5] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return carry_out
-
-
-def spoil(value):
-    return weights(lambda tensors: tensors["model.norm.weight"].view(-1)[5].fill_(value))
 
 
 def shard_outside(folder):
-    weights(lambda tensors: None, "model-00001-of-00001.safetensors")(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     put("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}')(folder)
-
-
-def special(file, make):
-    def carry_out(folder):
-        (folder / file).unlink(missing_ok=True)
-        make(folder / file)
-
-    return carry_out
 
 
 BROKEN = {
@@ -113,10 +95,8 @@ BROKEN = {
     "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
     "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
     "a softmax model": (put("config.json", '{"model_type": "llama"}'), 'no config.json with "mhla" settings'),
-    "a link out": (
-        special("tokenizer.json", lambda f: f.symlink_to("/etc/hostname")), "tokenizer.json is no regular file in the"),
-    "a link to nothing": (special("LICENSE", lambda f: f.symlink_to("nothing")), "LICENSE is no regular file in the"),
-    "a configuration that waits for a writer": (special("config.json", os.mkfifo), "config.json is no regular file"),
+    "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
+    "a link to nothing": (lambda f: (f / "LICENSE").symlink_to("nothing"), "LICENSE is no regular file in the"),
     "no card": (drop("README.md", "card.json"), "README.md does not exist"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
@@ -143,13 +123,25 @@ SHARED = {
     "preprocessor_config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ messages }}",
 }  # fmt: skip
 # What may be secret, run code or do harm; none of it is on the list.
-LEFT = {
-    ".env": TOKEN.encode(), "checkpoint-10/optimizer.pt": b"x", "runs/events": b"x", "plot.png": b"x",
-    "pytorch_model.bin": b"x", "x.SAFETENSORS": b"x", "evil.PY": b"import os", "helper.py": b"x = 1",
-    "notes.txt": b"\xff", "model.gguf": b"x", "adapter_model.safetensors": b"x",
-    "model.fp16.safetensors": b"x", "a\nb.txt": b"x", "a\u2028b.json": b"x", f"{TOKEN}.txt": b"x",
-    "Config.json": b"{}",
-}  # fmt: skip
+LEFT = [
+    *(
+        ".env",
+        "checkpoint-10/optimizer.pt",
+        "runs/events",
+        "pytorch_model.bin",
+        "x.SAFETENSORS",
+        "evil.PY",
+        "helper.py",
+    ),
+    *(
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+        "a\nb.txt",
+        "a\u2028b.json",
+        f"{TOKEN}.txt",
+        "Config.json",
+    ),
+]
 
 
 def inside(folder):
@@ -165,9 +157,9 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
         (folder / name).write_bytes(data)
     write_card(score(folder), name="tester/mhla", license="apache-2.0")
     own = set(inside(folder))
-    for name, data in LEFT.items():
+    for name in LEFT:
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(data)
+        (folder / name).write_bytes(b"x")
     (folder / "SHA256SUMS").write_text("old")
     os.mkfifo(folder / "waits")
     (folder / "broken.json").symlink_to("nothing")
@@ -204,7 +196,6 @@ MEASURED = {
     ("heldout_generation",): ["recall"],
     ("heldout_cloze",): ["recall", "generation"],
     ("needle_generation_512",): ["recall"],
-    ("needle_recall_512",): ["generation"],
     ("longbench_passage_retrieval_en",): ["generation"],
     ("longbench_gov_report", "niah_single_1"): [],
     ("wmt16-ro-en", "ruler_vt"): [],
