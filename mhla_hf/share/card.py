@@ -1,11 +1,8 @@
 """The model card: what was kept and lost against the softmax original, how it was made, how fast it is, how to load it.
 
 No number is typed by hand: `card.md.jinja` shows what `Facts` hold, `write_card` keeps the person's part in card.json, and a
-card is true when rendering it again gives the same bytes (`check_card`). The repository's own cards lie in `model_cards`:
-
-    model_cards/<recipe>.yaml            what only a person knows
-    model_cards/results/<recipe>.json    everything that was measured: own scores, those compared with, training, speed
-    model_cards/<recipe>.md              the card
+card is true when rendering it again gives the same bytes (`check_card`). On a shelf such as `model_cards`, NAME.yaml is the
+person's part, results/NAME.json everything that was measured, NAME.md the card.
 """
 
 import dataclasses
@@ -110,10 +107,7 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
 
 
 def plain_card(folder, name: str, base_model, terms: dict) -> str:
-    """README.md for a saved model of which nothing was measured: what it is, how to load it, and no number.
-
-    name: the Hub id it will have. base_model: Hub id of the softmax original, or None. terms: as `find_license` gives them.
-    """
+    """README.md for a saved model of which nothing was measured, without a number. terms: as `find_license` gives them."""
     return render_card(Facts(*known.read_model(folder), Person(name, base_model, **terms)))
 
 

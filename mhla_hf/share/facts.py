@@ -72,8 +72,8 @@ class Facts:
     """All that a card shows.
 
     kind: "language", "image" (classifier), "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline".
-    class_name: of the model or pipeline. config: of config.json; of a pipeline, that of its component with MHLA.
-    models: label -> scores; "MHLA" the model's own (none: nothing was measured), "teacher" the softmax original's.
+    config: of a pipeline, that of its component with MHLA. models: label -> scores; "MHLA" the model's own (none: nothing
+    was measured), "teacher" the softmax original's.
     """
 
     kind: str
@@ -104,20 +104,11 @@ class Facts:
         """The layers without MHLA."""
         return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
 
-    @property
-    def unit(self) -> str:
-        """What the training counts."""
-        return next((unit for unit in ("tokens", "images") if self.train and self.train.get(unit)), "samples")
-
-    @property
-    def clocked(self) -> list[str]:
-        """What was timed."""
-        return list(dict.fromkeys(row["what"] for row in (self.speed or {"rows": []})["rows"]))
-
-    def timed(self, unit: str, what: str | None = None) -> list[dict]:
-        """The rows of speed.json in "ms" or "mib" that measure `what` (None: anything), by length."""
-        rows = [row for row in (self.speed or {"rows": []})["rows"] if row.get(f"mhla_{unit}") is not None]
-        return sorted((row for row in rows if what in (None, row["what"])), key=lambda row: row["length"])
+    def timed(self, unit: str) -> dict[str, list[dict]]:
+        """What was timed -> the rows of speed.json that measure it in `unit`, "ms" or "mib", by length."""
+        rows = self.speed["rows"] if self.speed else []
+        rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
+        return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
 
 
 def read_model(folder) -> tuple[str, str, dict]:
@@ -203,10 +194,7 @@ def not_measured(records) -> list[str]:
 
 
 def find_license(base_model, teacher, license=None, license_name=None, license_link=None) -> dict:
-    """license, license_name and license_link: what the base's own card states, else what is given; ValueError: neither.
-
-    base_model: Hub id or None. teacher: folder of the base, or None.
-    """
+    """What the card of the base (a Hub id) or of its folder `teacher` states, else what is given; never a guess."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards = [Path(teacher, CARD_FILE)] if teacher and Path(teacher, CARD_FILE).is_file() else []
     for place in (*cards, *([base_model] if base_model else [])):

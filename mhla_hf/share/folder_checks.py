@@ -1,8 +1,7 @@
 """What a model's folder has to be before it is shared: laid out aside and looked at, and nothing is sent.
 
 Only files that `checkpoints/save.py` lists go out; everything else stays where it is and is named. The checks look at a copy
-of exactly what goes out, and the last one loads it in a process where mhla_hf cannot be imported, without network, as its
-users will.
+of exactly what goes out, and the last one loads it, without network, in a process where mhla_hf cannot be imported.
 """
 
 import logging
@@ -36,7 +35,6 @@ PLACE = re.compile(
 def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tuple[str, ...]:
     """Lay out in `place` what is shared of `folder`, look at everything that can be wrong with it, and name what stays.
 
-    Records lose the places on this computer that they name; the weights are links.
     folder: a saved MHLA model, or a pipeline with one. place: a folder to make. repo_id: the Hub id it will have. card: the
     text of README.md where the folder has none. draft: a converted language model may come without scores for recall and
     generation. ValueError: the first thing that is wrong, in one sentence with the file's name.
@@ -82,13 +80,15 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
                 f"{source} is not the source that this mhla_hf makes: load the model with it and save again"
             )
     dtype = check_weights(place)
-    measured = (place / PERSON_FILE).is_file()
-    _check_card(place, card, repo_id, measured)
+    measured, readme = (place / PERSON_FILE).is_file(), place / CARD_FILE
+    if card is not None and not readme.exists():
+        write_text(readme, card)
+    _check_card(readme, repo_id, measured)
     for file in (place / name for name in RECORDS if (place / name).is_file()):
         text = file.read_text(encoding="utf-8")
         write_text(file, PLACE.sub(lambda found: found[0].rpartition("/")[2], text))
     if measured:  # of the records as they are sent, so that whoever gets them can check the card
-        write_text(place / CARD_FILE, folder_card(place, weights=False))
+        write_text(readme, folder_card(place, weights=False))
     for file in (file for file in place.rglob("*") if file.name in (CARD_FILE, *RECORDS, *CONFIGURATIONS)):
         text = file.read_text(encoding="utf-8")
         if TOKEN.search(text):
@@ -120,11 +120,8 @@ def check_weights(place: Path) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _check_card(place: Path, card: str | None, repo_id: str | None, measured: bool) -> None:
-    """README.md is valid, and where mhla_hf wrote it, true; `card` is written where there is none."""
-    file = place / CARD_FILE
-    if card is not None and not file.exists():
-        write_text(file, card)
+def _check_card(file: Path, repo_id: str | None, measured: bool) -> None:
+    """README.md is valid, and where mhla_hf wrote it (`measured`), true."""
     if not file.exists():
         raise ValueError(f"{file} does not exist: write it with mhla_hf.share.card.write_card, or give license")
     with one_sentence(f"{file} has front matter that cannot be read"):
@@ -132,7 +129,7 @@ def _check_card(place: Path, card: str | None, repo_id: str | None, measured: bo
     if not isinstance(license, str):
         raise ValueError(f"{file}: license is {license!r}, expected a license of the Hub such as apache-2.0")
     if measured:
-        check_card(place)
-        name = read_folder(place)[1].name
+        check_card(file.parent)
+        name = read_folder(file.parent)[1].name
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
