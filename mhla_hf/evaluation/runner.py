@@ -20,7 +20,6 @@ from .records import SPEED, SPEED_METRICS, Comparison, Results, hash_of
 from .subjects import find_subjects
 
 FOLDER = Path(__file__).parent / "recipes"
-COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}
 JUDGES = {
     "language": (".language", "judge_language_models"),
     "classification": (".images", "judge_classifiers"),
@@ -52,14 +51,6 @@ class ScoreRecipe:
         """At least one, none with fewer than no examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
             raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
-
-    def validate_columns(self):
-        """Each is a score, or the mean of such columns."""
-        for label, column in self.columns.items():
-            parts = column.get("mean_of", [])
-            scored = {"task", "metric"} <= set(column)
-            if set(column) - COLUMN_KEYS or set(parts) - set(self.columns) or bool(parts) == scored:
-                raise ValueError(f"column {label!r} is {column!r}; expected task and metric, or mean_of other columns")
 
     def with_settings(self, settings):
         """The recipe with some settings replaced; "sampling.height" is one value of the setting "sampling"."""

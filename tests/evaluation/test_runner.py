@@ -113,8 +113,7 @@ OWN = {"kind": "language", "tasks": ["a"]}
         ("nothing", "got 'nothing'; expected a mapping"),
         ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
         ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
-        (OWN | {"columns": {"x": {"mean_of": ["y"]}}}, "column 'x' is {'mean_of': ['y']}; expected task and metric"),
-        (OWN | {"columns": {"x": {"taks": "a"}}}, "column 'x' is"),
+        (OWN | {"columns": {"x": "acc"}}, "columns is {'x': 'acc'}; expected dict[str, dict]"),
     ],
 )
 def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
