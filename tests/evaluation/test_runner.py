@@ -15,7 +15,7 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
-from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla, small_llama
+from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
@@ -25,6 +25,8 @@ from mhla_hf.evaluation.records import Comparison, Results, paper_values, speed_
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.speed import cache_bytes
+
+SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,8 @@ from mhla_hf.speed import cache_bytes
         ({"dtype": "int8"}, "dtype is 'int8'; expected one of ['auto'"),
         ({"device": "tpu:9"}, "device 'tpu:9' is not available"),
         ({"max_length": 1}, "max_length is 1"),
+        ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
+        ({**SPEED, "settings": {"rounds": 0}}, "rounds is 0"),
     ],
 )
 def test_bad_arguments_are_one_sentence(world, monkeypatch, changes, says):
@@ -257,15 +261,3 @@ def test_times_that_were_not_measured_together_are_not_compared(folders):
 def test_a_cache_counts_each_storage_once():
     keys = torch.zeros(4, 8)
     assert cache_bytes({"keys": keys, "view": [keys[:2], (keys.T,)], "other": torch.zeros(2)}) == 4 * 8 * 4 + 8
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"lengths": []}, "lengths is []"),
-        ({"rounds": 0}, "rounds is 0"),
-    ],
-)
-def test_bad_settings_are_one_sentence(settings, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        judge_speed({"llama": small_llama()}, settings=settings)
