@@ -227,7 +227,7 @@ def evaluate_options(add):
 
 def run_evaluate(settings, markdown, plot, command, **options):
     """mhla-hf evaluate"""
-    from .evaluation.figures import check_plot
+    from .evaluation.records import check_plot
     from .evaluation.runner import evaluate
 
     if plot:

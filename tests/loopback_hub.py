@@ -1,9 +1,9 @@
 """A Hub on the loopback interface: what a push and a load ask of huggingface.co for models, in memory, with faults.
 
-The real client talks to it over HTTP. It is strict where a mistake of ours would hide: large files are hashed when they
-arrive and a commit may only name those that did, a commit is checked whole before the branch moves, `parentCommit` must be
-the head, a token may write only to its own user. Faults on demand, `hub.fault("503", path="commit")`, each used up when it
-has struck: "503" refuses the request, "cut" closes the connection before the request is carried out, "cut after" after it.
+It is strict where a mistake of ours would hide: large files are hashed when they arrive and a commit may only name those
+that did, a commit is checked whole before the branch moves, `parentCommit` must be the head, a token may write only to its
+own user. Faults, `hub.fault("503", path="commit")`, are used up when they have struck: "503" refuses the request, "cut"
+closes the connection before the request is carried out, "cut after" after it.
 """
 
 import base64
@@ -55,11 +55,10 @@ class Repo:
 class Refused(Exception):
     """An answer other than 200."""
 
-    def __init__(self, status, message, code=None, commit=None):
+    def __init__(self, status, message, code="", commit=""):
         super().__init__(message)
-        self.status, self.headers = status, {"X-Error-Message": message}
-        self.headers |= {"X-Error-Code": code} if code else {}
-        self.headers |= {"X-Repo-Commit": commit} if commit else {}
+        self.status = status
+        self.headers = {"X-Error-Message": message, "X-Error-Code": code, "X-Repo-Commit": commit}
 
 
 class LoopbackHub:

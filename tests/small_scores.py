@@ -24,18 +24,9 @@ def small_tokenizer():
 def small_llama(seed=0, **changes):
     """A softmax model; large random weights, so that its scores are not all alike."""
     torch.manual_seed(seed)
-    values = {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "max_position_embeddings": WINDOW,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "initializer_range": 0.15,
-    }
+    values = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    values |= {"num_attention_heads": 2, "max_position_embeddings": WINDOW, "tie_word_embeddings": True}
+    values |= {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.15}
     return LlamaForCausalLM(LlamaConfig(**(values | changes))).eval()
 
 
@@ -66,26 +57,9 @@ def color_judge():
 
 def make_result(**changes):
     """A record with plausible values."""
-    values = {
-        "task": "copa",
-        "metric": "acc",
-        "value": 0.5,
-        "stderr": 0.05,
-        "higher_is_better": True,
-        "shots": 0,
-        "samples": 100,
-        "limit": None,
-        "task_version": "1.0",
-        "task_hash": "aa",
-        "model": "out/mhla",
-        "revision": None,
-        "fingerprint": "files:1",
-        "versions": {"torch": "2.13.0"},
-        "commit": "abc",
-        "dtype": "float32",
-        "hardware": "a CPU, 2 cores, 1 thread",
-        "seed": 0,
-        "command": "mhla-hf evaluate out/mhla --tasks copa",
-        "date": "2026-01-01T00:00:00+00:00",
-    }
-    return dataclasses.replace(Result(**values), **changes)
+    score = {"task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True}
+    task = {"shots": 0, "samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "seed": 0}
+    model = {"model": "out/mhla", "revision": None, "fingerprint": "files:1", "dtype": "float32"}
+    made = {"versions": {"torch": "2.13.0"}, "commit": "abc", "hardware": "a CPU, 2 cores, 1 thread"}
+    made |= {"command": "mhla-hf evaluate out/mhla --tasks copa", "date": "2026-01-01T00:00:00+00:00"}
+    return dataclasses.replace(Result(**score, **task, **model, **made), **changes)

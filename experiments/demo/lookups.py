@@ -33,7 +33,7 @@ def choose_words(tokenizer):
             f"tokenizer: has {len(words)} lower-case words of one token; expected at least {FEWEST} for lookups"
         )
     random.Random("words").shuffle(words)
-    return words[::2], words[1::2]
+    return words[len(words) // 4 :], words[: len(words) // 4]
 
 
 class Lookups:

@@ -1,26 +1,28 @@
 """Features of images and the numbers made of them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's. What is here is a few lines each, of which no library takes all: torchmetrics' FID takes no
-moments, which is what ADM's reference files hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not
-run with transformers 5, and torch-fidelity's scores need a torchvision. A name is earned: only Inception with the published
-weights makes a Fréchet distance "FID"; another extractor gives a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. The rest is a few lines each: torchmetrics' FID takes no moments, which ADM's reference files
+hold, it has no precision and recall (arXiv 1904.06991), its CLIP score does not run with transformers 5; torch-fidelity's
+scores need a torchvision. Only Inception with the published weights makes a Fréchet distance "FID"; another extractor gives
+a "Fréchet distance (<its name>)".
 """
 
-import dataclasses
 import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from transformers import CLIPModel, CLIPProcessor
 
 from ..checkpoints.checksums import hash_file
 from ..checkpoints.files import file_aside
-from ..checkpoints.load import first_line, one_sentence
+from ..checkpoints.load import first_line, one_sentence, without_questions
+from ..checkpoints.values import checked, checked_field
 from .records import hash_of
 
 CHUNK = 1000
@@ -30,7 +32,7 @@ INCEPTION_SHA256 = "6726825d"  # of torch-fidelity's weights, the network of 201
 FOREIGN = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
-@dataclasses.dataclass(frozen=True)
+@checked
 class Extractor:
     """What turns images into features.
 
@@ -41,13 +43,8 @@ class Extractor:
 
     name: str
     function: Callable
-    version: str
+    version: str = checked_field(bool, "a text that changes when what it computes does")
     genuine: bool = False
-
-    def __post_init__(self):
-        if not isinstance(self.version, str) or not self.version:
-            given = f"extractor {self.name!r}: version is {self.version!r}"
-            raise ValueError(f"{given}; expected a text that changes when what it computes does")
 
     def label(self, metric):
         """The metric's name in tables: FID only with FID's own network."""
@@ -73,25 +70,21 @@ def find_extractor(given, weights=None, device="cpu"):
 def inception(weights=None, device="cpu"):
     """FID's Inception by torch-fidelity: features `[B, 2048]`, logits without bias `[B, 1008]`, spatial `[B, 2023]`.
 
-    weights: a local file; None: torch-fidelity fetches it once. The spatial features are the first 7 channels of the 1x1
-    branch of the block that TensorFlow calls mixed_6, 17 x 17, as in ADM's evaluator and in its order, channels last, which
-    the moments of its reference files have. Images may have any size.
+    weights: a local file; None: torch-fidelity fetches it once. The spatial features are those of ADM's evaluator, in its
+    order, which the moments of its reference files have. Images may have any size.
     """
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
-        raise ImportError(
-            "FID needs torch-fidelity and a torchvision that fits torch, of which one is missing "
-            f"({first_line(error)}): pip install 'mhla_hf[images]'"
-        ) from error
+        lacks = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({first_line(error)})"
+        raise ImportError(f"FID needs {lacks}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
     with one_sentence(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
         if version and not genuine:
             torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
-        network = FeatureExtractorInceptionV3(
-            "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=weights
-        )
+        outputs = ["2048", "logits_unbiased"]
+        network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=weights)
     network = network.to(device).eval()
     kept = {}
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, output: kept.update(spatial=output))
@@ -99,11 +92,9 @@ def inception(weights=None, device="cpu"):
     def extract(images):
         with torch.inference_mode():
             features, logits = network(images.to(device))
-        return {
-            "features": features,
-            "logits": logits,
-            "spatial": kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1),
-        }
+        # the first 7 channels of the 1x1 branch of the block that TensorFlow calls mixed_6, 17 x 17, channels last
+        spatial = kept["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1)
+        return {"features": features, "logits": logits, "spatial": spatial}
 
     return Extractor(INCEPTION if genuine else f"{INCEPTION}, other weights", extract, version, genuine)
 
@@ -123,13 +114,13 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
     name -> `[N, ...]`, in their order, on the main process; None on the others.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    chunks = [images[start : start + CHUNK] for start in range(0, len(images), CHUNK)]
-    files = [cache / f"{number:05d}.safetensors" for number in range(len(chunks))]
+    starts = range(0, len(images), CHUNK)
+    files = [cache / f"{number:05d}.safetensors" for number in range(len(starts))]
     own = slice(state.process_index, None, state.num_processes)
-    mine = [(chunk, file) for chunk, file in zip(chunks[own], files[own], strict=True) if not file.is_file()]
-    with tqdm(total=sum(len(chunk) for chunk, _ in mine), desc=what, disable=not progress) as bar:
-        for chunk, file in mine:
-            parts = []
+    mine = {file: start for file, start in zip(files[own], starts[own], strict=True) if not file.is_file()}
+    with tqdm(total=CHUNK * len(mine), desc=what, disable=not progress) as bar:
+        for file, first in mine.items():
+            chunk, parts = images[first : first + CHUNK], []
             for start in range(0, len(chunk), batch_size):
                 batch = [read_image(image) for image in chunk[start : start + batch_size]]
                 if len({image.shape for image in batch}) > 1:
@@ -153,15 +144,13 @@ def hash_files(files, folder, progress=False):
 
 def hash_place(place, progress=False):
     """Of the bytes of a file, or of all files in a folder; what is neither is given back, as text."""
-    if place is None or not Path(place).exists():
+    path = Path(place or "")
+    if place is None or not path.exists():
         return place and str(place)
-    place = Path(place)
-    files = [file for file in place.rglob("*") if file.is_file()]
-    return hash_file(place) if place.is_file() else hash_files(files, place, progress)
+    return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """mean `[D]` and covariance `[D, D]` (over n - 1), float64."""
 
     mean: torch.Tensor
@@ -178,10 +167,6 @@ class Moments:
 
 def frechet_distance(sample, reference):
     """Fréchet distance of two `Moments`: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), a float."""
-    if sample.mean.shape != reference.mean.shape:
-        raise ValueError(
-            f"reference has {len(reference.mean)} features, the samples {len(sample.mean)}; expected equal"
-        )
     first, second = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
@@ -192,16 +177,12 @@ def frechet_distance(sample, reference):
 
 
 def inception_score(logits, splits=10, seed=0):
-    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y). logits `[N, C]`.
-
-    The error of a single part is None.
-    """
+    """(mean, standard error) over `splits` parts of exp of the mean KL between p(y|x) and p(y); one part has no error."""
     if len(logits) < 2 * splits:
         raise ValueError(f"images: {len(logits)} are too few for {splits} splits; expected at least {2 * splits}")
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     parts = [logits[numbers].double().log_softmax(-1) for numbers in order.chunk(splits)]
-    scores = [(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts]
-    scores = torch.stack(scores)
+    scores = torch.stack([(part.exp() * (part - part.exp().mean(0).log())).sum(1).mean().exp() for part in parts])
     return scores.mean().item(), scores.std().item() / math.sqrt(splits) if splits > 1 else None
 
 
@@ -212,13 +193,11 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     recall: the same with the roles exchanged (arXiv 1904.06991). chunk: rows compared at once.
     """
     if min(len(sample), len(reference)) <= neighbors:
-        raise ValueError(
-            f"features: {len(sample)} samples, {len(reference)} references; expected {neighbors + 1} or more of each"
-        )
+        given = f"{len(sample)} samples, {len(reference)} references"
+        raise ValueError(f"features: {given}; expected {neighbors + 1} or more of each")
 
     def covered(points, centers):
-        radii = [torch.cdist(part, centers).kthvalue(neighbors + 1, dim=1).values for part in centers.split(chunk)]
-        radii = torch.cat(radii)
+        radii = torch.cat([torch.cdist(part, centers).kthvalue(neighbors + 1).values for part in centers.split(chunk)])
         inside = [(torch.cdist(part, centers) <= radii).any(1) for part in points.split(chunk)]
         return torch.cat(inside).double().mean().item()
 
@@ -226,17 +205,22 @@ def precision_recall(sample, reference, neighbors=3, chunk=2048):
     return covered(sample, reference), covered(reference, sample)
 
 
-def clip_scores(images, prompts, model, processor):
+def clip_scores(paths, prompts, clip, device, batch_size):
     """100 max(cos, 0) between each image and its prompt, a float64 tensor `[N]`.
 
-    images: PIL images. prompts: texts; what is longer than the model's window is cut. model: transformers' CLIPModel.
+    paths: of the images. prompts: texts; what is longer than the model's window is cut. clip: folder or id of a CLIP model.
     """
-    inputs = processor(text=list(prompts), images=list(images), return_tensors="pt", padding=True, truncation=True)
-    with torch.inference_mode():
-        found = model(**{key: value.to(model.device) for key, value in inputs.items()})
-    pictures, texts = found.image_embeds.double(), found.text_embeds.double()
-    cosine = torch.nn.functional.cosine_similarity(pictures, texts, dim=-1)
-    return 100 * cosine.clamp(min=0).cpu()
+    with one_sentence(f"clip: {clip!r} cannot be loaded"), without_questions():
+        model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
+    cosines = []
+    for start in range(0, len(paths), batch_size):
+        images = [Image.open(path).convert("RGB") for path in paths[start : start + batch_size]]
+        given = {"text": prompts[start : start + batch_size], "images": images, "padding": True, "truncation": True}
+        with torch.inference_mode():
+            found = model(**processor(**given, return_tensors="pt").to(device))
+        pictures, texts = found.image_embeds.double(), found.text_embeds.double()
+        cosines.append(torch.nn.functional.cosine_similarity(pictures, texts, dim=-1).cpu())
+    return 100 * torch.cat(cosines).clamp(min=0)
 
 
 def share_error(share, count):

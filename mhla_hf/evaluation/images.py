@@ -1,29 +1,23 @@
-"""Judging image pipelines (FID, sFID, IS, precision, recall, CLIP score, GenEval) and image classifiers (top-1 accuracy).
+"""Judging image pipelines (FID, sFID, IS, precision, recall, CLIP score) and image classifiers (top-1 accuracy).
 
 Any diffusers pipeline that takes class labels or prompts is sampled into a folder, resumably and on several processes;
 scores are computed from the files. A score counts as known only for the same weights, protocol, reference, number of
-images and seed. A classifier's images are prepared by its own image processor, in color or, for a model of one channel, in
-gray; folders of classes are matched to its labels by name, and only where no name matches by their order, as ImageNet's are.
+images and seed. A classifier's images are prepared by its own image processor; folders of classes are matched to its labels
+by name, and only where no name matches by their order, as ImageNet's are.
 """
 
 import dataclasses
-import json
-import logging
-import math
 import time
 from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image
-from tqdm import tqdm
-from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor
+from transformers import AutoImageProcessor
 
-from ..checkpoints.files import write_text
-from ..checkpoints.load import choose_device, load_classifier, one_sentence, without_questions
+from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split
-from ..training.pictures import label_order, open_pictures
+from ..training.pictures import Pictures, label_order, open_pictures, share_right
 from .image_scores import (
     PICTURES,
     Moments,
@@ -38,22 +32,12 @@ from .image_scores import (
     share_error,
 )
 from .records import Results, hash_of
-from .sampling import (
-    PipelineJudge,
-    Sample,
-    joined_processes,
-    read_json_lines,
-    read_prompts,
-    run_program,
-    seed_of_sample,
-)
-from .subjects import VERSION, find_subjects
+from .subjects import VERSION, PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
-logger = logging.getLogger("mhla_hf")
 NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
-METRICS = (*NEEDS, "CLIP score", "GenEval")
+METRICS = (*NEEDS, "CLIP score")
+COMPARED = set(NEEDS) - {"IS"}  # with a reference
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # what ADM's .npz files call them
-GENEVAL = "geneval"
 
 
 @checked
@@ -65,8 +49,6 @@ class ImageProtocol:
     reference: ADM's .npz (arr_0; mu, sigma, mu_s, sigma_s) or a folder of images of one size. extractor: "inception",
     "module:function", or an `Extractor`; weights: a local file of Inception's. clip: folder or id of a CLIP model.
     neighbors, splits: of precision and recall, of IS. samples: folder to make; each model has its own in it.
-    geneval_*: the interpreter, script and detector folder of GenEval, its prompts (evaluation_metadata.jsonl), and
-    images per prompt.
     """
 
     name: str = "images"
@@ -81,11 +63,6 @@ class ImageProtocol:
     neighbors: int = at_least(1, 3)
     splits: int = at_least(1, 10)
     samples: str | Path = "out/samples"
-    geneval_python: str | Path | None = None
-    geneval_script: str | Path | None = None
-    geneval_detector: str | Path | None = None
-    geneval_prompts: str | Path | None = None
-    geneval_images: int = at_least(1, 4)
 
     def validate_conditions(self):
         """Of one kind."""
@@ -96,17 +73,12 @@ class ImageProtocol:
         """ValueError where a score of `wanted` lacks a file or folder that it needs."""
         if unknown := sorted(wanted - set(METRICS)):
             raise ValueError(f"task {unknown[0]!r} is no image score; expected {', '.join(METRICS)}")
-        path, files = Path(self.reference or ""), ("geneval_python", "geneval_script", "geneval_prompts")
-        lacking = {
-            "reference": wanted & set(NEEDS) - {"IS"}
-            and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()),
-            "prompts": "CLIP score" in wanted and self.prompts is None,
-            **{name: "GenEval" in wanted and not Path(getattr(self, name) or "").is_file() for name in files},
-        }
-        what = {"reference": "a folder of images or ADM's .npz file", "prompts": "a file of prompts for the CLIP score"}
-        for name in filter(lacking.get, lacking):
-            expected = what.get(name, "a file of a GenEval installation")
-            raise ValueError(f"settings: {name} is {getattr(self, name)!r}; expected {expected}")
+        path = Path(self.reference or "")
+        if wanted & COMPARED and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
+            expected = "a folder of images or ADM's .npz file"
+            raise ValueError(f"settings: reference is {self.reference!r}; expected {expected}")
+        if "CLIP score" in wanted and self.prompts is None:
+            raise ValueError("settings: prompts is None; expected a file of prompts for the CLIP score")
 
 
 def judge_image_pipelines(models, asked):
@@ -121,9 +93,8 @@ def judge_image_pipelines(models, asked):
         content |= {name: hash_place(getattr(protocol, name), progress) for name in ("reference", "prompts", "clip")}
         extractor = None
         if wanted & set(NEEDS):
-            extractor = find_extractor(
-                protocol.extractor, protocol.weights, choose_device(asked.device or state.device)
-            )
+            device = choose_device(asked.device or state.device)
+            extractor = find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
         return {one.name: _Judge(one, asked, protocol, state, extractor, content).run() for one in subjects}
 
@@ -139,19 +110,11 @@ class _Judge(PipelineJudge):
 
     def run(self):
         """The scores asked for; what is known is not run again."""
-        wanted, task = self.asked.recipe.tasks, self.protocol.name
-        labels = {name: self.label(name) for name in wanted if name != "GenEval"}
+        task, labels = self.protocol.name, {name: self.label(name) for name in self.asked.recipe.tasks}
         if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
             self._score(missing)
-        if "GenEval" in wanted:
-            self._geneval()
-        shown = {(task, label, self.count) for label in labels.values()}
-        return Results(
-            r
-            for r in self.subject.kept
-            if r.limit == self.asked.limit
-            and ((r.task, r.metric, r.samples) in shown or (r.task == GENEVAL and "GenEval" in wanted))
-        )
+        shown = {(task, label, self.count, self.asked.limit) for label in labels.values()}
+        return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in shown)
 
     def label(self, name):
         """A score's name in tables, which says whose features it is of."""
@@ -161,9 +124,9 @@ class _Judge(PipelineJudge):
         """name -> features of all images, kept in the folder `cache`; None on other processes than the first."""
         how = {"batch_size": self.asked.batch_size, "state": self.state, "progress": self.progress, "what": what}
         found = extract_features(images, self.extractor, cache, **how)
-        for name in () if found is None else [name for name in NEEDS if name in self.asked.recipe.tasks]:
-            if NEEDS[name] not in found:
-                raise ValueError(f"extractor {self.extractor.name!r} gives no {NEEDS[name]}, which {name} needs")
+        for name, part in NEEDS.items():
+            if name in self.asked.recipe.tasks and found is not None and part not in found:
+                raise ValueError(f"extractor {self.extractor.name!r} gives no {part}, which {name} needs")
         return found
 
     def _reference(self, missing):
@@ -198,33 +161,29 @@ class _Judge(PipelineJudge):
             random = torch.Generator().manual_seed(self.seed)
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
-            prompts = read_prompts(protocol.prompts)
+            prompts = _read_prompts(protocol.prompts)
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
-
-    def _make(self, folder, plan, what):
-        """Sample `plan` into `folder`."""
-        identity = {"plan": hash_of([dataclasses.astuple(sample) for sample in plan])}
-        sampling = {"output_type": "pil", **self.protocol.sampling}
-        how = {"batch_size": self.asked.batch_size, "what": f"{self.subject.name}: {what}"}
-        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **how)
 
     def _score(self, missing):
         started, plan, name = time.perf_counter(), self._plan(), self.subject.name
         folder = self.folder / f"{self.protocol.name}-{self.count}"
-        reference = None
-        if missing & set(NEEDS) - {"IS"}:  # before the images, so that what is wrong with it is said early
-            reference = self._reference(missing)
-        if self.state.is_main_process:
-            logger.info("%s: %d images in %s", name, len(plan), folder)
-        self._make(folder, plan, "images")
+        # before the images, so that what is wrong with the reference is said early
+        reference = self._reference(missing) if missing & COMPARED else None
+        identity = {"plan": hash_of([dataclasses.astuple(sample) for sample in plan])}
+        sampling = {"output_type": "pil", **self.protocol.sampling}
+        how = {"batch_size": self.asked.batch_size, "what": f"{name}: images"}
+        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **how)
         paths, found = [folder / sample.name for sample in plan], None
         if missing & set(NEEDS):
             found = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
         if self.state.is_main_process:
             scores = self._feature_scores(missing, found, reference)
             if "CLIP score" in missing:
-                scores["CLIP score"] = self._clip(plan, paths)
+                prompts = [sample.condition for sample in plan]
+                values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.asked.batch_size)
+                error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
+                scores["CLIP score"] = values.mean().item(), error, True, len(values)
             self.subject.keep(self.protocol.name, scores, self.hash, started, self.device, beside=True)
 
     def _feature_scores(self, missing, found, reference):
@@ -241,66 +200,14 @@ class _Judge(PipelineJudge):
                 scores[name] = value, share_error(value, size), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
 
-    def _clip(self, plan, paths):
-        with one_sentence(f"clip: {self.protocol.clip!r} cannot be loaded"), without_questions():
-            model = CLIPModel.from_pretrained(self.protocol.clip).to(self.device).eval()
-            processor = CLIPProcessor.from_pretrained(self.protocol.clip)
-        found, size = [], self.asked.batch_size
-        for start in range(0, len(plan), size):
-            images = [Image.open(path).convert("RGB") for path in paths[start : start + size]]
-            prompts = [sample.condition for sample in plan[start : start + size]]
-            found.append(clip_scores(images, prompts, model, processor))
-        found = torch.cat(found)
-        error = (found.std() / len(found) ** 0.5).item() if len(found) > 1 else None
-        return found.mean().item(), error, True, len(found)
 
-    def _geneval(self):
-        """GenEval (arXiv 2310.11513): images laid out as its own script wants them, judged by it in its interpreter."""
-        protocol, each, started = self.protocol, self.protocol.geneval_images, time.perf_counter()
-        rows = read_json_lines(protocol.geneval_prompts, "prompt")[: self.asked.limit]
-        task_hash = hash_of([GENEVAL, rows, each, protocol.sampling])
-        if self.subject.knows(GENEVAL, "overall", task_hash):
-            return
-        plan = [
-            Sample(f"{row:05d}/samples/{index:04d}.png", about["prompt"], seed_of_sample(self.seed, row * each + index))
-            for row, about in enumerate(rows)
-            for index in range(each)
-        ]
-        folder = self.folder / f"{GENEVAL}-{len(rows)}"
-        self._make(folder, plan, "GenEval")
-        if self.state.is_main_process:
-            for number, row in enumerate(rows):
-                write_text(folder / f"{number:05d}" / "metadata.jsonl", json.dumps(row))
-            scores = geneval_scores(_run_geneval(protocol, folder), len(plan))
-            self.subject.keep(GENEVAL, scores, task_hash, started, self.device)
-
-
-def geneval_scores(found, expected):
-    """metric -> (value, standard error, higher is better, images) of the script's results, a list of dicts.
-
-    expected: number of images; ValueError when the results are of another. "overall" is the mean over tags, as in GenEval's
-    own summary.
-    """
-    if len(found) != expected:
-        raise ValueError(f"GenEval judged {len(found)} images of {expected}: run it again when all are there")
-    tags, scores = {}, {}
-    for row in found:
-        tags.setdefault(row["tag"], []).append(row["correct"])
-    for tag, right in tags.items():
-        share = sum(right) / len(right)
-        scores[tag] = (share, share_error(share, len(right)), True, len(right))
-    overall = sum(score[0] for score in scores.values()) / len(scores)
-    error = math.hypot(*(score[1] for score in scores.values())) / len(scores)
-    return {"overall": (overall, error, True, expected), **scores}
-
-
-def _run_geneval(protocol, folder):
-    """The script's results for the images in `folder`."""
-    out = folder.with_name(f"{folder.name}-results.jsonl")
-    command = [protocol.geneval_python, protocol.geneval_script, folder, "--outfile", out]
-    command += ["--model-path", protocol.geneval_detector] if protocol.geneval_detector else []
-    run_program(command, f"GenEval's script {str(protocol.geneval_script)!r} failed")
-    return read_json_lines(out, "tag")
+def _read_prompts(path):
+    """The lines of a file that are not empty; ValueError when there is none."""
+    with one_sentence(f"prompts: {str(path)!r} cannot be read"):
+        prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt per line")
+    return prompts
 
 
 @checked
@@ -308,8 +215,8 @@ class ClassificationProtocol:
     """The settings of a recipe of kind "classification".
 
     name: of the task in tables. data: a folder with one folder of images per class, or the id of a data set with the
-    columns "image" and "label". split: of a data set. processor: folder or id of an image processor, or one as an object,
-    of transformers or with a text `version` that changes when what it does changes; None: the model's own.
+    columns "image" and "label". split: of a data set. processor: folder or id of an image processor, or one of
+    transformers as an object; None: the model's own.
     """
 
     name: str = "images"
@@ -323,63 +230,40 @@ def judge_classifiers(models, asked):
     protocol = read_settings(ClassificationProtocol, asked.recipe.settings)
     if list(asked.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
-    subjects = find_subjects(models, asked)
-    processor, known = _find_processor(protocol.processor, asked)
-    pictures, numbers, data = _read_examples(protocol, asked)
-    names = list(pictures.classes()["id2label"].values())
-    task, task_hash = protocol.name, hash_of([VERSION, data, pictures.labels[numbers].tolist(), names, known])
+    subjects, processor = find_subjects(models, asked), protocol.processor
+    if isinstance(processor, (str, Path)):
+        with one_sentence(f"settings: processor {str(processor)!r} cannot be loaded"):
+            processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=asked.trust_remote_code)
+    pictures, names, data = _read_examples(protocol, asked)
+    known = processor and processor.to_json_string()  # that of a model is part of its fingerprint
+    task, task_hash = protocol.name, hash_of([VERSION, data, pictures.labels.tolist(), names, known])
     compared = {}
     for subject in subjects:
         if not subject.knows(task, "acc", task_hash):
-            started, count, model, own = time.perf_counter(), len(numbers), subject.source, None
+            started, count, model, own = time.perf_counter(), len(pictures), subject.source, None
             if not subject.loaded:
                 model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
             elif processor is None:
                 raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
-            order = label_order(model.config, names)
-            share = _count_right(model.eval(), processor or own, pictures, numbers, order, asked, subject.name) / count
+            numbered = pictures.renumbered(label_order(model.config, names))
+            bar = subject.name if asked.progress else None
+            share = share_right(model, numbered, processor or own, asked.batch_size, bar)
             scores = {"acc": (share, share_error(share, count), True, count)}
             subject.keep(task, scores, task_hash, started, model.device)
         compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
     return compared
 
 
-def _find_processor(given, asked):
-    """(an image processor, what it is known by); None twice for the model's own, which its fingerprint covers."""
-    if isinstance(given, (str, Path)):
-        with one_sentence(f"settings: processor {str(given)!r} cannot be loaded"):
-            given = AutoImageProcessor.from_pretrained(given, trust_remote_code=asked.trust_remote_code)
-    if given is None or hasattr(given, "to_json_string"):
-        return given, given and given.to_json_string()
-    if not isinstance(getattr(given, "version", None), str):
-        raise ValueError("settings: processor has no version; expected a text that changes when what it computes does")
-    return given, given.version
-
-
 def _read_examples(protocol, asked):
-    """(`Pictures`, the numbers of those to judge, hash of the bytes of a folder's images or of a data set by itself)."""
+    """(`Pictures` to judge, names of the classes, hash of the bytes of a folder's images or of a data set by itself)."""
     if not protocol.data:
         raise ValueError("settings: data is None; expected a folder with one folder of images per class, or a data set")
-    data, folder = str(protocol.data), Path(protocol.data)
-    pictures = open_pictures(folder if folder.is_dir() else load_split(data, split=protocol.split), "test")
-    count = min(asked.limit or len(pictures), len(pictures))
-    chosen = [index * len(pictures) // count for index in range(count)]  # spread over the classes
-    identity = pictures.identity
-    if folder.is_dir():
-        identity = hash_files([pictures.items[number] for number in chosen], folder, asked.progress)
-    return pictures, chosen, identity
-
-
-def _count_right(model, processor, pictures, numbers, order, asked, what):
-    """How many of the pictures the model names right. order: the model's index of each class. what: a word for the bar."""
-    mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
-    right, size = 0, asked.batch_size
-    for start in tqdm(range(0, len(numbers), size), desc=what, unit="batch", disable=not asked.progress):
-        batch = numbers[start : start + size]
-        images = [pictures.items[number] for number in batch]
-        images = [Image.open(image) if isinstance(image, (str, Path)) else image for image in images]
-        inputs = processor(images=[image.convert(mode) for image in images], return_tensors="pt")
-        with torch.inference_mode():
-            said = model(pixel_values=inputs["pixel_values"].to(model.device, model.dtype)).logits.argmax(-1).tolist()
-        right += sum(order[label] == one for label, one in zip(pictures.labels[batch].tolist(), said, strict=True))
-    return right
+    folder = Path(protocol.data)
+    pictures = open_pictures(folder if folder.is_dir() else load_split(str(folder), split=protocol.split), "test")
+    names, size = list(pictures.classes()["id2label"].values()), len(pictures)
+    if asked.limit and asked.limit < size:
+        chosen = [index * size // asked.limit for index in range(asked.limit)]  # spread over the classes
+        items = [pictures.items[number] for number in chosen]
+        pictures = Pictures(items, pictures.labels[chosen], pictures.name, names, pictures.identity)
+    data = hash_files(pictures.items, folder, asked.progress) if folder.is_dir() else pictures.identity
+    return pictures, names, data

@@ -1,17 +1,23 @@
 """Judging language models with unpatched lm-eval 0.4.13: the numbers of `lm_eval --model hf`, for several models.
 
 What is missing is decided before a model is loaded: a score counts when task, hash of the task, shots, limit, seeds, window,
-precision and the fingerprint of the weights are those asked for. A task's hash covers its definition and every document.
-Scores go into results.json after every task, so a stopped evaluation continues. Importing this registers the model type
-"mhla" with lm-eval. Standard errors of bits per byte and its kin, which lm-eval leaves out, are computed from the documents.
+precision and the fingerprint of the weights are those asked for. Scores go into results.json after every task, so a stopped
+evaluation continues. Importing this registers the model type "mhla" with lm-eval.
+
+Needles in a haystack, after RULER's multi-key task (arXiv 2404.06654), are made here without any download: the codes of
+several things are hidden in a text that says nothing, and one of them is asked for, by ranking the codes that stand in the
+text (`needle_recall_<tokens>`) and by writing the code (`needle_generation_<tokens>`). Both are also reported by depth.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -23,15 +29,16 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from datasets import Dataset, DatasetDict
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
 from ..checkpoints.values import at_least, checked, read_settings
-from .needles import LEAST, THINGS, make_needles
 from .records import Result, Results, finite
 from .subjects import find_subjects, paths_of
 
@@ -39,6 +46,15 @@ logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
 NOT_THE_TASK = ("metadata", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "num_fewshot")
 RATIO_METRICS = ("bits_per_byte", "byte_perplexity", "word_perplexity")
+ANSWER_TOKENS = 32  # left free for the answer to a question about needles
+LEAST = 128
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+FACT, ASK = "The code of the {} is {}.", "\n\nThe code of the {} is"
+THINGS = tuple(
+    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
+    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
+    river""".split()  # noqa: SIM905
+)
 
 
 @register_model("mhla")
@@ -52,16 +68,13 @@ class MHLALM(HFLM):
             # lm-eval made an Accelerator only to count processes; its global settings would bind a later training.
             AcceleratorState._reset_state(reset_partial_state=True)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
-        inner = override_bs is not None  # of a bar that is there already
-        return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or inner, override_bs=override_bs)
-
 
 @checked
 class LanguageProtocol:
-    """The settings of a recipe of kind "language" whose tasks are made to length, by `make_needles` or lm-eval's RULER.
+    """The settings of a recipe of kind "language" whose tasks are made to length: needles, or lm-eval's RULER.
 
-    lengths: in tokens, each at least 128. depths, items: of needles, in percent of the text and per depth.
+    lengths: tokens of a question with its answer, each at least 128. Of needles, depths: percent of the text before the
+    code asked for, 0 its start; items: questions per depth.
     """
 
     lengths: int | list[int] = dataclasses.field(default_factory=list)
@@ -86,10 +99,7 @@ class Requested:
 
     @functools.cached_property
     def scored(self):
-        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate.
-
-        A group's hash covers its tasks', and it has the most examples that one of them has.
-        """
+        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate: all hashes, the most."""
         tasks = self.loaded["tasks"].items()
         found = {name: (task_hash(task), task.get_config("num_fewshot") or 0) for name, task in tasks}
         everything = hashlib.sha256(" ".join(found[name][0] for name in sorted(found)).encode()).hexdigest()[:16]
@@ -123,9 +133,8 @@ def judge_language_models(models, asked):
             _judge(subject, missing, asked, max(protocol.lengths, default=0))
         else:
             logger.info("%s: every score is known already", subject.name)
-        compared[subject.name] = Results(
-            r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots
-        )
+        found = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
+        compared[subject.name] = Results(found)
     return compared
 
 
@@ -176,10 +185,8 @@ def _load_task(manager, name, num_fewshot):
         loaded = manager.load([name])
         for task in loaded["tasks"].values():
             own = task.get_config("num_fewshot")
-            if num_fewshot is not None and own != 0:
-                task.set_config(key="num_fewshot", value=num_fewshot)
-            elif own is None:
-                task.set_config(key="num_fewshot", value=0)
+            if own is None or (num_fewshot is not None and own != 0):
+                task.set_config(key="num_fewshot", value=num_fewshot or 0)
             if not len(task.eval_docs):
                 raise ValueError("it has no documents")
     except Exception as error:  # the code of a task is somebody's
@@ -190,9 +197,9 @@ def _load_task(manager, name, num_fewshot):
 def task_hash(task):
     """First 16 hex digits of a sha256 over what the task asks and how it is scored: its settings and every document."""
     settings = {key: value for key, value in dict(task.dump_config()).items() if key not in NOT_THE_TASK}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for document in task.eval_docs:
-        digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256()
+    for part in (settings, *task.eval_docs):
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 
@@ -200,9 +207,8 @@ def _window(subject, asked):
     """Tokens that the model will see at once; its configuration and tokenizer are read, not its weights."""
     if asked.max_length is not None:
         return asked.max_length
-    source, where = subject.source, subject.where
-    config = source.config if subject.loaded else load_config(source, **where)
-    tokenizer = asked.tokenizer or load_tokenizer(source, **where)
+    config = subject.source.config if subject.loaded else load_config(subject.source, **subject.where)
+    tokenizer = asked.tokenizer or load_tokenizer(subject.source, **subject.where)
     return resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
 
 
@@ -217,20 +223,19 @@ def _judge(subject, missing, asked, longest):
     loaded = (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **how)
     (model, tokenizer), was_training = loaded, loaded[0].training
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
+    sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
+    known = {"seed": seed_of(asked), "dtype": str(model.dtype).removeprefix("torch.")}
+    known |= {"revision": getattr(model.config, "_commit_hash", None)}
     try:
         with quiet_harness(asked.progress):
-            sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
             judge = MHLALM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would cut it, and with it perhaps what is asked for
             seen = f"the model sees {judge.max_length}; expected shorter ones, or max_length"
             raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            facts = subject.facts(model.device, item.name) | {"seed": seed_of(asked)}
-            facts |= {"dtype": str(model.dtype).removeprefix("torch.")}
-            facts |= {"revision": getattr(model.config, "_commit_hash", None)}
             with quiet_harness(asked.progress):
-                subject.store(score(judge, item, seeds=seeds, facts=facts))
+                subject.store(score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | known))
     finally:
         model.train(was_training)
 
@@ -275,10 +280,10 @@ def _records(raw, name, scored, facts):
 
 
 def ratio_stderr(metric, pairs):
-    """Standard error of a metric made from sum(loglikelihood) / sum(size), over documents; None for fewer than two.
+    """Standard error of a metric made from sum(loglikelihood) / sum(size), which lm-eval leaves out; None for one document.
 
-    pairs: (loglikelihood in nats, bytes or words) per document. The ratio's error is that of a ratio estimator
-    (linearized): sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i; then scaled by the metric's slope at r.
+    pairs: (loglikelihood in nats, bytes or words) per document. That of a ratio estimator (linearized):
+    sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i; then scaled by the metric's slope at r.
     """
     total = sum(size for _, size in pairs)
     if len(pairs) < 2 or total <= 0:
@@ -300,3 +305,87 @@ def quiet_harness(progress):
             yield
     finally:
         harness.setLevel(level)
+
+
+def score_choice(doc, results):
+    """The share of the right code among those with the highest likelihood, alone and by depth."""
+    scores = [loglikelihood for loglikelihood, _ in results]
+    right = (scores[doc["answer"]] == max(scores)) / scores.count(max(scores))
+    return {"acc": right, f"acc_back_{doc['back']}": right}
+
+
+def score_answer(doc, results):
+    """Whether the text begins with the right code, alone and by depth."""
+    right = float(results[0].strip().startswith(doc["target"].strip()))
+    return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
+
+
+CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+ANSWER = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
+WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": ANSWER}
+KINDS = {  # in the name of the task -> its metric, how an answer is scored, and lm-eval's settings
+    "recall": ("acc", score_choice, CHOICE),
+    "generation": ("exact_match", score_answer, WRITING),
+}
+
+
+def make_needles(patterns, tokenizer, *, lengths, depths=(0, 25, 50, 75, 100), items=20, seed=0):
+    """The tasks whose names match one of `patterns`, name -> lm-eval task; the rest as in `LanguageProtocol`."""
+    made = {}
+    for length in lengths:
+        rows = make_questions(tokenizer, length, sorted(depths), items, seed)
+        for kind, (metric, scored, own) in KINDS.items():
+            name = f"needle_{kind}_{length}"
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
+                means = [{"metric": one, "aggregation": "mean", "higher_is_better": True} for one in metrics]
+                config = {"task": name, "process_results": scored, "metric_list": means, **own}
+                config |= {"custom_dataset": functools.partial(_as_data_set, rows), "test_split": "test"}
+                config |= {"doc_to_text": "context", "target_delimiter": "", "num_fewshot": 0}
+                made[name] = ConfigurableTask(config=config | {"metadata": {"version": 1.0}})
+    return made
+
+
+def _as_data_set(rows, **_):
+    return DatasetDict({"test": Dataset.from_list(rows)})
+
+
+def make_questions(tokenizer, length, depths, items, seed):
+    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth; ValueError: too short.
+
+    All have the same haystack: as many sentences of noise as fit beside the longest needles.
+    """
+
+    def count(piece):
+        return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+
+    longest, room = sorted(THINGS, key=count)[-len(depths) :], length - ANSWER_TOKENS
+    facts, noise = (
+        [FACT.format(thing, "8888") for thing in longest],
+        list(itertools.islice(itertools.cycle(NOISE), room)),
+    )
+    question = ASK.format(longest[-1])
+    fits = bisect.bisect_right(range(room + 1), room, key=lambda n: count(" ".join(noise[:n] + facts) + question)) - 1
+    if fits < len(depths):
+        raise ValueError(f"settings: lengths: {length} tokens are too few for {len(depths)} depths")
+    return [
+        _question(noise[:fits], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
+        for item in range(items)
+        for number, depth in enumerate(depths)
+    ]
+
+
+def _question(sentences, length, depths, asked, rng):
+    """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
+    things = rng.sample(THINGS, len(depths))
+    codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
+    places = [round(depth / 100 * len(sentences)) for depth in depths]
+    for place, thing, code in reversed(list(zip(places, things, codes, strict=True))):
+        sentences.insert(place, FACT.format(thing, code))
+    return {
+        "context": " ".join(sentences) + ASK.format(things[asked]),
+        "choices": [f" {code}" for code in codes],
+        "answer": asked,
+        "target": f" {codes[asked]}",
+        "back": round(length * (100 - depths[asked]) / 100),
+    }

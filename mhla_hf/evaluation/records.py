@@ -1,4 +1,4 @@
-"""The record of a score, the file that keeps a model's scores, and tables of several models side by side.
+"""The record of a score, the file that keeps a model's scores, and tables and pictures of several models side by side.
 
 Everything printed about quality (tables, cards, README) is read from `results.json` in the model's folder. Every number
 in it carries what is needed to judge and to repeat it. A results file comes along with a downloaded model and anybody can
@@ -7,6 +7,7 @@ edit it, so a digest of each record made here is noted in Hugging Face's cache, 
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -17,10 +18,15 @@ from huggingface_hub import constants
 
 from ..checkpoints.files import write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
+from ..plots import COLORS, drawing, require_matplotlib
+from ..speed import DECODE
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
+PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
+SPEED = "speed"  # the task of times; (what, unit) of `measure_speed` -> its metrics
+SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
 logger = logging.getLogger("mhla_hf")
 
@@ -36,15 +42,13 @@ class Result:
     """One number about one model.
 
     task, metric: names as the harness gives them; a filter other than "none" joins the metric ("exact_match,strict").
-    value, stderr: floats; stderr None where none is defined. value None when the harness gave something not finite.
-    higher_is_better: bool or None when the harness does not say.
+    value None: it was not finite. stderr None: none is defined. higher_is_better None: the harness does not say.
     shots: examples in the prompt. samples: documents scored. limit: None for the whole task, else what was asked for.
     task_version, task_hash: of the task's definition and data; when they change, the score counts as missing.
     model: the name the user gave. revision: Hub commit, None for a local folder. fingerprint: of the weights.
     versions: library -> version. commit: git commit of this package, or its version when it is installed without git.
-    dtype: of the parameters, e.g. "float32". hardware: one line. seed: int, or the harness's list of seeds as text.
-    command: a shell line that gives the number again. date: ISO 8601, UTC. seconds: of the task's run, or None.
-    window: tokens the model saw at once, or None where that means nothing.
+    dtype: of the parameters. hardware: one line. seed: int, or the harness's list of seeds as text. command: a shell line
+    that gives the number again. date: ISO 8601, UTC. seconds: of the task's run. window: tokens the model saw at once.
     """
 
     task: str
@@ -84,13 +88,12 @@ class Result:
 class Results(list):
     """The scores of one model: a list of `Result` that is read from and written to one JSON file.
 
-    `Results.read(folder_or_file)` gives an empty one where there is no file. `merge` replaces what was measured again.
     `write` goes aside and renames, so a reader never sees half a file.
     """
 
     @classmethod
     def read(cls, path):
-        """Read `path` (a file, or a folder that holds results.json). ValueError when it is not such a file."""
+        """Read `path` (a file, or a folder that holds results.json); empty where there is none. ValueError: no such file."""
         path = results_path(path)
         if not path.exists():
             return cls()
@@ -100,9 +103,7 @@ class Results(list):
                 return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a results file: {type(error).__name__}: {error}") from None
-        raise ValueError(
-            f"{path} has format_version {content['format_version']!r}; this version of mhla_hf reads {FORMAT_VERSION}"
-        )
+        raise ValueError(f"{path} has format_version {content['format_version']!r}; expected {FORMAT_VERSION}")
 
     def merge(self, new, beside=False):
         """Put `new` records in, each in place of those of the same task, metric, shots and limit. Returns self.
@@ -121,10 +122,7 @@ class Results(list):
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task, metric, shots=None, limit=None):
-        """The record of (task, metric) on the whole task (or on `limit`), or None. shots=None: any number of shots.
-
-        Of several, that with the most samples.
-        """
+        """The record of (task, metric) on the whole task or on `limit`, of several that with the most samples; or None."""
         wanted = (task, metric, limit)
         found = [r for r in self if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
         return max(found, key=lambda record: record.samples, default=None)
@@ -177,10 +175,10 @@ def format_score(value, stderr=None, places=4):
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
 
 
-def score_rows(models):
-    """(header, rows) of a comparison, lists of str: task, metric (with ↑ or ↓), shots, samples, then one cell per model.
+def render_table(models, style="text"):
+    """The models side by side: task, metric (with ↑ or ↓), shots, samples, then a score with its error per model.
 
-    models: dict name -> Results (or list of Result), in the order of the columns.
+    models: dict name -> Results (or list of Result), in the order of the columns. style: as `render_rows` takes it.
     """
     found = {name: {record.identity: record for record in records} for name, records in models.items()}
     every = {identity: record for records in reversed(found.values()) for identity, record in records.items()}
@@ -191,18 +189,13 @@ def score_rows(models):
         scores = [records.get(identity) for records in found.values()]
         cells = ["" if score is None else format_score(score.value, score.stderr) for score in scores]
         rows.append([first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples, *cells])
-    return ["task", "metric", "shots", "samples", *models], rows
+    return render_rows(["task", "metric", "shots", "samples", *models], rows, style)
 
 
 def _natural(identity):
     """A sort key by which acc_back_64 comes before acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
-
-
-def render_table(models, style="text"):
-    """The models side by side, with standard errors. style: "text" (aligned, for a terminal) or "markdown"."""
-    return render_rows(*score_rows(models), style=style)
 
 
 def render_rows(header, rows, style="text", left=2):
@@ -221,32 +214,138 @@ def render_rows(header, rows, style="text", left=2):
     )
 
 
-def paper_rows(models, columns):
-    """Header and rows of a table in the paper's layout: one row per model, one column per entry of `columns`.
+def paper_values(records, columns):
+    """label -> (value, standard error) of one model for the columns of a recipe, without those that have no score.
 
     columns: label -> {"task", "metric", "percent", "higher_is_better"} or {"mean_of": labels}. A mean is given only when
-    all its parts are there; its standard error takes them as independent. Returns (header, rows), lists of str.
+    all its parts are there; its standard error takes them as independent.
     """
-    rows = []
-    for name, records in models.items():
-        found = paper_values(records, columns)
-        rows.append([name, *(format_score(*found[label], places=2) if found.get(label) else "" for label in columns)])
-    arrows = [ARROWS[column.get("higher_is_better", True)] for column in columns.values()]
-    return ["model", *map(str.__add__, columns, arrows)], rows
-
-
-def paper_values(records, columns):
-    """label -> (value, standard error) of one model for the columns of a recipe, None where there is no score."""
     scores = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None}
     found = {}
     for label, column in columns.items():
-        value, error = scores.get((column.get("task"), column.get("metric")), (None, None))
-        scale = 100 if column.get("percent") else 1
-        found[label] = None if value is None else (scale * value, None if error is None else scale * error)
+        if (score := scores.get((column.get("task"), column.get("metric")))) is not None:
+            scale = 100 if column.get("percent") else 1
+            found[label] = tuple(number and scale * number for number in score)
     for label, column in columns.items():
-        parts = [found.get(part) for part in column.get("mean_of", [])]
-        if parts and all(parts):
-            values, errors = zip(*parts, strict=True)
+        parts = column.get("mean_of", [])
+        if parts and all(part in found for part in parts):
+            values, errors = zip(*(found[part] for part in parts), strict=True)
             error = None if None in errors else math.hypot(*errors) / len(parts)
             found[label] = (math.fsum(values) / len(parts), error)
     return found
+
+
+class Comparison(dict):
+    """name -> `Results` of what was asked for, in the order of the models. columns: of the recipe, see `paper_values`."""
+
+    columns = {}
+
+    def table(self, style="text"):
+        """The scores with their standard errors. style: "text" for a terminal or "markdown"."""
+        return render_table(self, style)
+
+    __str__ = table
+
+    def paper_table(self, style="text"):
+        """The recipe's columns in the paper's layout, one row per model; "" where there is none to fill."""
+        found = {name: paper_values(records, self.columns) for name, records in self.items()}
+        if not any(found.values()):
+            return ""
+        rows = [
+            [name, *(format_score(*values[label], places=2) if label in values else "" for label in self.columns)]
+            for name, values in found.items()
+        ]
+        return render_rows(["model", *(_arrowed(label, self.columns) for label in self.columns)], rows, style, left=1)
+
+    def plot(self, path):
+        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
+        return plot_scores(path, self, self.columns)
+
+
+def _arrowed(label, columns):
+    return label + ARROWS[columns[label].get("higher_is_better", True)]
+
+
+def speed_of_records(columns):
+    """speed.json's content from the records of "softmax" and "mhla" timed together; None where they were not.
+
+    columns: these two names -> list of `Result`.
+    """
+    tables = {}
+    for kind, record in ((kind, record) for kind, records in columns.items() for record in records):
+        if record.task == SPEED:
+            metric, _, length = record.metric.rpartition("_")
+            what, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
+            rows, kinds = tables.setdefault(record.task_hash, ({}, {}))
+            row = rows.setdefault((what, int(length)), {"what": what, "length": int(length)})
+            row[f"{kind}_{unit}"], kinds[kind] = record.value, record
+    for rows, kinds in tables.values():
+        if set(kinds) == {"softmax", "mhla"}:
+            said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
+            return {"rows": [rows[key] for key in sorted(rows)], **said}
+    return None
+
+
+def check_plot(path):
+    """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
+    require_matplotlib()
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
+
+
+def plot_scores(path, models, columns):
+    """Write a PNG of a comparison, and return its path; ValueError: there is nothing to draw.
+
+    Models are points with their standard errors in one panel per column of the recipe, or per score where no column has
+    any; recall by depth and speed by length are curves.
+    """
+    points, every, curves = {}, {}, {}
+    for name, records in models.items():
+        for label, score in paper_values(records, columns).items():
+            points.setdefault(_arrowed(label, columns), {})[name] = score
+        for record in (record for record in records if record.value is not None):
+            score, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
+            if mark and place.isdecimal():
+                title = f"{record.task}\n{score}, by {'length ↓' if record.task == SPEED else 'depth'}"
+                line = curves.setdefault(title, {}).setdefault(name, [])
+                line.append((int(place), record.value, record.stderr or 0.0))
+            else:
+                shots = f", {record.shots} shots" if record.shots else ""
+                title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
+                every.setdefault(title, {})[name] = (record.value, record.stderr)
+    points = points or every
+    if not points and not curves:
+        raise ValueError("plot: no score is there to draw; expected at least one")
+    colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
+    panels = [(_draw_points, *panel) for panel in points.items()] + [(_draw_curves, *panel) for panel in curves.items()]
+    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+    size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
+    with drawing(path, down, across, figsize=size) as (_, grid):
+        for cell in grid.flat[len(panels) :]:
+            cell.set_visible(False)
+        for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
+            draw(cell, title, values, colors)
+            cell.set_title(title, fontsize=9.5)
+    return Path(path)
+
+
+def _draw_points(axes, title, values, colors):
+    label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for name, (value, error) in values.items():
+        place = list(colors).index(name)
+        axes.errorbar(value, place, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
+        axes.annotate(f"{value:.4g}", (value, place), **label)
+    axes.set_yticks(range(len(colors)), list(colors))
+    axes.set_ylim(len(colors) - 0.4, -0.8)
+    axes.grid(True, axis="x")
+    axes.margins(x=0.2)
+
+
+def _draw_curves(axes, title, lines, colors):
+    for name, points in lines.items():
+        places, values, errors = zip(*sorted(points), strict=True)
+        look = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
+        axes.errorbar(places, values, yerr=errors, **look)
+    axes.set(xlabel="tokens" if title.startswith(SPEED) else "tokens from the fact to the question", ylim=(0, None))
+    axes.grid(True)
+    axes.legend(fontsize=8)

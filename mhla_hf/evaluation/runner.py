@@ -1,29 +1,31 @@
 """evaluate(): one call that judges language models, classifiers, image and video pipelines, one or several side by side.
 
 What is judged how stands in a score recipe, a YAML file; those of this package are in `recipes/` beside this file. Its kind
-decides who judges: `language.py` (lm-eval), `images.py`, `video.py` (VBench) or `speed.py`. All of them give `Result`
-records, run only what is missing, write after each task, and are imported with what they need when asked for.
+decides who judges: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `judge_speed` below. All of them give
+`Result` records, run only what is missing, write after each task, and are imported with what they need when asked for.
 """
 
 import dataclasses
 import importlib
 import math
+import time
 from pathlib import Path
 from typing import Literal
 
 from ..checkpoints.files import read_yaml
-from ..checkpoints.load import choose_device
+from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
-from .records import paper_rows, render_rows, render_table
+from ..speed import measure_speed
+from .records import SPEED, SPEED_METRICS, Comparison, Results, hash_of
+from .subjects import find_subjects
 
 FOLDER = Path(__file__).parent / "recipes"
-COLUMN_KEYS = {"task", "metric", "percent", "mean_of", "higher_is_better"}
 JUDGES = {
     "language": (".language", "judge_language_models"),
     "classification": (".images", "judge_classifiers"),
     "image": (".images", "judge_image_pipelines"),
     "video": (".video", "judge_video_pipelines"),
-    "speed": (".speed", "judge_speed"),
+    "speed": (".runner", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "num_fewshot", "max_length")
 
@@ -33,10 +35,8 @@ class ScoreRecipe:
     """How to judge.
 
     kind: of the models. tasks: task -> examples in the prompt, or None for the task's own number; for other kinds than
-    language the metrics, with None. settings: the protocol of this kind of model, see `ImageProtocol`, `VideoProtocol`,
-    `ClassificationProtocol`, `SpeedProtocol`, `LanguageProtocol`. columns: label -> {"task", "metric", "percent",
-    "higher_is_better"} or {"mean_of": labels}; empty: no such layout. name: of a recipe of this package, else its file's.
-    changed: the settings that are not the file's.
+    language the metrics, with None. settings: the protocol of this kind of model, such as `ImageProtocol`. columns: see
+    `paper_values`. name: of a recipe of this package, else its file's. changed: the settings that are not the file's.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -51,14 +51,6 @@ class ScoreRecipe:
         """At least one, none with fewer than no examples."""
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
             raise ValueError(f"tasks is {self.tasks!r}; expected names, or names with the examples in the prompt")
-
-    def validate_columns(self):
-        """Each is a score, or the mean of such columns."""
-        for label, column in self.columns.items():
-            parts = column.get("mean_of", [])
-            scored = {"task", "metric"} <= set(column)
-            if set(column) - COLUMN_KEYS or set(parts) - set(self.columns) or bool(parts) == scored:
-                raise ValueError(f"column {label!r} is {column!r}; expected task and metric, or mean_of other columns")
 
     def with_settings(self, settings):
         """The recipe with some settings replaced; "sampling.height" is one value of the setting "sampling"."""
@@ -89,35 +81,6 @@ def read_score_recipe(name):
         tasks = content.get("tasks")
         content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
     return read_settings(ScoreRecipe, content, what)
-
-
-class Comparison(dict):
-    """name -> `Results` of what was asked for, in the order of the models; `table()` shows them side by side."""
-
-    recipe = None
-
-    @property
-    def columns(self):
-        """The recipe's, of the paper's layout."""
-        return self.recipe.columns if self.recipe else {}
-
-    def table(self, style="text"):
-        """The scores with their standard errors. style: "text" for a terminal or "markdown"."""
-        return render_table(self, style=style)
-
-    def paper_table(self, style="text"):
-        """The recipe's columns in the paper's layout, one row per model; "" where there is none to fill."""
-        header, rows = paper_rows(self, self.columns)
-        return render_rows(header, rows, style=style, left=1) if any(any(row[1:]) for row in rows) else ""
-
-    def plot(self, path):
-        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
-        from .figures import plot_scores
-
-        return plot_scores(path, self, self.columns)
-
-    def __str__(self):
-        return self.table()
 
 
 @checked
@@ -166,9 +129,8 @@ def evaluate(
         models: a folder, a Hub id or a loaded model or pipeline; or a list of them, or a dict name -> one of them.
         tasks: names of lm-eval tasks, groups or tags, or patterns with *; a list or one text with commas. With a recipe:
             only these of its tasks. Needed where there is no recipe.
-        recipe: name of a score recipe (`table_6_language`, `table_8_longbench`, `recall`, `ruler`, `speed`,
-            `table_2_imagenet`, `table_4_text_to_image`, `table_9_class_to_image`, `table_5_vbench`) or a YAML file. It
-            says of which kind the models are; without one they are language models.
+        recipe: name of a score recipe (see `recipe_names`, such as `table_6_language`) or a YAML file. It says of which kind
+            the models are; without one they are language models.
         settings: replaces some of the recipe's settings, such as {"lengths": [256]} or {"reference": "imagenet.npz"}.
         tokenizer: for loaded language models; else it comes with the model.
         output: where the scores are kept: a .json file (one model) or a folder (one file per model). Default:
@@ -196,32 +158,74 @@ def evaluate(
     choose_device(device)
     module, judge = JUDGES[asked.recipe.kind]
     try:
-        judge = getattr(importlib.import_module(module, __package__), judge)
+        compared = Comparison(getattr(importlib.import_module(module, __package__), judge)(models, asked))
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("mhla_hf"):
-            raise
         raise ImportError(f"evaluate needs {error.name}, which is missing: pip install 'mhla_hf[eval]'") from error
-    compared = Comparison(judge(models, asked))
-    compared.recipe = asked.recipe
+    compared.columns = asked.recipe.columns
     return compared
 
 
 def _find_recipe(recipe, tasks, settings):
     """The recipe with the settings and the choice of tasks applied; language models on `tasks` where there is none."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
-    if tasks is not None and not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) for name in tasks)):
-        raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
-    names = None if tasks is None else list(dict.fromkeys(name.strip() for name in tasks if name.strip()))
-    if names == []:
-        raise ValueError("tasks is empty; expected at least one task name")
+    if tasks is not None:
+        if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):
+            raise TypeError(f"tasks is {tasks!r}; expected task names in a list or separated by commas")
+        tasks = list(dict.fromkeys(name.strip() for name in tasks))
     if recipe is None:
-        if names is None:
-            known = ", ".join(recipe_names())
-            raise ValueError(f"tasks is None and so is recipe; expected task names, or one of {known}")
+        if not tasks:
+            raise ValueError(
+                f"tasks is {tasks} without a recipe; expected names, or a recipe: {', '.join(recipe_names())}"
+            )
         if settings:
             raise ValueError(f"settings is {settings!r} without a recipe; expected them with one")
-        return ScoreRecipe("language", dict.fromkeys(names))
+        return ScoreRecipe("language", dict.fromkeys(tasks))
     recipe = read_score_recipe(recipe).with_settings(settings or {})
-    if unknown := [name for name in names or () if name not in recipe.tasks]:
+    if unknown := [name for name in tasks or () if name not in recipe.tasks]:
         raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return recipe if names is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in names})
+    return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks}) if tasks else recipe
+
+
+@checked
+class SpeedProtocol:
+    """The settings of a recipe of kind "speed", as `measure_speed` takes them. lengths: in tokens."""
+
+    lengths: list[int] | int
+    decode_tokens: int = at_least(1, 64)
+    rounds: int = at_least(1, 3)
+
+    def validate_lengths(self):
+        """At least one, each of a token or more."""
+        self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
+        if min(self.lengths, default=0) < 1:
+            raise ValueError(f"lengths is {self.lengths!r}; expected whole numbers of tokens")
+
+
+def judge_speed(models, asked):
+    """name -> `Results` of the times. models: as `evaluate` takes them. asked: an `Asked`.
+
+    A time is worth something only next to another, so the models of one call are timed by turns, and the records of all of
+    them carry one hash of who took part; where it differs, the card does not put them side by side.
+    """
+    protocol = read_settings(SpeedProtocol, asked.recipe.settings)
+    subjects = find_subjects(models, asked)
+    together = sorted(subject.fingerprint for subject in subjects)
+    task_hash = hash_of([together, *vars(protocol).values(), asked.device])
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
+    if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
+        started = time.perf_counter()
+        how, loaded = {"dtype": asked.dtype, "device": asked.device}, {}
+        for subject in subjects:
+            loaded[subject.name] = subject.source
+            if not subject.loaded:
+                loaded[subject.name] = load_language_model(subject.source, **how, **subject.where)[0]
+        rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
+        for subject in subjects:
+            scores = {
+                f"{SPEED_METRICS[row['what'], unit]}_{row['length']}": (value, None, False, protocol.rounds)
+                for row in rows
+                for unit in ("ms", "mib")
+                if (value := row.get(f"{subject.name}_{unit}")) is not None
+            }
+            subject.keep(SPEED, scores, task_hash, started, loaded[subject.name].device)
+    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}

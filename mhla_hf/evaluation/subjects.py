@@ -2,10 +2,17 @@
 
 A fingerprint covers what decides a model's numbers, so a score can be told from that of other weights. Scores are kept in
 the model's results file; what is known there for exactly this question is not run again.
+
+Of pipelines also the images and videos that they make for a score: every sample has its own seed and its own file, and what
+is there is not made again. The batches are cut from the plan, not from what is left, and the global generator is seeded per
+batch (DDPM draws from it), so a run that was stopped gives the same files as one that was not, on any number of processes.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
+import json
 import logging
 import os
 import shlex
@@ -14,14 +21,17 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from tqdm import tqdm
 
+from ..checkpoints.files import file_aside, write_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model
-from ..checkpoints.load import check_model_name, one_sentence, stored_dtype
+from ..checkpoints.load import check_model_name, choose_device, load_pipeline, one_sentence, stored_dtype
 from ..checkpoints.machine import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
 VERSION = "1"  # of our own metrics: part of every task hash
+IDENTITY = "samples.json"
 
 
 @dataclasses.dataclass
@@ -57,20 +67,17 @@ class Subject:
         foreign = len(found) - len(mine)
         if mine and not self.asked.force:
             logger.info("%s: what %s holds is read from it, not run again", self.name, self.target)
-        if foreign and self.asked.trust_scores:
-            logger.warning("%s: %d scores read from %s were not measured here", self.name, foreign, self.target)
-            return found
+        trusted = self.asked.trust_scores
         if foreign:
-            text = "%s: %d scores in %s were not measured here and do not count; trust_scores would read them"
-            logger.info(text, self.name, foreign, self.target)
-        return mine
+            said = "%s: %d scores in %s were not measured here and " + ("are read" if trusted else "do not count")
+            logger.log(logging.WARNING if trusted else logging.INFO, said, self.name, foreign, self.target)
+        return found if trusted else mine
 
     def knows(self, task, metric, task_hash):
         """Whether a score is kept for the same weights, protocol, number, seed and precision, and not to be run again."""
         wanted = (task, metric, task_hash, self.asked.limit, self.asked.seed or 0, self.dtype)
-        return not self.asked.force and any(
-            (r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) == wanted for r in self.kept
-        )
+        known = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
+        return not self.asked.force and wanted in known
 
     def store(self, records, beside=False):
         """Keep records that were just measured, in the model's file too where it has one. beside: as in `Results.merge`."""
@@ -128,12 +135,11 @@ def paths_of(given):
 def find_subjects(models, asked, pipeline=False):
     """`models` of `evaluate` as a list of `Subject`. ValueError, TypeError: one sentence; nothing has been loaded then."""
     models, output = named_models(models), asked.output and Path(asked.output)
-    single_file = str(output).endswith(".json")
-    if single_file and len(models) > 1:
+    files = dict.fromkeys(models, output)
+    if output and output.suffix != ".json":
+        files = {name: output / f"{name.replace('/', '--')}.json" for name in models}
+    elif output and len(models) > 1:
         raise ValueError(f"output {str(output)!r} is one file for {len(models)} models; expected a folder")
-    files = {
-        name: output and (output if single_file else output / f"{name.replace('/', '--')}.json") for name in models
-    }
     return [_subject(name, model, files[name], asked, pipeline) for name, model in models.items()]
 
 
@@ -172,8 +178,7 @@ def _subject(name, model, target, asked, pipeline):
             with one_sentence(f"model {source!r} is no folder here, and the Hub does not give it"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
-        right = isinstance(getattr(model, "components", None), dict) if pipeline else isinstance(model, torch.nn.Module)
-        if not right:
+        if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
             what = "diffusers pipeline" if pipeline else "model of transformers"
             raise TypeError(f"model {name!r} is {type(model).__name__}; expected a folder, a Hub id or a loaded {what}")
         fingerprint = fingerprint_model(model)
@@ -200,3 +205,101 @@ def shown_path(path):
         return str(path)
     resolved, here = path.resolve(), Path.cwd().resolve()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
+
+
+@contextlib.contextmanager
+def joined_processes():
+    """accelerate's `PartialState`: alone, or with the others that the launcher started, who leave together."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    yield state
+    state.wait_for_everyone()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One file to make. name: of the file in the folder. condition: class label (int), prompt (str) or None. seed: int."""
+
+    name: str
+    condition: object
+    seed: int
+
+
+def seed_of_sample(seed, index):
+    """The seed of sample `index` of a run with `seed`: different for every pair, below 2**63."""
+    return (seed % 2**31) * 2**32 + index
+
+
+class PipelineJudge:
+    """One pipeline under a protocol: the loaded pipeline, its samples, its scores."""
+
+    def __init__(self, subject, asked, protocol, state):
+        from accelerate.utils import broadcast_object_list
+
+        self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
+        self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
+        given = getattr(subject.source, "device", None) if subject.loaded else None
+        self.device = choose_device(given or asked.device or state.device)
+        self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
+        subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
+
+    @functools.cached_property
+    def pipeline(self):
+        """Loaded when it is first needed; an object that was given stays where it is."""
+        if self.subject.loaded:
+            return self.subject.source
+        return load_pipeline(self.subject.source, dtype=self.subject.dtype, device=self.device, **self.subject.where)
+
+    def make(self, folder, plan, identity, sampling, save, *, batch_size, what):
+        """Make the files of `plan` (list of `Sample`) in `folder` that are not there.
+
+        identity: dict of what decides the samples besides weights, precision and `sampling`, which are further arguments of
+        the pipeline. save: (image or frames, path) -> writes a file there. what: a word for the bar. ValueError: the folder
+        holds samples of something else, or the pipeline does not take the plan's conditions.
+        """
+        pipeline, state = self.pipeline, self.state
+        argument = {int: "class_labels", str: "prompt", type(None): None}[type(plan[0].condition)]
+        if argument is not None and argument not in inspect.signature(pipeline.__call__).parameters:
+            raise ValueError(
+                f"model {type(pipeline).__name__} takes no {argument}; expected a pipeline for this recipe"
+            )
+        if state.is_main_process:
+            about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
+            _claim_folder(folder, {**about, **identity})
+            logger.info("%s: %d in %s", what, len(plan), folder)
+        state.wait_for_everyone()
+        batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
+        mine = batches[state.process_index :: state.num_processes]
+        mine = [batch for batch in mine if not all((folder / sample.name).is_file() for sample in batch)]
+        bars = getattr(pipeline, "_progress_bar_config", {})
+        pipeline.set_progress_bar_config(disable=True)
+        try:
+            for batch in tqdm(mine, desc=what, unit="batch", disable=not self.progress):
+                torch.manual_seed(batch[0].seed)
+                given = {} if argument is None else {argument: [sample.condition for sample in batch]}
+                generators = [torch.Generator().manual_seed(sample.seed) for sample in batch]
+                made = pipeline(**given, generator=generators, **sampling)
+                outputs = made.frames if hasattr(made, "frames") else made.images
+                for sample, output in zip(batch, outputs, strict=True):
+                    (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
+                    with file_aside(folder / sample.name) as aside:
+                        save(output, aside)
+        finally:
+            pipeline.set_progress_bar_config(**{"disable": False, **bars})
+        state.wait_for_everyone()
+
+
+def _claim_folder(folder, identity):
+    """Make `folder` the place of samples of `identity` (a dict); ValueError when it is the place of others."""
+    known = folder / IDENTITY
+    if known.is_file():
+        found, wanted = json.loads(known.read_text(encoding="utf-8")), json.loads(json.dumps(identity))
+        if other := [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]:
+            advice = "give another folder, or delete this one"
+            raise ValueError(f"samples: {str(folder)!r} holds samples with another {other[0]}; {advice}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"samples: {str(folder)!r} is not empty and holds no {IDENTITY}; expected an empty folder")
+    write_json(known, identity)

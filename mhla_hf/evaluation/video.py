@@ -1,8 +1,8 @@
 """Judging video pipelines with VBench 0.1.5: its prompts, its file names, its code in its own interpreter, its totals.
 
 Videos are named by VBench's protocol, `<prompt>-<index>.mp4`, made resumably and on several processes. vbench needs
-an old stack of its own, so it runs in the interpreter that the recipe's `python` names; its prompts are read from there, and
-a total is refused while one of the dimensions it is made of is missing (upstream's script takes a missing one for zero).
+an old stack of its own, so it runs in the interpreter that the recipe's `python` names, from which its prompts are read.
+A total needs all dimensions (upstream's script takes a missing one for zero).
 """
 
 import dataclasses
@@ -13,17 +13,17 @@ import logging
 import os
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 from ..checkpoints.checksums import hash_file
-from ..checkpoints.files import folder_aside, write_json
+from ..checkpoints.files import write_json
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results, finite, hash_of
-from .sampling import PipelineJudge, Sample, joined_processes, run_program, seed_of_sample
-from .subjects import find_subjects
+from .subjects import PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")
 TASK = "vbench"
@@ -69,24 +69,19 @@ class VideoProtocol:
     """How videos are made and judged; the settings of a recipe of kind "video".
 
     python: the interpreter that has vbench. videos: per prompt; VBench judges five. fps: of the files. sampling: further
-    arguments of the pipeline. augmented: a text file with a longer prompt for each line of VBench's all_dimension.txt, such
-    as its all_dimension_aug_wanx_seed42.txt; the pipeline gets these, the files keep the names of the prompts. samples:
-    folder to make; each model has its own in it.
+    arguments of the pipeline. samples: folder to make; each model has its own in it.
     """
 
     python: str | Path | None = None
     videos: int = at_least(1, 5)
     fps: int = at_least(1, 16)
     sampling: dict = dataclasses.field(default_factory=dict)
-    augmented: str | Path | None = None
     samples: str | Path = "out/samples"
 
     def validate_videos(self):
-        """At most what VBench judges, and prompts that are there."""
+        """At most what VBench judges."""
         if self.videos > 5:
             raise ValueError(f"videos is {self.videos}; expected 1 to 5, of which 5 is VBench's protocol")
-        if self.augmented is not None and not Path(self.augmented).is_file():
-            raise ValueError(f"augmented is {self.augmented!r}; expected a text file of longer prompts")
 
 
 def vbench_totals(averages):
@@ -96,14 +91,11 @@ def vbench_totals(averages):
     """
     if missing := [name for name in DIMENSIONS if finite(averages.get(name)) is None]:
         raise ValueError(f"VBench's total needs all 16 dimensions; missing: {', '.join(missing)}")
-    quality, semantic = part_score(averages, QUALITY), part_score(averages, SEMANTIC)
-    return dict(zip(TOTALS, (quality, semantic, (quality * 4 + semantic * 1) / 5), strict=True))
-
-
-def part_score(averages, dimensions):
-    """Weighted mean of the scaled averages of `dimensions`, which all have to be there."""
-    scaled = [(averages[name] - least) / (most - least) * weight for name, (weight, least, most) in dimensions.items()]
-    return sum(scaled) / sum(weight for weight, _, _ in dimensions.values())
+    parts = []
+    for part in (QUALITY, SEMANTIC):
+        scaled = [(averages[name] - least) / (most - least) * weight for name, (weight, least, most) in part.items()]
+        parts.append(sum(scaled) / sum(weight for weight, _, _ in part.values()))
+    return dict(zip(TOTALS, (*parts, (parts[0] * 4 + parts[1] * 1) / 5), strict=True))
 
 
 def judge_video_pipelines(models, asked):
@@ -131,17 +123,24 @@ class Bench:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            return run_program(command, f"python {self.python!r}: vbench failed", env=environment, cwd=place)
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=place)
+        if done.returncode:
+            complaint = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(f"python {self.python!r}: vbench failed: {complaint}")
+        return done.stdout
 
-    def judge(self, dimension, entries, videos, out, device):
-        """(average, values of the videos) of a dimension. videos: folder that holds those of `entries` and nothing else."""
-        with folder_aside(Path(out).resolve() / dimension, replace=True) as aside:
-            write_json(aside / "info.json", entries)
-            self._run(JUDGE, videos, aside / "info.json", aside, dimension, device)
-        path = Path(out) / dimension / f"{dimension}_eval_results.json"
-        with one_sentence(f"{path} is not what vbench writes for {dimension}"):
-            average, found = json.loads(path.read_text(encoding="utf-8"))[dimension]
-            return float(average), [video["video_results"] for video in found]
+    def judge(self, dimension, entries, videos, device):
+        """(average, values of the videos) of a dimension. videos: paths of those of `entries`."""
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
+            folder = Path(place, "videos")  # of its own: vbench takes the ending of any file it meets for that of all
+            folder.mkdir()
+            for video in videos:
+                (folder / video.name).symlink_to(video.resolve())
+            self._run(JUDGE, folder, write_json(Path(place, "info.json"), entries), place, dimension, device)
+            with one_sentence(f"vbench gave no results for {dimension}"):
+                results = Path(place, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
+                average, found = json.loads(results)[dimension]
+                return float(average), [video["video_results"] for video in found]
 
 
 class _Judge(PipelineJudge):
@@ -150,18 +149,15 @@ class _Judge(PipelineJudge):
     def __init__(self, subject, asked, protocol, state, bench):
         super().__init__(subject, asked, protocol, state)
         self.bench = bench
-        self.spoken = _augmented(protocol.augmented, bench.prompts)
-        made = [self.spoken, protocol.videos, protocol.fps, protocol.sampling]
-        self.hash = hash_of([bench.version, bench.sha256, *made])
+        self.hash = hash_of([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension):
         """VBench's own list for a dimension, the first `limit` of it where there is a limit."""
-        found = [entry for entry in self.bench.prompts if dimension in entry["dimension"]]
-        return found[: self.asked.limit] if self.asked.limit else found
+        return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.asked.limit]
 
     def run(self):
         """The scores asked for, and the totals when all dimensions are there."""
-        wanted = list(self.asked.recipe.tasks)
+        wanted = self.asked.recipe.tasks
         missing = [name for name in wanted if not self.subject.knows(TASK, name, self.hash)]
         if missing:
             self._make(missing)
@@ -178,30 +174,21 @@ class _Judge(PipelineJudge):
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
-            Sample(
-                f"videos/{prompt}-{i}.mp4",
-                self.spoken.get(prompt, prompt),
-                seed_of_sample(self.seed, 1000 * number + i),
-            )
+            Sample(f"videos/{prompt}-{i}.mp4", prompt, seed_of_sample(self.seed, 1000 * number + i))
             for number, prompt in enumerate(prompts)
             if prompt in needed
             for i in range(self.protocol.videos)
         ]
-        fps, folder, name = self.protocol.fps, self.folder / TASK, self.subject.name
-        if self.state.is_main_process:
-            logger.info("%s: %d videos in %s", name, len(plan), folder)
-        identity = {"seed": self.seed, "fps": fps, "prompts": hash_of(self.spoken)}
+        sampling, fps = {"output_type": "np", **self.protocol.sampling}, self.protocol.fps
+        how = {"batch_size": 1, "what": f"{self.subject.name}: videos"}
         save = functools.partial(save_video, fps=fps)
-        sampling = {"output_type": "np", **self.protocol.sampling}
-        self.make(folder, plan, identity, sampling, save, batch_size=1, what=f"{name}: videos")
+        self.make(self.folder / TASK, plan, {"seed": self.seed, "fps": fps}, sampling, save, **how)
 
     def _judge(self, dimension):
         started, entries = time.perf_counter(), self.entries(dimension)
         names = [f"{entry['prompt_en']}-{i}.mp4" for entry in entries for i in range(self.protocol.videos)]
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as place:
-            for name in set(names):  # vbench takes the ending of whatever file it meets first for that of all
-                os.symlink((self.folder / TASK / "videos" / name).resolve(), Path(place) / name)
-            average, values = self.bench.judge(dimension, entries, place, self.folder / "vbench-results", self.device)
+        videos = [self.folder / TASK / "videos" / name for name in set(names)]
+        average, values = self.bench.judge(dimension, entries, videos, self.device)
         if len(values) < len(names):
             raise ValueError(f"vbench judged {len(values)} of {len(names)} videos for {dimension}")
         scores = {dimension: (average, _spread(average, values), True, len(values))}
@@ -214,22 +201,10 @@ class _Judge(PipelineJudge):
         averages = {name: found[name].value for name in DIMENSIONS if name in found}
         if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
-            return
-        totals = vbench_totals(averages)
-        if totals != {name: found[name].value for name in TOTALS if name in found}:
+        elif (totals := vbench_totals(averages)) != {name: found[name].value for name in TOTALS if name in found}:
             samples = sum(found[name].samples for name in DIMENSIONS)
             scores = {name: (value, None, True, samples) for name, value in totals.items()}
             self.subject.keep(TASK, scores, self.hash, time.perf_counter(), self.device)
-
-
-def _augmented(path, entries):
-    """prompt -> longer prompt, from a file with a line for each entry of VBench's list; ValueError when it has others."""
-    if path is None:
-        return {}
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if len(lines) != len(entries):
-        raise ValueError(f"augmented: {str(path)!r} has {len(lines)} lines for VBench's {len(entries)} prompts")
-    return {entry["prompt_en"]: line for entry, line in zip(entries, lines, strict=True)}
 
 
 def _spread(average, values):

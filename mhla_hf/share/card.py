@@ -1,11 +1,8 @@
 """The model card: what was kept and lost against the softmax original, how it was made, how fast it is, how to load it.
 
 No number is typed by hand: `card.md.jinja` shows what `Facts` hold, `write_card` keeps the person's part in card.json, and a
-card is true when rendering it again gives the same bytes (`check_card`). The repository's own cards lie in `model_cards`:
-
-    model_cards/<recipe>.yaml            what only a person knows
-    model_cards/results/<recipe>.json    everything that was measured: own scores, those compared with, training, speed
-    model_cards/<recipe>.md              the card
+card is true when rendering it again gives the same bytes (`check_card`). On a shelf such as `model_cards`, NAME.yaml is the
+person's part, results/NAME.json everything that was measured, NAME.md the card.
 """
 
 import dataclasses
@@ -13,20 +10,27 @@ import re
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from ..checkpoints.files import read_json, read_yaml, write_json, write_text
+from ..checkpoints.load import one_sentence
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, format_score, render_table
 from . import facts as known
-from .facts import OWN, TEACHER, Facts, Person, part_of, read_person
+from .facts import TEACHER, Facts, Person, make_facts, part_of, read_folder
 
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["mhla", "linear-attention", "custom_code"]
-SCORES = ("Quality", "Recall", "Generation")
-PARTS = (*SCORES, "Recall by depth")
+
+
+class _Optional(dict):
+    """A configuration, of which not every model has every entry."""
+
+    def __missing__(self, key):
+        return None
 
 
 def write_card(folder, *, name, base_model=None, compared=None, license=None, **person) -> Path:
@@ -35,33 +39,30 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
     Args:
         folder: holds config.json and results.json; train.json and speed.json are used when there, the latter's numbers also
             from results.json when the teacher and this model were timed together (`--recipe speed`).
-        name: Hub id the model will have ("user/model"), or a plain name.
-        base_model: Hub id of the softmax original; None when it is not published or the model was trained from scratch.
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original; "hybrid" and "plain linear" are the usual others.
         license: taken from the base's card (README.md in the teacher's folder, else the Hub's); given here, as are
             license_name and license_link, only when that states none. Never guessed.
-        **person: other fields of `facts.Person`: datasets, language, about, limits.
+        name, base_model, **person: the fields of `facts.Person`.
 
     Raises:
         ValueError: one sentence that names what is missing or wrong; nothing has been written then.
     """
     folder, compared = Path(folder), dict(compared or {})
-    records = {label: [dataclasses.asdict(r) for r in known.read_records(place)] for label, place in compared.items()}
-    measured = known.read_folder(folder, records)
+    records = {label: known.read_records(place) for label, place in compared.items()}
+    measured = known.measure(folder, records)
     terms = {key: person.pop(key, None) for key in ("license_name", "license_link")}
     terms = known.find_license(base_model, compared.get(TEACHER), license, **terms)
     person = read_settings(Person, {"name": name, "base_model": base_model, **terms, **person}, "card: ")
-    text = render_card(known.make_facts(measured, person, folder))
+    text = render_card(make_facts(measured, person))
     kept = {"format_version": known.FORMAT_VERSION, **dataclasses.asdict(person), "compared": records}
     write_json(folder / known.PERSON_FILE, kept)
     return write_text(folder / CARD_FILE, text)
 
 
 def folder_card(folder, weights: bool = True) -> str:
-    """README.md as the files in `folder` give it; `weights`: see `read_folder`."""
-    person, compared = read_person(folder)
-    return render_card(known.make_facts(known.read_folder(folder, compared, weights), person, folder))
+    """README.md as the files in `folder` give it; `weights`: see `measure`."""
+    return render_card(make_facts(*read_folder(folder, weights)))
 
 
 def check_card(folder) -> None:
@@ -80,7 +81,7 @@ def shelf_facts(root, name: str) -> Facts:
     path = Path(root, RESULTS, f"{name}.json")
     if (measured := read_json(path)) is None:
         raise ValueError(f"{path} does not exist: a card says what was measured")
-    return known.make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person), path)
+    return make_facts(measured, read_yaml(Path(root, f"{name}.yaml"), "card", Person))
 
 
 def render_shelf(root, check: bool = False) -> list[Path]:
@@ -95,9 +96,8 @@ def render_shelf(root, check: bool = False) -> list[Path]:
 
 def shelve(folder, root, name: str, over_seeds=None) -> Path:
     """Put the card of a model's folder on the shelf `root`; over_seeds: a JSON file with results over several seeds."""
-    person, compared = read_person(folder)
-    measured = known.read_folder(folder, compared)
-    text = render_card(known.make_facts(measured, person, folder))
+    measured, person = read_folder(folder)
+    text = render_card(make_facts(measured, person))
     Path(root, RESULTS).mkdir(parents=True, exist_ok=True)
     written = yaml.safe_dump(dataclasses.asdict(person), sort_keys=False, allow_unicode=True, width=120)
     write_text(Path(root, f"{name}.yaml"), written)
@@ -107,10 +107,7 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
 
 
 def plain_card(folder, name: str, base_model, terms: dict) -> str:
-    """README.md for a saved model of which nothing was measured: what it is, how to load it, and no number.
-
-    name: the Hub id it will have. base_model: Hub id of the softmax original, or None. terms: as `find_license` gives them.
-    """
+    """README.md for a saved model of which nothing was measured, without a number. terms: as `find_license` gives them."""
     return render_card(Facts(*known.read_model(folder), Person(name, base_model, **terms)))
 
 
@@ -118,37 +115,33 @@ def render_card(facts: Facts) -> str:
     """README.md for `facts`: YAML front matter, then the sections in the order in which a reader asks."""
     person, scores = facts.person, _index(facts)
     front = ModelCardData(
-        base_model=person.base_model,
-        base_model_relation=None if person.base_model is None else "finetune",
+        base_model_relation=person.base_model and "finetune",
         library_name="diffusers" if "_class_name" in facts.config else "transformers",
         pipeline_tag=facts.task,
         tags=TAGS,
-        license=person.license,
-        license_name=person.license_name,
-        license_link=person.license_link,
-        datasets=person.datasets or None,
-        language=person.language or None,
+        **{key: getattr(person, key) or None for key in known.FRONT},
         **({"model_name": person.name.split("/")[-1], "eval_results": scores} if scores else {}),
     )
-    teacher = {TEACHER: facts.compared[TEACHER]} if TEACHER in facts.compared else {}
-    columns = {**teacher, OWN: facts.records, **facts.compared}
+    teacher = {TEACHER: facts.models[TEACHER]} if TEACHER in facts.models else {}
+    columns = {**teacher, **facts.models}
     parts = {
-        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()} for part in PARTS
+        part: {name: [r for r in found if part_of(r) == part] for name, found in columns.items()}
+        for part in known.PARTS
     }
-    text = ModelCard.from_template(
-        front,
-        template_str=TEMPLATE.read_text(encoding="utf-8"),
-        facts=facts,
-        own="linear attention" if facts.family and facts.family.linear else "softmax",  # of the layers that were kept
-        scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
-        columns={label: {record.identity: record for record in found} for label, found in columns.items()},
-        part_of=part_of,
-        score=format_score,
-        absent=known.not_measured(facts.records),
-        measured=_measured(columns),
-        timed=lambda what, unit: _timed(facts, what, unit),
-    )
-    return re.sub(r"\n{3,}", "\n\n", str(text)).strip() + "\n"
+    template = Environment(undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    with one_sentence("the files beside the card lack what it shows"):
+        text = template.render(
+            card_data=front.to_yaml(),
+            facts=facts,
+            config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
+            scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
+            columns={label: {record.identity: record for record in found} for label, found in columns.items()},
+            part_of=part_of,
+            score=format_score,
+            absent=known.not_measured(facts.records),
+            measured=_measured(columns),
+        )
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _index(facts: Facts) -> list[EvalResult]:
@@ -164,7 +157,7 @@ def _index(facts: Facts) -> list[EvalResult]:
             metric_args={"shots": record.shots, "samples": record.samples, "stderr": record.stderr},
         )
         for record in facts.records
-        if record.limit is None and record.value is not None and part_of(record) in SCORES
+        if record.limit is None and record.value is not None and part_of(record) in known.SCORES
     ]
 
 
@@ -176,9 +169,3 @@ def _measured(columns: dict[str, list[Result]]) -> dict[tuple, dict[tuple, list[
         tasks = groups.setdefault(around, {}).setdefault((label, record.commit, record.date, record.command), [])
         tasks += [record.task] if record.task not in tasks else []
     return groups
-
-
-def _timed(facts: Facts, what: str | None, unit: str) -> list[dict]:
-    """The rows of speed.json that measure `what` (None: anything) in "ms" or "mib", by length."""
-    rows = [row for row in (facts.speed or {"rows": []})["rows"] if row.get(f"mhla_{unit}") is not None]
-    return sorted((row for row in rows if what in (None, row["what"])), key=lambda row: row["length"])

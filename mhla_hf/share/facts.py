@@ -1,7 +1,7 @@
 """What a model card may say, typed: what a model's files hold, and what a person gives.
 
-A model's folder and the shelf `model_cards` keep the same facts: `read_folder` gives them in the form of the shelf's
-results/<name>.json, `make_facts` checks that form and adds the person's part.
+A model's folder and the shelf `model_cards` keep the same facts: `measure` gives them in the form of the shelf's
+results/<name>.json, `make_facts` adds the person's part.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from ..checkpoints.files import read_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
-from ..evaluation.records import Result, Results
-from ..evaluation.speed import TASK as SPEED
-from ..evaluation.speed import speed_of_records
+from ..evaluation.records import SPEED, Result, Results, speed_of_records
 from ..models.families import family_of_class
 from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"
 FORMAT_VERSION = 1
 OWN = "MHLA"
+FRONT = ("base_model", "license", "license_name", "license_link", "datasets", "language")  # of a person's, for the Hub
 TEACHER = "teacher"
-DEPTH = "_back_"  # in a metric's name: a part of a score, by the distance to the fact
+SCORES = ("Quality", "Recall", "Generation")
+PARTS = (*SCORES, "Recall by depth")
 # Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
 RECALL = re.compile(r"(?!.*_generation).*_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_")
 GENERATION = re.compile(
@@ -67,31 +67,27 @@ class Person:
             raise ValueError(f"base_model {self.base_model!r} is a local path: a card names a Hub id, or nothing")
 
 
-class Noted(dict):
-    """What train.json and speed.json hold: an entry that a card shows and they lack is a ValueError."""
-
-    def __missing__(self, key):
-        raise ValueError(f"a card needs {key!r}, which is not in {sorted(self)}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """All that a card shows.
 
     kind: "language", "image" (classifier), "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline".
-    class_name: of the model or pipeline. config: of config.json; of a pipeline, that of its component with MHLA.
-    records: own scores; none: nothing was measured. compared: label -> scores of another model; "teacher" is the softmax
-    original.
+    config: of a pipeline, that of its component with MHLA. models: label -> scores; "MHLA" the model's own (none: nothing
+    was measured), "teacher" the softmax original's.
     """
 
     kind: str
     class_name: str
     config: dict
     person: Person
-    records: list[Result] = dataclasses.field(default_factory=list)
-    compared: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
-    train: Noted | None = None
-    speed: Noted | None = None
+    models: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
+    train: dict | None = None
+    speed: dict | None = None
+
+    @property
+    def records(self) -> list[Result]:
+        """The model's own scores."""
+        return self.models.get(OWN, [])
 
     @property
     def family(self):
@@ -108,6 +104,12 @@ class Facts:
         """The layers without MHLA."""
         return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
 
+    def timed(self, unit: str) -> dict[str, list[dict]]:
+        """What was timed -> the rows of speed.json that measure it in `unit`, "ms" or "mib", by length."""
+        rows = self.speed["rows"] if self.speed else []
+        rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
+        return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
+
 
 def read_model(folder) -> tuple[str, str, dict]:
     """(kind, class name, configuration with resolved MHLA layers) of a saved model or pipeline; see `Facts`."""
@@ -119,11 +121,10 @@ def read_model(folder) -> tuple[str, str, dict]:
     config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(_count_layers(config))
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
-    if not (autos := [auto for auto in KINDS if auto in (config.get("auto_map") or {})]):
-        raise ValueError(
-            f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
-        )
-    return KINDS[autos[0]][0], _class_name(config), config
+    for auto, (kind, _) in KINDS.items():
+        if auto in (config.get("auto_map") or {}):
+            return kind, _class_name(config), config
+    raise ValueError(f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed")
 
 
 def _class_name(config: dict) -> str:
@@ -135,35 +136,38 @@ def _count_layers(config: dict) -> int | None:
     return both.get("num_hidden_layers") or both.get("num_layers")
 
 
-def read_folder(folder, compared: dict, weights: bool = True) -> dict:
+def measure(folder, compared: dict, weights: bool = True) -> dict:
     """What was measured of the model in `folder`, as the shelf keeps it. compared: label -> records as dicts.
 
     weights: False for a folder that holds records and no model.
     """
     kind, class_name, config = read_model(folder)
-    results = [dataclasses.asdict(record) for record in read_records(folder, weights)]
     measured = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
-    measured |= {"results": results, "compared": compared}
+    measured |= {"results": read_records(folder, weights), "compared": compared}
     return measured | {name: read_json(Path(folder, f"{name}.json")) for name in ("train", "speed")}
 
 
-def make_facts(measured: dict, person: Person, where) -> Facts:
-    """Typed and checked. ValueError: a record lacks something, or a score does not say how it was measured."""
+def read_folder(folder, weights: bool = True) -> tuple[dict, Person]:
+    """(what was measured, the person's part) of a folder with the card.json of `write_card`; weights: as in `measure`."""
+    path = Path(folder, PERSON_FILE)
+    content = read_json(path) or {}
+    if content.pop("format_version", None) != FORMAT_VERSION:
+        raise ValueError(f"{path} is not there with format_version {FORMAT_VERSION}: write the card with write_card")
+    measured = measure(folder, content.pop("compared", {}), weights)
+    return measured, read_settings(Person, content, f"{path}: ")
+
+
+def make_facts(measured: dict, person: Person) -> Facts:
+    """Typed. ValueError: a score lacks something, or another model has the own label."""
     if OWN in measured["compared"]:
         raise ValueError(f"compared: the label {OWN!r} is the model's own, expected another")
     models = {OWN: measured["results"], **measured["compared"]}
     models = {label: [Result.from_dict(record) for record in records] for label, records in models.items()}
-    for label, record in ((label, record) for label, records in models.items() for record in records):
-        if not (record.hardware and record.versions and record.command) or record.seed in (None, ""):
-            raise ValueError(f"{where}: {label} score of {record.task} does not say how it was measured")
-    own, train, speed = models.pop(OWN), measured["train"], measured["speed"]
-    speed = speed or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": own})
-    train = train and Noted(train, stages=[Noted(stage) for stage in Noted(train)["stages"]])
-    speed = speed and Noted(speed, rows=[Noted(row) for row in Noted(speed)["rows"]])
-    return Facts(measured["kind"], measured["class_name"], measured["config"], person, own, models, train, speed)
+    speed = measured["speed"] or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[OWN]})
+    return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
-def read_records(folder, weights: bool = True) -> list[Result]:
+def read_records(folder, weights: bool = True) -> list[dict]:
     """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
     records = Results.read(folder)
     if not records:
@@ -172,29 +176,14 @@ def read_records(folder, weights: bool = True) -> list[Result]:
     now = fingerprint_folder(folder) if local else None
     if others := [record.task for record in local if record.fingerprint != now]:
         raise ValueError(f"{folder}: {others[0]} was scored with other weights than it holds now: evaluate again")
-    return records
-
-
-def read_person(folder) -> tuple[Person, dict]:
-    """What `write_card` kept in card.json: the person's part, and label -> records of the models compared with."""
-    path = Path(folder, PERSON_FILE)
-    content = read_json(path) or {}
-    if content.pop("format_version", None) != FORMAT_VERSION:
-        raise ValueError(f"{path} is not there with format_version {FORMAT_VERSION}: write the card with write_card")
-    compared = content.pop("compared", {})
-    return read_settings(Person, content, f"{path}: "), compared
+    return [dataclasses.asdict(record) for record in records]
 
 
 def part_of(record: Result) -> str:
-    """The table of scores that a record belongs to: "Recall" of single facts from far back, "Generation" or "Quality".
-
-    "Recall by depth" for a part of a score, by the distance to the fact; "" for a time.
-    """
+    """The table of scores that a record belongs to, one of `PARTS`; "" for a time."""
+    if record.task == SPEED or "_back_" in record.metric:
+        return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
-    if record.task == SPEED:
-        return ""
-    if DEPTH in record.metric:
-        return "Recall by depth"
     return "Recall" if RECALL.match(name) else "Generation" if GENERATION.search(name) else "Quality"
 
 
@@ -205,10 +194,7 @@ def not_measured(records) -> list[str]:
 
 
 def find_license(base_model, teacher, license=None, license_name=None, license_link=None) -> dict:
-    """license, license_name and license_link: what the base's own card states, else what is given; never a guess.
-
-    base_model: Hub id or None. teacher: folder of the base, or None. ValueError: none, or another than the base's.
-    """
+    """What the card of the base (a Hub id) or of its folder `teacher` states, else what is given; never a guess."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     cards = [Path(teacher, CARD_FILE)] if teacher and Path(teacher, CARD_FILE).is_file() else []
     for place in (*cards, *([base_model] if base_model else [])):
@@ -220,7 +206,5 @@ def find_license(base_model, teacher, license=None, license_name=None, license_l
     if license not in (None, terms["license"]):
         raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
     if terms["license"] is None:
-        raise ValueError(
-            f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give license"
-        )
+        raise ValueError(f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give it")
     return terms

