@@ -39,9 +39,9 @@ def small_llama(seed=0, **changes):
     return LlamaForCausalLM(LlamaConfig(**(values | changes))).eval()
 
 
-def save_llama(folder, seed=0, **changes):
+def save_llama(folder, seed=0, dtype=torch.float32, **changes):
     """A Llama and its tokenizer in `folder`."""
-    small_llama(seed, **changes).save_pretrained(folder)
+    small_llama(seed, **changes).to(dtype).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
