@@ -121,6 +121,7 @@ def direction_for(tensors, case):
     return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
 
 
+@torch.no_grad()
 def distance(got, expected, floor=0.0):
     """Relative Frobenius distance; `floor`: the size below which `expected` counts as vanished."""
     size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)

@@ -27,7 +27,7 @@ def languages_of(function):
 def patched_once():
     """The interpreter patches triton's language for a launch, and again in each call of a function that a kernel calls, a
     third of its time. Where a language is patched already that changes nothing, and is left out. So is the table of numpy's
-    dtypes that it makes anew whenever it looks one up."""
+    dtypes that it makes anew whenever it looks one up. Integers are not watched for overflow: most tensors are too small."""
     patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
     look_up = lru_cache(dtype_of)
 
@@ -40,15 +40,17 @@ def patched_once():
         return dtype_of(kind) if isinstance(kind, tl.pointer_type) else look_up(kind)
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
-    yield
-    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
-
-
-@pytest.fixture(scope="module")
-def few_numbers():
-    """Integers are not watched for overflow, which takes a fourth of the interpreter's time: tensors are too small for one.
-    test_triton_use.py, which has large ones, leaves the watch on."""
     builder = interpreter.interpreter_builder
     options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
     yield
     builder.options = options
+    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
+
+
+@pytest.fixture
+def overflow_watched():
+    """The interpreter looks for overflows of integers, for which it takes a fourth of its time."""
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=True)
+    yield
+    builder.options = replace(builder.options, sanitize_overflow=False)
