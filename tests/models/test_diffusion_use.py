@@ -10,22 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
-from diffusers import (
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    QuantoConfig,
-    WanPipeline,
-)
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig, QuantoConfig, WanPipeline
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from small_models import shaken
 from tiny_pipelines import PIPELINES, generate, inputs, tiny_transformer
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
@@ -95,8 +87,7 @@ def mhla_layers(model):
     return [i for i, attn in enumerate(self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
 
 
-@pytest.mark.parametrize("family", ["wan", "pixart"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family, when", [("wan", "before"), ("wan", "after"), ("pixart", "after")])
 def test_projections_fused_and_separate_again(family, when, tmp_path):
     """Before the conversion or after it: MHLA stays, and separate projections are read when they are there again."""
     plain, model = mhla_hf.convert(tiny_transformer(family)), tiny_transformer(family)
@@ -154,8 +145,9 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
         assert 0 < relative(run(one), before) < 0.05
 
 
-@pytest.mark.parametrize("family", ["wan", "sana", "pixart"])
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level", "sequential", "model"])
+@pytest.mark.parametrize(
+    "kind, family", [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+)
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
     before = run(model, family)
@@ -204,7 +196,7 @@ def test_threads_share_a_model_with_grids_of_their_own():
 
     def request(size):
         meet.wait()
-        return [relative(run(model, size=size), alone[size]) for _ in range(30)]
+        return [relative(run(model, size=size), alone[size]) for _ in range(15)]
 
     with ThreadPoolExecutor(2) as pool:
         wrong = [*itertools.chain(*pool.map(request, sizes))]
@@ -213,9 +205,8 @@ def test_threads_share_a_model_with_grids_of_their_own():
 
 def test_stock_lora_files_load_and_fuse(tmp_path):
     stock = tiny_transformer("wan")
-    stock.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-    )
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    stock.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
     WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
     pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
     before = generate(pipe)
@@ -234,14 +225,6 @@ def test_layerwise_casting_leaves_the_mixing_alone():
     kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
     assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
     assert 0 < relative(run(model), before) < 0.15
-
-
-def test_checkpointing_of_torch_alone_is_told_what_to_use():
-    model = converted()
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, WanTransformerBlock))
-    loss = model(**inputs("wan")).sample.sum()
-    with pytest.raises(ValueError, match=r"grid: got none, expected .*enable_gradient_checkpointing"):
-        loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name:FutureWarning")  # by EMAModel
@@ -263,7 +246,7 @@ CACHES = {
     ),
     "first-block": lambda pipe: FirstBlockCacheConfig(threshold=10.0),
     "mag": lambda pipe: MagCacheConfig(
-        num_inference_steps=8, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 8
+        num_inference_steps=4, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 4
     ),
 }
 
@@ -274,10 +257,10 @@ def test_caches_skip_mhla_layers_and_leave_nothing(name):
     calls = []
     for block in pipe.transformer.blocks:
         block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
-    plain = generate(pipe, num_inference_steps=8)
+    plain = generate(pipe, num_inference_steps=4)
     full, calls[:] = len(calls), []
     pipe.transformer.enable_cache(CACHES[name](pipe))
-    cached = generate(pipe, num_inference_steps=8)
+    cached = generate(pipe, num_inference_steps=4)
     assert len(calls) < full and torch.isfinite(cached).all()
     pipe.transformer.disable_cache()
-    assert torch.equal(generate(pipe, num_inference_steps=8), plain)
+    assert torch.equal(generate(pipe, num_inference_steps=4), plain)
