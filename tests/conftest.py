@@ -1,7 +1,6 @@
 """Every test: one thread, no network, its own Hugging Face home."""
 
 import os
-import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorate
 
 import pytest
 import torch
+from elsewhere import run_elsewhere
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from loopback_hub import TOKEN, LoopbackHub
@@ -33,29 +33,13 @@ def _no_accelerator_of_another_test():
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-BLOCKED = ("mhla_hf", "triton", "diffusers")
-
-
 @pytest.fixture
 def clean_python(tmp_path):
-    """run(code, blocked=BLOCKED) -> stdout of `code` in a new process whose folder, path and caches are empty."""
-    site = tmp_path / "clean_site"
-    home = tmp_path / "clean_home"
-    work = tmp_path / "clean_work"
-    for folder in (site, home, work):
-        folder.mkdir()
+    """run(code, blocked=...) -> stdout of `code` in a new process whose folder and caches are empty."""
 
-    def run(code, blocked=BLOCKED):
-        lines = [f"sys.modules[{name!r}] = None" for name in blocked]
-        (site / "sitecustomize.py").write_text("\n".join(["import sys", *lines, ""]))
-        environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(site),
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=work, env=environment)
+    def run(code, blocked=("mhla_hf", "triton", "diffusers")):
+        (tmp_path / "clean").mkdir(exist_ok=True)
+        done = run_elsewhere(code, tmp_path / "clean", blocked)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
