@@ -3,6 +3,8 @@
 import os
 import sys
 import tempfile
+from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,10 +16,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorate
 
 import pytest
 import torch
+import triton.language as tl
 from elsewhere import run_elsewhere
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from loopback_hub import TOKEN, LoopbackHub
+from triton.runtime import interpreter
 
 torch.set_num_threads(1)
 
@@ -31,6 +35,36 @@ def _seeded():
 def _no_accelerator_of_another_test():
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@lru_cache(maxsize=256)
+def languages_of(function):
+    """The modules of triton's language that a kernel, or a function it calls, sees."""
+    return [x for x in function.__globals__.values() if x is tl or x is tl.core]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once():
+    """The interpreter patches triton's language for a launch, and again in each call of a function that a kernel calls, a
+    third of its time. Where a language is patched already that changes nothing, and is left out. So is the table of numpy's
+    dtypes that it makes anew whenever it looks one up. Integers are not watched for overflow: most tensors are too small."""
+    patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
+    look_up = lru_cache(dtype_of)
+
+    def patch_once(function):
+        unpatched = any(tl.core.is_builtin(language.arange) for language in languages_of(function))
+        return patch(function) if unpatched else interpreter._LangPatchScope()
+
+    def dtype_once(kind):
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return dtype_of(kind) if isinstance(kind, tl.pointer_type) else look_up(kind)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
+    builder = interpreter.interpreter_builder
+    options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
+    yield
+    builder.options = options
+    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
 
 
 @pytest.fixture
