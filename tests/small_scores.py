@@ -24,19 +24,10 @@ def small_tokenizer():
 def small_llama(seed=0, **changes):
     """A softmax model; large random weights, so that its scores are not all alike."""
     torch.manual_seed(seed)
-    values = {
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "max_position_embeddings": WINDOW,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "initializer_range": 0.15,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(values | changes))).eval()
+    values = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    values |= {"num_attention_heads": 2, "max_position_embeddings": WINDOW, "tie_word_embeddings": True}
+    values |= {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.15, **changes}
+    return LlamaForCausalLM(LlamaConfig(**values)).eval()
 
 
 def save_llama(folder, seed=0, dtype=torch.float32, **changes):

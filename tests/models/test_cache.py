@@ -123,18 +123,13 @@ def test_left_padding_in_a_loop_without_position_ids(model):
     torch.testing.assert_close(expected[0, 5:], full_logits(model, row)[0], **CLOSE)
 
 
-def test_inference_mode_then_no_grad(model):
+def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):
     ids = tokens(1, 12)
     with torch.inference_mode():
         cache = model(ids[:, :10], use_cache=True).past_key_values
     with torch.no_grad():
         got = model(ids[:, 10:], past_key_values=cache).logits
         torch.testing.assert_close(got, full_logits(model, ids)[:, 10:], **CLOSE)
-
-
-def test_a_cache_in_training_is_refused(model):
-    ids = tokens(1, 12)
-    cache = model(ids[:, :10], use_cache=True).past_key_values
     model.train()
     with pytest.raises(ValueError, match="no gradient flows through an MHLA cache"):
         model(ids[:, 10:], past_key_values=cache)

@@ -104,8 +104,7 @@ def test_auto_classes_and_image_processor(tmp_path):
     pixels = processor(torch.randint(0, 255, (3, 40, 70), dtype=torch.uint8), return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, 32, 32)
     torch.testing.assert_close(loaded(pixels).logits, model(pixels).logits, rtol=2e-2, atol=2e-2)
-    body = AutoModel.from_pretrained(tmp_path)
-    assert body(pixels).pooler_output.shape == (1, 24)
+    assert AutoModel.from_pretrained(tmp_path)(pixels).pooler_output.shape == (1, 24)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "preprocessor_config.json").read_text() == "{}"

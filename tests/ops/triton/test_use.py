@@ -34,10 +34,6 @@ def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=to
     return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
-def close(got, want, tolerance=1e-5):
-    return distance(got, want) <= tolerance
-
-
 @pytest.mark.parametrize("name, causal", [("key_mask", False), ("starts", True)])
 def test_padding_in_any_memory_layout(name, causal):
     """A mask whose columns lie one after the other, starts of which each is the second of two numbers."""
@@ -59,24 +55,19 @@ def test_padding_in_any_memory_layout(name, causal):
 )
 def test_decoding_equals_the_whole(normalize, den_width, dtype):
     tokens, size = 11, 4
-    q, k, v = features(2, tokens, heads=4, groups=2, dtype=dtype)
-    mixing = torch.rand(4, 3, 3, device=DEVICE)
-    dens = [torch.rand(2, tokens, n, den_width, device=DEVICE).to(dtype) for n in (4, 2)] if den_width else [None, None]
-    options = {"normalize": normalize}
-    blocks = Blocks.sequence(tokens, size)
-    want = mhla_reference(q.double(), k.double(), v.double(), mixing.double(), blocks=blocks, causal=True, **options,
-                          **({"q_den": dens[0].double(), "k_den": dens[1].double()} if den_width else {}))  # fmt: skip
-    now = [None if x is None else x[:, :5] for x in dens]
-    o, state = mhla(
-        q[:, :5], k[:, :5], v[:, :5], mixing[:, :2, :2], blocks=Blocks.sequence(5, size), causal=True, return_state=True,
-        impl="triton", q_den=now[0], k_den=now[1], **options,
-    )  # fmt: skip
+    inputs = dict(zip("qkv", features(2, tokens, heads=4, groups=2, dtype=dtype), strict=True))
+    if den_width:
+        inputs |= {f"{x}_den": torch.rand(2, tokens, n, den_width, device=DEVICE) for x, n in (("q", 4), ("k", 2))}
+    mixing, causal = torch.rand(4, 3, 3, device=DEVICE), {"causal": True, "normalize": normalize}
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = mhla_reference(mixing=mixing.double(), blocks=Blocks.sequence(tokens, size), **exact, **causal)
+    begin = {name: x[:, :5] for name, x in inputs.items()} | {"mixing": mixing[:, :2, :2], "impl": "triton"}
+    o, state = mhla(blocks=Blocks.sequence(5, size), return_state=True, **begin, **causal)
     outputs = [o]
     for t in range(5, tokens):
-        q_den, k_den = (None if x is None else x[:, t : t + 1] for x in dens)
-        step = (q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], mixing, state)
-        outputs.append(mhla_step(*step, q_den=q_den, k_den=k_den, impl="triton", **options)[0])
-    assert close(torch.cat(outputs, 1), want, 1e-5 if dtype == torch.float32 else 1.5e-2)
+        now = {name: x[:, t : t + 1] for name, x in inputs.items()}
+        outputs.append(mhla_step(**now, mixing=mixing, state=state, normalize=normalize, impl="triton")[0])
+    assert distance(torch.cat(outputs, 1), want) <= (1e-5 if dtype == torch.float32 else 1.5e-2)
 
 
 class Recorded:
@@ -116,24 +107,24 @@ def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypat
     for name in ("decode_kernel", "close_kernel"):
         monkeypatch.setattr(decode, name, Recorded(getattr(decode, name), launches))
     out, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="triton", **now)
-    assert close(out, want[:, begin : begin + 1])
+    assert distance(out, want[:, begin : begin + 1]) <= 1e-5
     step, addresses = list(launches), {name: x.data_ptr() for name, x in vars(state).items() if torch.is_tensor(x)}
     for t in range(begin + 1, tokens - 2):
         for name, x in part(t, t + 1).items():
             now[name].copy_(x)
         for launch in step:
             launch()
-        assert close(out, want[:, t : t + 1]), t
+        assert distance(out, want[:, t : t + 1]) <= 1e-5, t
     assert state.length.tolist() == [begin + 1, begin + 1 - 3]  # what no replay tells the CPU
     on_device = set(addresses) - {"length", "oldest", "prefix_block"}
     assert all(getattr(state, name).data_ptr() == addresses[name] for name in on_device)
     copy = deepcopy(state)
     o, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="torch", **part(tokens - 2, tokens))
-    assert close(o, want[:, tokens - 2 :])
+    assert distance(o, want[:, tokens - 2 :]) <= 1e-5
     assert state.position is None and state.length.tolist() == [tokens, tokens - 3]
     copy.crop(2)
     o, _ = mhla_step(mixing=mixing, state=copy, normalize=normalize, impl="triton", **part(tokens - 4, tokens - 3))
-    assert close(o, want[:, tokens - 4 : tokens - 3])
+    assert distance(o, want[:, tokens - 4 : tokens - 3]) <= 1e-5
 
 
 @pytest.mark.usefixtures("overflow_watched")
@@ -237,7 +228,7 @@ def test_compiles_to_one_graph_for_all_lengths(causal, padding):
         given = {name: x for name, x in given.items() if name == padding}
         got = torch.autograd.grad(compiled(*inputs, mixing, **given), (*inputs, mixing))
         want = torch.autograd.grad(loss(*inputs, mixing, **given), (*inputs, mixing))
-        assert all(close(x, y, 1e-6) for x, y in zip(got, want, strict=True))
+        assert all(distance(x, y) <= 1e-6 for x, y in zip(got, want, strict=True))
     assert len(graphs) == 1
 
 
