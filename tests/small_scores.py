@@ -57,26 +57,9 @@ def color_judge():
 
 def make_result(**changes):
     """A record with plausible values."""
-    values = {
-        "task": "copa",
-        "metric": "acc",
-        "value": 0.5,
-        "stderr": 0.05,
-        "higher_is_better": True,
-        "shots": 0,
-        "samples": 100,
-        "limit": None,
-        "task_version": "1.0",
-        "task_hash": "aa",
-        "model": "out/mhla",
-        "revision": None,
-        "fingerprint": "files:1",
-        "versions": {"torch": "2.13.0"},
-        "commit": "abc",
-        "dtype": "float32",
-        "hardware": "a CPU, 2 cores, 1 thread",
-        "seed": 0,
-        "command": "mhla-hf evaluate out/mhla --tasks copa",
-        "date": "2026-01-01T00:00:00+00:00",
-    }
+    values = {"task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True, "shots": 0}
+    values |= {"samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "model": "out/mhla"}
+    values |= {"revision": None, "fingerprint": "files:1", "versions": {"torch": "2.13.0"}, "commit": "abc"}
+    values |= {"dtype": "float32", "hardware": "a CPU, 2 cores, 1 thread", "seed": 0}
+    values |= {"command": "mhla-hf evaluate out/mhla --tasks copa", "date": "2026-01-01T00:00:00+00:00"}
     return dataclasses.replace(Result(**values), **changes)
