@@ -154,3 +154,16 @@ def gradient_floors(tensors, options, direction):
         floors |= {"q_den": float(grads["q"].norm()), "k_den": float(grads["k"].norm())}
         floors["mixing"] += float(grads["mixing"].norm())
     return floors
+
+
+def check_that_padding_may_hold_anything(core, inputs, real, **options):
+    """Outputs of real tokens (`real`: bool [B, T]) and every gradient of a core are those of padding that holds zeros."""
+    padding, results = ~real[:, :, None, None], []
+    direction = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3]).masked_fill(padding, 0)
+    for value in (0.0, float("nan"), float("inf")):
+        given = [x.masked_fill(padding, value).requires_grad_() for x in inputs]
+        o = core(*given, key_mask=real, **options)
+        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
+        assert not any(x[~real].any() for x in gradients[:3])
+        results.append((o[real], *gradients))
+    assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(result, results[0], strict=True))

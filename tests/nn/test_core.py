@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from ops_cases import check_that_padding_may_hold_anything
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
@@ -68,23 +69,13 @@ def test_hedgehog_starts_as_two_softmaxes_of_x():
     [("left", "hedgehog", "triton"), ("right", "relu", "torch"), ("left", "relu", "reference")],
 )
 def test_padding_may_hold_anything(side, feature_map, impl):
-    """Outputs of real tokens and every gradient are those of padding that holds zeros."""
     settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, impl=impl)
     core = MHLA(settings, num_heads=2, num_kv_heads=1, key_dim=6, value_dim=5, hidden_size=7)
     inputs = [torch.randn(2, 10, heads, width) for heads, width in ((2, 6), (1, 6), (1, 5))]
     real = torch.ones(2, 10, dtype=torch.bool)
     real[1, :3] = False
     real = real if side == "left" else real.flip(1)
-    starts, direction = real.int().argmax(1), torch.randn(2, 10, 2, 5) * real[:, :, None, None]
-    results = []
-    for value in (0.0, float("nan"), float("inf")):
-        given = [torch.where(real[:, :, None, None], x, value).requires_grad_() for x in inputs]
-        o = core(*given, starts=starts, key_mask=real)
-        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
-        assert not any(x[~real].any() for x in gradients[:3])
-        results.append((o[real], *gradients))
-    for result in results[1:]:
-        assert all(map(torch.equal, result, results[0]))
+    check_that_padding_may_hold_anything(core, inputs, real, starts=real.int().argmax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
