@@ -167,3 +167,15 @@ def check_that_padding_may_hold_anything(core, inputs, real, **options):
         assert not any(x[~real].any() for x in gradients[:3])
         results.append((o[real], *gradients))
     assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(result, results[0], strict=True))
+
+
+def core_by_hand(core, w, v, hidden, scale):
+    """What a core makes of weights [B, H, T, T] before any normaliser and of values: sum, norm, gate; fp64."""
+    settings, o = core.settings, torch.einsum("bhts,bshv->bthv", w, v.double())
+    o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0) if settings.normalize else o * scale  # 0/0 is 0
+    if settings.output_norm:
+        o = o * (o.square().mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
+    if settings.gate:
+        gate = torch.nn.functional.linear(hidden.double(), core.gate.weight, core.gate.bias)
+        o = o * torch.nn.functional.silu(gate).view_as(o)
+    return o

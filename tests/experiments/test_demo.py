@@ -152,18 +152,18 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "there is no file or folder"),
         ({"text": ""}, "text: got ''; expected a file"),
-        ({"student_recipe": "TEACHER"}, "student_recipe: expected a stage with loss 'transfer'"),
+        ({"student_recipe": "{teacher}"}, "student_recipe: expected a stage with loss 'transfer'"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
-        ({"out": "PLACE"}, "is there and is not a demo's"),
-        ({"out": "PLACE/new", "text": "PLACE/short.txt"}, "holds 110 characters; expected at least 60,000"),
+        ({"out": "{place}"}, "is there and is not a demo's"),
+        ({"out": "{place}/new", "text": "{place}/short.txt"}, "holds 110 characters; expected at least 60,000"),
     ],
 )
 def test_refused_in_one_sentence_and_nothing_changed(journey, tmp_path, changes, sentence):
     (tmp_path / "short.txt").write_text("Too short. " * 10)
     before = {path: path.stat().st_mtime_ns for place in (journey.out, tmp_path) for path in place.rglob("*")}
-    places = {"TEACHER": journey.arguments["teacher_recipe"], "PLACE": str(tmp_path)}
-    for word, place in places.items():
-        changes = {key: x.replace(word, place) if isinstance(x, str) else x for key, x in changes.items()}
+    for key, value in changes.items():
+        if isinstance(value, str):
+            changes = {**changes, key: value.format(teacher=journey.arguments["teacher_recipe"], place=tmp_path)}
     with pytest.raises(ValueError, match=sentence):
         run_demo(**{**journey.arguments, **changes})
     assert before == {path: path.stat().st_mtime_ns for place in (journey.out, tmp_path) for path in place.rglob("*")}

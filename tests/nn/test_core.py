@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_cases import check_that_padding_may_hold_anything
+from ops_cases import check_that_padding_may_hold_anything, core_by_hand
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
@@ -28,13 +28,7 @@ def by_hand(core, q, k, v, hidden):
     block = torch.arange(q.shape[1]) // settings.block_size
     m = core.mixing(int(block[-1]) + 1).double()[..., block, :][..., block]
     w = (torch.einsum("bthk,bshk->bhts", fq, fk) * m).tril()
-    o = torch.einsum("bhts,bshv->bthv", w, v)
-    o = o / w.sum(-1).transpose(1, 2)[..., None] if settings.normalize else o * fq.shape[-1] ** -0.5
-    if settings.output_norm:
-        o = o * (o.pow(2).mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
-    if settings.gate:
-        o = o * F.silu(F.linear(hidden, core.gate.weight, core.gate.bias)).view_as(o)
-    return o
+    return core_by_hand(core, w, v, hidden, fq.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize(

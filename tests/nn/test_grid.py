@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_cases import check_that_padding_may_hold_anything, distance
+from ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
 
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
@@ -29,15 +29,7 @@ def by_hand(core, q, k, v, grid, hidden):
     eps = {"relu": 1e-6, "plain_relu": 0.0}[settings.feature_map]
     phi_q, phi_k = q.double().relu() + eps, k.double().relu() + eps
     w = torch.einsum("bthk,bshk->bhts", phi_q, phi_k) * m
-    o = torch.einsum("bhts,bshv->bthv", w, v.double())
-    if settings.normalize:
-        o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0)  # 0/0 is 0
-    else:
-        o = o * q.shape[-1] ** -0.5
-    if settings.output_norm:
-        o = o * (o.square().mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
-    if settings.gate:
-        o = o * F.silu(F.linear(hidden.double(), core.gate.weight, core.gate.bias)).view_as(o)
+    o = core_by_hand(core, w, v, hidden, q.shape[-1] ** -0.5)
     if settings.cpe:
         conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(grid)]
         x = v[:, prefix:].double().flatten(2).mT.unflatten(2, grid)

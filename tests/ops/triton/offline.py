@@ -5,9 +5,13 @@ configuration, and nothing is launched. Run: TRITON_INTERPRET=0 python tests/ops
 """
 
 import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -31,6 +35,7 @@ SHAPES = {  # blocks, widths, causal, normalize
     "sana": (GRID, (32, 32), False, True),
     "wan": (VIDEO, (128, 128), False, False),
 }
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Chips:
@@ -83,6 +88,19 @@ def step(widths, dtype=torch.bfloat16):
     triton_step(q, k, v, torch.zeros(4, 4), state, 1.0, None, None)
 
 
+def spilled(compiled, chip):
+    """Registers, and bytes of them that did not fit."""
+    if chip.startswith("gfx"):
+        names = ("vgpr_count", "private_segment_fixed_size")
+        return [int(re.search(rf"\.{name}: +(\d+)", compiled.asm["amdgcn"])[1]) for name in names]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        used = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(used, capture_output=True, text=True, check=True).stdout
+    return [int(x) for x in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()]
+
+
 def main(*pairs):
     """Compile shapes for chips, each "shape:chip"; a line for each kernel, and an error for one that does not fit."""
     found = []
@@ -98,8 +116,9 @@ def main(*pairs):
         for name, compiled in dict(found).items():
             code = compiled.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
             cores = bool(re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma)", code))
+            registers, spill = spilled(compiled, chip)
             shared = compiled.metadata.shared / 1024
-            print(f"{shape} {chip} {name}: {shared:.0f} KiB", flush=True)
+            print(f"{shape} {chip} {name}: {registers} registers, {spill} bytes spilled, {shared:.0f} KiB", flush=True)
             assert shared <= CHIPS[chip], f"more than {CHIPS[chip]} KiB of shared memory"
             assert cores or name == "decode_kernel", "no tensor cores"
 

@@ -120,12 +120,12 @@ def test_a_graph_is_not_captured_through_a_check(monkeypatch):
 
 
 def test_under_compile():
-    inputs_ = inputs(blocks=SEQUENCE)
+    given = inputs(blocks=SEQUENCE)
 
     def attend(q, k, v, mixing, **options):
         return mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 6), causal=True, **options)
 
     torch.compiler.reset()
-    got = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)(*inputs_)
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)(*given)
     assert list(check.FAULTS_FOUND.values()) == [None]
-    assert torch.equal(got, attend(*inputs_, impl="triton"))
+    assert torch.equal(got, attend(*given, impl="triton"))
