@@ -51,9 +51,8 @@ def test_generated_cases(monkeypatch):
     assert set(SEEN) == set(FORMS) and min(SEEN.values()) >= 20
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
-@pytest.mark.parametrize("form", ["causal", "starts", "packed", "grid", "cross", "official"])
-@pytest.mark.parametrize("own_den", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("own_den, one_by_one", [(True, False), (False, True)])
 def test_gradcheck(monkeypatch, form, own_den, one_by_one):
     """The hand-written backward against finite differences, so that it does not lean on the reference's autograd."""
     monkeypatch.setattr(torch_forward, "HEAD_BY_HEAD_SIZE", 1 if one_by_one else 10**9)
