@@ -1,9 +1,10 @@
 """Every test: one thread, no network, its own Hugging Face home."""
 
 import os
-import subprocess
 import sys
 import tempfile
+from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,9 +16,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorate
 
 import pytest
 import torch
+import triton.language as tl
+from elsewhere import run_elsewhere
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from loopback_hub import TOKEN, LoopbackHub
+from triton.runtime import interpreter
 
 torch.set_num_threads(1)
 
@@ -33,29 +37,43 @@ def _no_accelerator_of_another_test():
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-BLOCKED = ("mhla_hf", "triton", "diffusers")
+@lru_cache(maxsize=256)
+def languages_of(function):
+    """The modules of triton's language that a kernel, or a function it calls, sees."""
+    return [x for x in function.__globals__.values() if x is tl or x is tl.core]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once():
+    """The interpreter patches triton's language for a launch, and again in each call of a function that a kernel calls, a
+    third of its time. Where a language is patched already that changes nothing, and is left out. So is the table of numpy's
+    dtypes that it makes anew whenever it looks one up. Integers are not watched for overflow: most tensors are too small."""
+    patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
+    look_up = lru_cache(dtype_of)
+
+    def patch_once(function):
+        unpatched = any(tl.core.is_builtin(language.arange) for language in languages_of(function))
+        return patch(function) if unpatched else interpreter._LangPatchScope()
+
+    def dtype_once(kind):
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return dtype_of(kind) if isinstance(kind, tl.pointer_type) else look_up(kind)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
+    builder = interpreter.interpreter_builder
+    options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
+    yield
+    builder.options = options
+    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
 
 
 @pytest.fixture
 def clean_python(tmp_path):
-    """run(code, blocked=BLOCKED) -> stdout of `code` in a new process whose folder, path and caches are empty."""
-    site = tmp_path / "clean_site"
-    home = tmp_path / "clean_home"
-    work = tmp_path / "clean_work"
-    for folder in (site, home, work):
-        folder.mkdir()
+    """run(code, blocked=...) -> stdout of `code` in a new process whose folder and caches are empty."""
 
-    def run(code, blocked=BLOCKED):
-        lines = [f"sys.modules[{name!r}] = None" for name in blocked]
-        (site / "sitecustomize.py").write_text("\n".join(["import sys", *lines, ""]))
-        environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(site),
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=work, env=environment)
+    def run(code, blocked=("mhla_hf", "triton", "diffusers")):
+        (tmp_path / "clean").mkdir(exist_ok=True)
+        done = run_elsewhere(code, tmp_path / "clean", blocked)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 

@@ -277,15 +277,12 @@ def create_ref(ask, body, repo, kind, name):
 @route("POST", f"/api/models/{REPO}/preupload/(?P<revision>.+)")
 def preupload(ask, body, repo, revision):
     commit = ask.commit(ask.repo(repo, write="create_pr" not in ask.query), revision)
-    asked, answer = json.loads(body), []
-    ignore = asked.get("gitIgnore")
-    if ignore is None and ".gitignore" in commit.files:
-        ignore = commit.files[".gitignore"].data.decode()
-    for file in asked["files"]:
+    answer = []
+    for file in json.loads(body)["files"]:
         path, known = file["path"], commit.files.get(file["path"])
         large = is_large(path, base64.b64decode(file["sample"]), file["size"])
         shown = {"path": path, "uploadMode": "lfs" if large else "regular", "oid": known and known.oid}
-        answer.append(shown | {"shouldIgnore": path in (ignore or "").splitlines()})
+        answer.append(shown | {"shouldIgnore": False})
     return {"files": answer}
 
 

@@ -121,6 +121,7 @@ def direction_for(tensors, case):
     return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
 
 
+@torch.no_grad()
 def distance(got, expected, floor=0.0):
     """Relative Frobenius distance; `floor`: the size below which `expected` counts as vanished."""
     size = max(float(expected.double().norm()), float(floor), torch.finfo(torch.float64).tiny)
@@ -153,3 +154,28 @@ def gradient_floors(tensors, options, direction):
         floors |= {"q_den": float(grads["q"].norm()), "k_den": float(grads["k"].norm())}
         floors["mixing"] += float(grads["mixing"].norm())
     return floors
+
+
+def check_that_padding_may_hold_anything(core, inputs, real, **options):
+    """Outputs of real tokens (`real`: bool [B, T]) and every gradient of a core are those of padding that holds zeros."""
+    padding, results = ~real[:, :, None, None], []
+    direction = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3]).masked_fill(padding, 0)
+    for value in (0.0, float("nan"), float("inf")):
+        given = [x.masked_fill(padding, value).requires_grad_() for x in inputs]
+        o = core(*given, key_mask=real, **options)
+        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
+        assert not any(x[~real].any() for x in gradients[:3])
+        results.append((o[real], *gradients))
+    assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(result, results[0], strict=True))
+
+
+def core_by_hand(core, w, v, hidden, scale):
+    """What a core makes of weights [B, H, T, T] before any normaliser and of values: sum, norm, gate; fp64."""
+    settings, o = core.settings, torch.einsum("bhts,bshv->bthv", w, v.double())
+    o = (o / w.sum(-1).transpose(1, 2)[..., None]).nan_to_num(0.0) if settings.normalize else o * scale  # 0/0 is 0
+    if settings.output_norm:
+        o = o * (o.square().mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
+    if settings.gate:
+        gate = torch.nn.functional.linear(hidden.double(), core.gate.weight, core.gate.bias)
+        o = o * torch.nn.functional.silu(gate).view_as(o)
+    return o

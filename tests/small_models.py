@@ -32,11 +32,8 @@ def converted_model(family: str = "llama", layers="all", *, block_size=8, num_bl
 
     With a dense mixing matrix, where the settings do not say otherwise.
     """
-    settings = {"mixing_form": "softmax", "local": None, **settings}
-    model = mhla_hf.convert(
-        softmax_model(family), layers=layers, block_size=block_size, num_blocks=num_blocks, **settings
-    )
-    return shaken(model)
+    settings = {"mixing_form": "softmax", "local": None, "block_size": block_size, "num_blocks": num_blocks, **settings}
+    return shaken(mhla_hf.convert(softmax_model(family), layers=layers, **settings))
 
 
 def scratch_model(*, block_size=8, num_blocks=4, **settings):
@@ -78,17 +75,16 @@ def one_sentence(error, *words):
 
 MODELS = {
     "scratch": scratch_model,
-    "scratch-normalised": lambda: scratch_model(normalize=True, output_norm=False, gate=False),
-    "scratch-before": lambda: scratch_model(rope="before", per_head=True),
+    "scratch-before": lambda: scratch_model(
+        rope="before", per_head=True, normalize=True, output_norm=False, gate=False
+    ),
     "llama-all": converted_model,
     "llama-window": lambda: converted_model(mixing_form="decay", local="softmax"),
     "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
-    "llama-first": lambda: converted_model(layers=[0]),
-    "llama-gate-norm": lambda: converted_model(gate=True, output_norm=True, normalize=False, per_head=True),
     "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
-    "qwen2-all": lambda: converted_model("qwen2", feature_map="relu"),
-    "mistral-all": lambda: converted_model("mistral", feature_map="elu"),
-    "olmo2-hybrid": lambda: converted_model("olmo2", layers=[0, 2]),
+    "qwen2-gated": lambda: converted_model("qwen2", gate=True, output_norm=True, normalize=False, feature_map="relu"),
+    "mistral-first": lambda: converted_model("mistral", layers=[0], feature_map="elu"),
+    "olmo2-all": lambda: converted_model("olmo2", per_head=True),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }

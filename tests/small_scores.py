@@ -26,13 +26,13 @@ def small_llama(seed=0, **changes):
     torch.manual_seed(seed)
     values = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     values |= {"num_attention_heads": 2, "max_position_embeddings": WINDOW, "tie_word_embeddings": True}
-    values |= {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.15}
-    return LlamaForCausalLM(LlamaConfig(**(values | changes))).eval()
+    values |= {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.15, **changes}
+    return LlamaForCausalLM(LlamaConfig(**values)).eval()
 
 
-def save_llama(folder, seed=0, **changes):
+def save_llama(folder, seed=0, dtype=torch.float32, **changes):
     """A Llama and its tokenizer in `folder`."""
-    small_llama(seed, **changes).save_pretrained(folder)
+    small_llama(seed, **changes).to(dtype).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
@@ -57,9 +57,9 @@ def color_judge():
 
 def make_result(**changes):
     """A record with plausible values."""
-    score = {"task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True}
-    task = {"shots": 0, "samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "seed": 0}
-    model = {"model": "out/mhla", "revision": None, "fingerprint": "files:1", "dtype": "float32"}
-    made = {"versions": {"torch": "2.13.0"}, "commit": "abc", "hardware": "a CPU, 2 cores, 1 thread"}
-    made |= {"command": "mhla-hf evaluate out/mhla --tasks copa", "date": "2026-01-01T00:00:00+00:00"}
-    return dataclasses.replace(Result(**score, **task, **model, **made), **changes)
+    values = {"task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True, "shots": 0}
+    values |= {"samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "model": "out/mhla"}
+    values |= {"revision": None, "fingerprint": "files:1", "versions": {"torch": "2.13.0"}, "commit": "abc"}
+    values |= {"dtype": "float32", "hardware": "a CPU, 2 cores, 1 thread", "seed": 0}
+    values |= {"command": "mhla-hf evaluate out/mhla --tasks copa", "date": "2026-01-01T00:00:00+00:00"}
+    return dataclasses.replace(Result(**values), **changes)

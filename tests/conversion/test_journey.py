@@ -46,21 +46,16 @@ def test_from_a_pipeline_to_a_card(run, family, stages, settings, size, tmp_path
     assert "finished already: nothing to do" in capsys.readouterr().err
 
 
-def test_the_card_names_the_model_that_was_given(run, tmp_path):
+def test_what_is_missing_is_missed_before_training_and_the_card_names_the_model_that_was_given(run, tmp_path):
     """Not the recipe's base, and the license of the folder's own card."""
-    arguments = prepare(tmp_path, "dit", [TRAIN], SCRATCH)
-    lines = "license: other\nlicense_name: ours\nlicense_link: https://example.org/ours\n"
-    (tmp_path / "base" / "README.md").write_text(f"---\n{lines}---\n# Base\n")
-    run("dit", *arguments)
-    card = (tmp_path / "mine" / "README.md").read_text()
-    assert "facebook" not in card and "license_name: ours\nlicense_link: https://example.org/ours" in card
-
-
-def test_what_is_missing_is_missed_before_training_in_one_sentence(run, tmp_path):
     arguments = prepare(tmp_path, "dit", [TRAIN], SCRATCH)
     with pytest.raises(SystemExit, match=r"^dit\.py: .*license is missing"):
         run("dit", *arguments)
-    arguments[5] = str(tmp_path / "none.txt")
+    lines = "license: other\nlicense_name: ours\nlicense_link: https://example.org/ours\n"
+    (tmp_path / "base" / "README.md").write_text(f"---\n{lines}---\n# Base\n")
     with pytest.raises(SystemExit, match=r"^dit\.py: data: there is no file '.*none\.txt'$"):
-        run("dit", *arguments, "--license", "mit")
+        run("dit", *arguments, "--data", tmp_path / "none.txt")
     assert not list(tmp_path.glob("mine*"))
+    run("dit", *arguments)
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "facebook" not in card and "license_name: ours\nlicense_link: https://example.org/ours" in card

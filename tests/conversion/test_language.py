@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from small_scores import TRAINING, save_llama
+from transformers import AutoModelForCausalLM
 
 STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: {1}}}"
 
@@ -12,32 +12,17 @@ STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2,
 def base(tmp_path_factory):
     """A softmax model in bfloat16 with a tokenizer, and a text, on disk."""
     folder = tmp_path_factory.mktemp("base")
-    words = [f"w{i}" for i in range(60)]
-    model = Tokenizer(models.WordLevel({"<end>": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="<end>"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>").save_pretrained(folder / "model")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=128)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(" ".join(words[i * i % 60] for i in range(2000)))
+    save_llama(folder / "model", dtype=torch.bfloat16)
+    (folder / "text.txt").write_text(TRAINING)
     return folder
 
 
 def test_convert_distill_save(run, base, tmp_path, capsys):
     recipe, stages = tmp_path / "short.yaml", [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")]
     recipe.write_text(f"settings: {{layers: all, block_size: 16}}\nstages: [{', '.join(stages)}]\n")
+    arguments = ["--recipe", recipe, "--model", base / "model", "--text", base / "text.txt", "--out", tmp_path / "x"]
     for _ in range(2):
-        run(
-            "language",
-            "--recipe",
-            recipe,
-            "--model",
-            base / "model",
-            "--text",
-            base / "text.txt",
-            "--out",
-            tmp_path / "x",
-        )
+        run("language", *arguments)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     assert (type(model).__name__, model.dtype) == ("MHLALlamaForCausalLM", torch.bfloat16)
     assert (tmp_path / "x" / "tokenizer.json").exists()
@@ -45,7 +30,7 @@ def test_convert_distill_save(run, base, tmp_path, capsys):
 
 
 def test_from_scratch_and_what_is_said_of_a_bad_text(run, base, tmp_path):
-    recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 64}"
+    recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 400}"
     recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
     with pytest.raises(SystemExit, match=r"^language\.py: data: there is no file or folder '.*none.txt'$"):
         run("language", "--recipe", recipe, "--text", tmp_path / "none.txt", "--out", tmp_path / "out")

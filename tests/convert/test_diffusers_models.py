@@ -3,13 +3,7 @@
 import accelerate
 import pytest
 import torch
-from diffusers import (
-    DDPMPipeline,
-    DDPMScheduler,
-    UNet2DModel,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, WanPipeline, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 from tiny_pipelines import PIPELINES, image_vae, tiny_transformer
 
@@ -22,21 +16,15 @@ def converted(family="wan", **settings):
     return mhla_hf.convert(tiny_transformer(family), **settings)
 
 
-def unet():
+def pipeline_of_a_unet():
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (4,)}
-    return UNet2DModel(sample_size=8, norm_num_groups=2, layers_per_block=1, **blocks)
+    return DDPMPipeline(UNet2DModel(sample_size=8, norm_num_groups=2, **blocks), DDPMScheduler())
 
 
-def hooked():
+def offloaded(offload, *arguments, **options):
     model = tiny_transformer("wan")
-    apply_group_offloading(model, CPU, CPU, offload_type="leaf_level")
-    return model
-
-
-def offloaded():
-    model = tiny_transformer("wan")
-    accelerate.cpu_offload(model, execution_device=CPU)
-    return model
+    offload(model, *arguments, **options)
+    return mhla_hf.convert(model)
 
 
 def two_transformers():
@@ -49,13 +37,12 @@ CONVERSION = {
     "three counts for an image": (lambda: converted("sana", layout=[3, 4, 4]), "layout: got [3, 4, 4], expected 2"),
     "no transformer": (lambda: mhla_hf.convert(image_vae()), "model: got AutoencoderKL of diffusers."),
     "converted already": (lambda: mhla_hf.convert(converted()), "which is an MHLA model already"),
-    "pipeline of a U-Net": (
-        lambda: mhla_hf.convert(DDPMPipeline(unet(), DDPMScheduler())),
-        "model: got DDPMPipeline, which has no transformer",
+    "pipeline of a U-Net": (lambda: mhla_hf.convert(pipeline_of_a_unet()), "DDPMPipeline, which has no transformer"),
+    "hooks of diffusers": (
+        lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
+        "model: has hooks of diffusers",
     ),
-    "a path": (lambda: mhla_hf.convert("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), "model: got str"),
-    "hooks of diffusers": (lambda: mhla_hf.convert(hooked()), "model: has hooks of diffusers"),
-    "offloaded weights": (lambda: mhla_hf.convert(offloaded()), "is offloaded"),
+    "offloaded weights": (lambda: offloaded(accelerate.cpu_offload, CPU), "is offloaded"),
     "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already"),
 }
 

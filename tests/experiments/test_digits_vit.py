@@ -22,10 +22,8 @@ def test_digits_in_small_and_again(tmp_path, capsys):
     card = (tmp_path / "out" / "MHLA-0" / "README.md").read_text()
     check_card(tmp_path / "out" / "MHLA-0")
     assert "| digits | acc ↑ | 0 | 497 |" in card and "| teacher | MHLA | plain linear |" in card
-    for folder, accuracy in (
-        ("teacher", record["teacher"]),
-        *((f"{row['attention'].replace(' ', '-')}-0", row["distilled"]) for row in record["students"]),
-    ):
+    accuracies = {f"{row['attention'].replace(' ', '-')}-0": row["distilled"] for row in record["students"]}
+    for folder, accuracy in {"teacher": record["teacher"], **accuracies}.items():
         (score,) = Results.read(tmp_path / "out" / folder)
         assert (score.task, score.metric, score.value) == ("digits", "acc", accuracy), folder
 

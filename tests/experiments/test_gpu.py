@@ -37,9 +37,8 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     right = gpu.mhla
     monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
     rows = gpu.check_kernels("cpu", impl="torch", variants=FEW)
-    assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing" and rows[1]["failed"].startswith(
-        "failed: TypeError"
-    )
+    assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing"
+    assert rows[1]["failed"].startswith("failed: TypeError")
     assert "is wrong: output" in render_gpu(record | {"kernels": rows})
     assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not begun within -1 s"
 
@@ -85,9 +84,8 @@ WAN = {
     "freq_dim": 16,
 }
 TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
-TINY_LM = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000,
-}  # fmt: skip
+TINY_LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY_LM |= {"vocab_size": 1000}
 VIDEO = Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
 SQUARE = Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
 TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="float32")
@@ -111,10 +109,8 @@ def test_whole_models(name, monkeypatch):
     assert weights["linear (one block)"] < weights["mhla"] < 1.5 * weights["linear (one block)"]  # the mixing's
 
 
-@pytest.mark.parametrize("name", ["wan", "lm"])
-def test_whole_models_have_the_dtypes_of_loaded_ones(name, tmp_path):
-    case = MODELS[name]
-    case = dataclasses.replace(case, operator=dataclasses.replace(case.operator, dtype="bfloat16"))
+def test_whole_models_have_the_dtypes_of_loaded_ones(tmp_path):
+    case = dataclasses.replace(MODELS["wan"], operator=dataclasses.replace(VIDEO, dtype="bfloat16"))
     made = case.prepare("cpu", 0)[0]["mhla"]
     made.save_pretrained(tmp_path)
     loaded = type(made).from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -125,7 +121,5 @@ def test_whole_models_have_the_dtypes_of_loaded_ones(name, tmp_path):
 def test_the_papers_shapes():
     cases = [*target_cases(), *paper_cases(), *model_cases()]
     assert len({case.name for case in cases}) == len(cases)
-    table = {(case.blocks.num_blocks, case.blocks.length) for case in cases if case.name.startswith("table 14")}
-    assert len(table) == 12 and (1024, 4096) in table and (1024, 1024) not in table
     for case in model_cases():
         assert case.operator.blocks.length == math.prod(case.grid) and case.operator.batch == case.batch

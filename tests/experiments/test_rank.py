@@ -7,27 +7,15 @@ import pytest
 from experiments.studies.rank import measure_random_rank, render_random_rank, study_random_rank
 
 
-def check(row):
-    tokens, width = row["tokens"], row["width"]
-    size = tokens // row["blocks"]
-    assert row["rank"]["linear"] == row["bound"]["linear"] == min(tokens, width)
-    assert row["rank"]["mhla"] == row["bound"]["mhla"] == min(tokens, row["blocks"] * min(size, width))
-    assert row["rank"]["start"] == row["bound"]["start"]
-    assert row["rank"]["softmax"] == tokens
-    assert all(share > 10 * row["tolerance"] for share in row["smallest"].values())
-
-
 @pytest.mark.parametrize("width", [16, 72])
-@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize("tokens", [64, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (1024, 4096))])
 def test_every_kind_reaches_its_bound_and_none_passes_it(tokens, width):
-    check(measure_random_rank(tokens, width))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [16, 72])
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_at_more_tokens_too(tokens, width):
-    check(measure_random_rank(tokens, width))
+    row = measure_random_rank(tokens, width)
+    assert row["rank"]["linear"] == row["bound"]["linear"] == min(tokens, width)
+    size = tokens // row["blocks"]
+    assert row["rank"]["mhla"] == row["bound"]["mhla"] == min(tokens, row["blocks"] * min(size, width))
+    assert row["rank"]["start"] == row["bound"]["start"] and row["rank"]["softmax"] == tokens
+    assert all(share > 10 * row["tolerance"] for share in row["smallest"].values())
 
 
 def test_blocks_of_different_sizes():

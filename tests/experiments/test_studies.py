@@ -94,10 +94,8 @@ def test_a_claim_is_judged_on_the_same_seeds():
     assert judge_claim(rows([0.9, 0.8, 0.7], [0.8, 0.7, 0.59]), "b", "a")["verdict"] == "does not hold"
     open_claim = judge_claim(rows([0.9, 0.5, 0.7], [0.6, 0.7, 0.7]), "a", "b")
     assert open_claim["verdict"] == "undecided" and open_claim["interval"][0] < 0 < open_claim["interval"][1]
-    assert judge_claim(rows([0.9], [0.1]), "a", "b") | {"stderr": 0} == {
-        "higher": "a", "lower": "b", "measure": "accuracy", "difference": pytest.approx(0.8), "stderr": 0,
-        "interval": None, "verdict": "undecided",
-    }  # fmt: skip
+    alone = judge_claim(rows([0.9], [0.1]), "a", "b")
+    assert (alone["difference"], alone["interval"], alone["verdict"]) == (pytest.approx(0.8), None, "undecided")
 
 
 @pytest.mark.parametrize("name", study_names())
@@ -130,15 +128,12 @@ def test_scaling_times_everything_and_goes_on(tmp_path):
 BAD = {
     "no such study": ("begin", {}, "study: got 'begin', expected one of blocks, cpe, images, resolution, start"),
     "not YAML": ("tiny.yaml", "rows: [", "is not YAML"),
-    "a list": ("tiny.yaml", "- 1", "got [1]; expected a mapping"),
     "unknown key": ("tiny.yaml", {"row": 1}, "unknown 'row'; expected name, rows"),
     "no rows": ("tiny.yaml", {"rows": None}, "rows is None; expected dict"),
     "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
-    "a claim about no measure": ("tiny.yaml", {"claims": [["softmax", "softmax", "speed"]]}, "claims name 'speed'"),
     "a bad stage": ("tiny.yaml", {"stage": {"batch_size": 0}}, "batch_size is 0"),
     "seeds": ("start --seeds 0", {}, "seeds is 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),
-    "data": ("tiny.yaml --data ./nowhere", {}, "there is no file or folder './nowhere'"),
     "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
     "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: 'odd' has the class 'other'"),
     "out": ("tiny.yaml --out .", {}, "is not a study's"),

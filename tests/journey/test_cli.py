@@ -1,7 +1,4 @@
-"""`mhla-hf`: the whole way through it, its help, and bad input as one sentence that names the thing.
-
-Run: pytest tests/journey/test_cli.py
-"""
+"""`mhla-hf`: the whole way through it, its help, and bad input as one sentence that names the thing."""
 
 import json
 import os
@@ -18,12 +15,7 @@ from safetensors.torch import load_file
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
 from tiny_pipelines import generate, sana_pipeline
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, ViTImageProcessorPil
 
 from experiments.demo.tasks import make_tasks
 from mhla_hf.cli import main, parse_layers, parse_settings
@@ -38,10 +30,6 @@ stages:
 run: {save_every: 2}
 """
 
-CONFIGS = {
-    "eos_x": {"eos_token_id": "x"},
-}
-
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
@@ -51,17 +39,18 @@ def shelf(tmp_path_factory):
     save_mhla(folder / "mhla")
     (folder / "train.txt").write_text(TRAINING)
     make_tasks(HELD_OUT[:24_000], folder / "tasks", small_tokenizer(), prefix="here", window=WINDOW, items=16, block=32)
-    (folder / "recipe.yaml").write_text(RECIPE % 2)
-    (folder / "long.yaml").write_text(RECIPE % 4000)
-    (folder / "typo.yaml").write_text(RECIPE.replace("steps", "stepps") % 2)
+    for name, recipe in (
+        ("recipe", RECIPE % 2),
+        ("long", RECIPE % 4000),
+        ("typo", RECIPE.replace("steps", "stepps") % 2),
+    ):
+        (folder / f"{name}.yaml").write_text(recipe)
     save_llama(folder / "truncated")
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4000])
-    for name, values in CONFIGS.items():
-        save_llama(folder / name)
-        config = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps({**config, **values}))
-    (folder / "huge.yaml").write_text((RECIPE % 2).replace("batch_size: 2", "batch_size: 1000000000000"))
+    save_llama(folder / "eos_x")
+    config = json.loads((folder / "eos_x" / "config.json").read_text())
+    (folder / "eos_x" / "config.json").write_text(json.dumps({**config, "eos_token_id": "x"}))
     (folder / "nul.txt").write_text(TRAINING + "\0" * 100)
     (folder / "link").symlink_to("nowhere")
     (folder / "full").mkdir()
@@ -98,11 +87,7 @@ def place(shelf, monkeypatch):
 
 
 def inventory(folder):
-    return {
-        str(path.relative_to(folder)): path.lstat().st_size
-        for path in folder.rglob("*")
-        if "__pycache__" not in path.parts
-    }
+    return {path: path.lstat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 def start(arguments, folder):
@@ -124,20 +109,14 @@ BAD = {
     "layers": ("convert llama new --layers half", "layers is 'half'"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
-    "a billion blocks": (
-        "convert llama new --set num_blocks=1000000000",
-        "num_blocks: got 1000000000, expected a whole",
-    ),
-    "batch without end": ("distill llama --recipe huge.yaml --text train.txt --out new", "batch_size is 1000000000000"),
+    "a billion blocks": ("convert llama new --set num_blocks=1000000000", "num_blocks: got 1000000000, expected a w"),
     "text with NUL": ("distill llama --recipe recipe.yaml --text nul.txt --out new", "'nul.txt' is no text"),
-    "analyze too much": ("analyze llama --length 100000 --out new", "length: got 100000"),
     "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
     "model a broken link": ("convert link new", "'link' is no folder here"),
     "output not empty": ("convert llama full", "'full' is not empty"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --text train.txt --out new", "stepps"),
     "no teacher": ("distill mhla --recipe recipe.yaml --text train.txt --out new", "teacher"),
     "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
-    "threads": ("bench --threads 0", "threads is 0"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
     "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
@@ -154,23 +133,18 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(place, capfd,
     assert says in stderr and stderr.startswith("mhla-hf")
 
 
-def test_in_a_process_of_its_own_nothing_else_is_on_stderr(place):
-    with pytest.raises(ValueError, match="half"):  # where it came from
+def test_debug_says_where_it_came_from(place):
+    with pytest.raises(ValueError, match="half"):
         main(["convert", "llama", "new", "--layers", "half", "--debug"])
-    line, says = BAD["model truncated"]
-    process = start(line.split(), place)
-    stdout, stderr = process.communicate()
-    assert (process.returncode, stdout, len(stderr.splitlines())) == (2, "", 1), stderr
-    assert says in stderr
 
 
 def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
-    quickest, text = 9.0, ""
+    took = []
     for _ in range(3):
         started = time.perf_counter()
         text = start(["--help"], place).communicate()[0]
-        quickest = min(quickest, time.perf_counter() - started)
-    assert quickest < 1.0
+        took.append(time.perf_counter() - started)
+    assert min(took) < 1.0
     for command in ("convert", "distill", "evaluate", "push", "bench"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out

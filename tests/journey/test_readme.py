@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from small_scores import TRAINING, save_llama
 from small_towers import softmax_tower
 from tiny_pipelines import PIPELINES
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.evaluation.runner import read_score_recipe
@@ -35,21 +35,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def llama(folder):
-    """A Llama in bfloat16, as Llama-3.2-1B is, with heads in groups and tied embeddings, and a tokenizer of words."""
-    words = {word: number for number, word in enumerate(("<end>", *(f"w{i}" for i in range(63))))}
-    split = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=split, eos_token="<end>").save_pretrained(folder)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16).save_pretrained(folder)
-
-
 def test_convert_distil_share(here, monkeypatch):
     """The recipe that it names but for its length; for the tasks, which have to be fetched, recall stands in."""
-    llama(here / "meta-llama" / "Llama-3.2-1B")
-    (here / "train.txt").write_text(" ".join(f"w{i * i % 63}" for i in range(4000)))
+    save_llama(here / "meta-llama" / "Llama-3.2-1B", dtype=torch.bfloat16, num_key_value_heads=1)
+    (here / "train.txt").write_text(TRAINING)
     recipe = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))
     for stage in recipe["stages"]:
         stage |= {"steps": 3, "warmup": 1, "seq_len": 64}
@@ -72,8 +61,8 @@ def test_convert_distil_share(here, monkeypatch):
     assert names["model"].dtype == torch.bfloat16
     torch.testing.assert_close(names["model"].state_dict(), names["student"].state_dict(), rtol=0, atol=0)
     before = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B").state_dict()
-    assert not torch.equal(names["model"].state_dict()["model.layers.1.self_attn.q_proj.weight"],
-                           before["model.layers.1.self_attn.q_proj.weight"])  # fmt: skip
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert not torch.equal(names["model"].state_dict()[name], before[name])
 
 
 def test_images_and_video(here, monkeypatch):
@@ -84,7 +73,6 @@ def test_images_and_video(here, monkeypatch):
 
 
 def test_image_classifiers(here):
-    for name, tower in (("facebook/deit-small-patch16-224", "ViTForImageClassification"),
-                        ("google/siglip-base-patch16-224", "SiglipVisionModel")):  # fmt: skip
-        softmax_tower(tower).save_pretrained(name)
+    softmax_tower("ViTForImageClassification").save_pretrained("facebook/deit-small-patch16-224")
+    softmax_tower("SiglipVisionModel").save_pretrained("google/siglip-base-patch16-224")
     run("google/siglip")

@@ -1,7 +1,4 @@
-"""Nothing of ours runs the code that comes with somebody's model, or asks whether it may, unless the caller said so.
-
-Run: pytest tests/journey/test_trust.py
-"""
+"""Nothing of ours runs the code that comes with somebody's model, or asks whether it may, unless the caller said so."""
 
 import ast
 import builtins
@@ -10,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from official_checkpoints import into_pipeline
 from PIL import Image
 from small_scores import save_llama
 from small_towers import softmax_tower
@@ -27,7 +25,6 @@ LANGUAGE = ROOT / "conversion/recipes/language_cpu.yaml"
 def questions(shelf, monkeypatch):
     """What is asked at the terminal; every answer is yes."""
     asked = []
-    (shelf / "ran").unlink(missing_ok=True)
     monkeypatch.setattr(builtins, "input", lambda question="": asked.append(question) or "y")
     return asked
 
@@ -82,7 +79,6 @@ def test_no_command_and_no_script_asks_or_runs_code(shelf, tmp_path, monkeypatch
     monkeypatch.chdir(shelf)
     words = COMMANDS[name].replace(" new", f" {tmp_path / 'new'}").split()
     if name.endswith(".py"):
-        monkeypatch.syspath_prepend(str(ROOT / "conversion"))
         with pytest.raises(ValueError) as caught:
             importlib.import_module(name.removesuffix(".py")).main(words)
         said = str(caught.value)
@@ -94,9 +90,7 @@ def test_no_command_and_no_script_asks_or_runs_code(shelf, tmp_path, monkeypatch
     assert "wan" in words[1] or "custom code" in said or "cannot be loaded" in said, said
 
 
-def test_a_pipeline_for_an_official_checkpoint_asks_nothing(shelf, monkeypatch, questions):
-    monkeypatch.syspath_prepend(str(ROOT / "conversion"))
-    into_pipeline = importlib.import_module("official_checkpoints").into_pipeline
+def test_a_pipeline_for_an_official_checkpoint_asks_nothing(shelf, questions):
     model = type("MHLAWanTransformer3DModel", (), {})()
     with pytest.raises(ValueError):
         into_pipeline(model, str(shelf / "wan"))

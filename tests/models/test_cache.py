@@ -37,22 +37,17 @@ def test_every_split_equals_the_full_pass(model):
 def test_cached_generation_equals_cacheless(model, how):
     ids = tokens(2, 11)
     options = {"sample": {"do_sample": True, "top_k": 0}, "beam": {"num_beams": 3}}.get(how, {})
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
     runs = []
     for use_cache in (True, False):
         torch.manual_seed(11)
-        runs.append(
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, use_cache=use_cache, **options)
-        )
+        runs.append(model.generate(ids, use_cache=use_cache, **options))
     assert torch.equal(*runs)
 
 
 def padded(rows, side):
-    length = max(len(r) for r in rows)
-    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
-    for i, row in enumerate(rows):
-        where = slice(length - len(row), None) if side == "left" else slice(None, len(row))
-        ids[i, where], mask[i, where] = row, 1
-    return ids, mask
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    return ids, (ids != 0).long()
 
 
 @torch.no_grad()
@@ -121,26 +116,20 @@ def test_left_padding_in_a_loop_without_position_ids(model):
     expected = full_logits(model, ids, mask)
     cache = DynamicCache(config=model.config)
     got = [model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache).logits]
-    got += [
-        model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits for t in range(16, 19)
-    ]
+    for t in range(16, 19):
+        got.append(model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits)
     real = mask.bool()
     torch.testing.assert_close(torch.cat(got, 1)[real], expected[real], **CLOSE)
     torch.testing.assert_close(expected[0, 5:], full_logits(model, row)[0], **CLOSE)
 
 
-def test_inference_mode_then_no_grad(model):
+def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):
     ids = tokens(1, 12)
     with torch.inference_mode():
         cache = model(ids[:, :10], use_cache=True).past_key_values
     with torch.no_grad():
         got = model(ids[:, 10:], past_key_values=cache).logits
         torch.testing.assert_close(got, full_logits(model, ids)[:, 10:], **CLOSE)
-
-
-def test_a_cache_in_training_is_refused(model):
-    ids = tokens(1, 12)
-    cache = model(ids[:, :10], use_cache=True).past_key_values
     model.train()
     with pytest.raises(ValueError, match="no gradient flows through an MHLA cache"):
         model(ids[:, 10:], past_key_values=cache)
@@ -167,8 +156,6 @@ def test_masks_that_hide_more_than_padding_are_refused(model):
     blocks = torch.ones(9, 9, dtype=torch.bool).tril()
     causal = blocks.clone()
     blocks[5:, :5] = False
-    torch.testing.assert_close(
-        model(ids, attention_mask=causal.expand(2, 1, 9, 9), use_cache=False).logits, full_logits(model, ids), **CLOSE
-    )
+    torch.testing.assert_close(full_logits(model, ids, causal.expand(2, 1, 9, 9)), full_logits(model, ids), **CLOSE)
     with pytest.raises(ValueError, match="hide more than padding"):
-        model(ids, attention_mask=blocks.expand(2, 1, 9, 9), use_cache=False)
+        full_logits(model, ids, blocks.expand(2, 1, 9, 9))

@@ -39,9 +39,7 @@ def converted(family, **settings):
     return shaken(mhla_hf.convert(tiny_transformer(family), **settings))
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), [("sana", [1, 1]), ("sana", [2, 8]), ("sana-video", [1, 1, 1]), ("sana-video", [3, 4, 4])]
-)
+@pytest.mark.parametrize(("family", "layout"), [("sana", [2, 8]), ("sana-video", [3, 4, 4])])
 def test_uniform_mixing_is_sana_as_it_was(family, layout):
     pipe = PIPELINES[family]()
     stock = generate(pipe)
@@ -69,8 +67,7 @@ def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
     assert torch.isfinite(output).all() and model.mhla_state.grid is None
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_resolutions_in_one_training_step(checkpointing):
+def test_two_resolutions_in_one_training_step_with_checkpointing():
     """As many tokens in both: a grid left behind would not raise, it would only be wrong."""
     sizes = [(1, 8, 16), (1, 16, 8), (3, 8, 10)]
     alone = []
@@ -79,8 +76,7 @@ def test_two_resolutions_in_one_training_step(checkpointing):
         model(**inputs("wan", size)).sample.square().mean().backward()
         alone.append({name: value.grad for name, value in model.named_parameters()})
     model = converted("wan", layout=[1, 4, 2]).train()
-    if checkpointing:
-        model.enable_gradient_checkpointing()
+    model.enable_gradient_checkpointing()
     losses = [model(**inputs("wan", size)).sample.square().mean() for size in sizes]
     assert model.mhla_state.grid is None
     sum(losses).backward()

@@ -10,22 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
-from diffusers import (
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    QuantoConfig,
-    WanPipeline,
-)
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig, QuantoConfig, WanPipeline
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import AttnProcessor2_0
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.training_utils import EMAModel
+from ops_cases import distance
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from small_models import shaken
 from tiny_pipelines import PIPELINES, generate, inputs, tiny_transformer
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
@@ -43,10 +36,6 @@ def run(model, family="wan", size=None):
     return model(**inputs(family, size)).sample
 
 
-def relative(a, b):
-    return float((a - b).norm() / b.norm())
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_one_graph(whole):
     """Of every block for two grids, and of a whole model."""
@@ -59,7 +48,7 @@ def test_one_graph(whole):
         model.compile_repeated_blocks(fullgraph=True, backend="eager")
         compiled = model
     for size in sizes:
-        assert relative(run(compiled, family, size), run(eager, family, size)) <= 1e-6
+        assert distance(run(compiled, family, size), run(eager, family, size)) <= 1e-6
     assert model.mhla_state.grid is None
 
 
@@ -79,13 +68,13 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
         model(**inputs(family)).sample.square().mean().backward()
         optimizer.step()
     adapted = run(model, family)
-    assert relative(adapted, base) > 1e-3
+    assert distance(adapted, base) > 1e-3
     with pytest.raises(ValueError, match=r"save_directory: got a model with .*base_layer.*, expected plain weights"):
         model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())
     model.fuse_lora()
     model.unload_lora()
-    assert relative(run(model, family), adapted) <= 1e-5  # the gate's silu is outside of what LoRA wraps
+    assert distance(run(model, family), adapted) <= 1e-5  # the gate's silu is outside of what LoRA wraps
     model.save_pretrained(tmp_path)
     assert torch.equal(run(type(model).from_pretrained(tmp_path), family), run(model, family))
 
@@ -95,27 +84,26 @@ def mhla_layers(model):
     return [i for i, attn in enumerate(self_attentions(model)) if isinstance(attn.processor, MHLAAttnProcessor)]
 
 
-@pytest.mark.parametrize("family", ["wan", "pixart"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family, when", [("wan", "before"), ("wan", "after"), ("pixart", "after")])
 def test_projections_fused_and_separate_again(family, when, tmp_path):
     """Before the conversion or after it: MHLA stays, and separate projections are read when they are there again."""
     plain, model = mhla_hf.convert(tiny_transformer(family)), tiny_transformer(family)
     for step in (model.fuse_qkv_projections, lambda: mhla_hf.convert(model))[:: 1 if when == "before" else -1]:
         step()
     assert any(".to_qkv." in name for name, _ in model.named_parameters())
-    assert relative(run(model, family), run(plain, family)) <= 1e-6
+    assert distance(run(model, family), run(plain, family)) <= 1e-6
     model.fuse_qkv_projections()
     model.unfuse_qkv_projections()
     assert mhla_layers(model) == model.config.mhla["layers"]
     model.save_pretrained(tmp_path)
     for one in (model, type(model).from_pretrained(tmp_path)):
-        assert relative(run(one, family), run(plain, family)) <= 1e-6
+        assert distance(run(one, family), run(plain, family)) <= 1e-6
     with torch.no_grad():
         self_attentions(model)[1].to_v.weight.mul_(2.0)
-    assert relative(run(model, family), run(plain, family)) > 1e-3
+    assert distance(run(model, family), run(plain, family)) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["wan", "wan-vace", "skyreels", "sana", "sana-video", "pixart"])
+@pytest.mark.parametrize("family", ["wan", "sana-video", "pixart"])
 def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model, softmax = converted(family, layers=[1]), AttnProcessor2_0()
     before = run(model, family)
@@ -151,11 +139,12 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(tmp_path):
     for one in (model, loaded):
         core = self_attentions(one)[1].processor.mhla
         assert type(core.gate).__name__ == "QLinear" and type(core.mixing.weight) is torch.nn.Parameter
-        assert 0 < relative(run(one), before) < 0.05
+        assert 0 < distance(run(one), before) < 0.05
 
 
-@pytest.mark.parametrize("family", ["wan", "sana", "pixart"])
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level", "sequential", "model"])
+@pytest.mark.parametrize(
+    "kind, family", [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+)
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
     before = run(model, family)
@@ -204,7 +193,7 @@ def test_threads_share_a_model_with_grids_of_their_own():
 
     def request(size):
         meet.wait()
-        return [relative(run(model, size=size), alone[size]) for _ in range(30)]
+        return [distance(run(model, size=size), alone[size]) for _ in range(15)]
 
     with ThreadPoolExecutor(2) as pool:
         wrong = [*itertools.chain(*pool.map(request, sizes))]
@@ -213,18 +202,17 @@ def test_threads_share_a_model_with_grids_of_their_own():
 
 def test_stock_lora_files_load_and_fuse(tmp_path):
     stock = tiny_transformer("wan")
-    stock.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-    )
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    stock.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
     WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(stock))
     pipe = mhla_hf.convert(PIPELINES["wan"](), gate=True)
     before = generate(pipe)
     pipe.load_lora_weights(tmp_path)
     with_lora = generate(pipe)
-    assert relative(with_lora, before) > 1e-3
+    assert distance(with_lora, before) > 1e-3
     pipe.fuse_lora()
     pipe.unload_lora_weights()
-    assert relative(generate(pipe), with_lora) <= 1e-5
+    assert distance(generate(pipe), with_lora) <= 1e-5
 
 
 def test_layerwise_casting_leaves_the_mixing_alone():
@@ -233,15 +221,7 @@ def test_layerwise_casting_leaves_the_mixing_alone():
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
     kinds = {name.split(".mhla.")[1]: value.dtype for name, value in model.named_parameters() if ".mhla." in name}
     assert kinds["mixing.weight"] == torch.float32 and kinds["gate.weight"] == torch.float8_e4m3fn
-    assert 0 < relative(run(model), before) < 0.15
-
-
-def test_checkpointing_of_torch_alone_is_told_what_to_use():
-    model = converted()
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, WanTransformerBlock))
-    loss = model(**inputs("wan")).sample.sum()
-    with pytest.raises(ValueError, match=r"grid: got none, expected .*enable_gradient_checkpointing"):
-        loss.backward()
+    assert 0 < distance(run(model), before) < 0.15
 
 
 @pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name:FutureWarning")  # by EMAModel
@@ -263,7 +243,7 @@ CACHES = {
     ),
     "first-block": lambda pipe: FirstBlockCacheConfig(threshold=10.0),
     "mag": lambda pipe: MagCacheConfig(
-        num_inference_steps=8, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 8
+        num_inference_steps=4, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 4
     ),
 }
 
@@ -274,10 +254,10 @@ def test_caches_skip_mhla_layers_and_leave_nothing(name):
     calls = []
     for block in pipe.transformer.blocks:
         block.attn1.processor.mhla.register_forward_hook(lambda *args: calls.append(1))
-    plain = generate(pipe, num_inference_steps=8)
+    plain = generate(pipe, num_inference_steps=4)
     full, calls[:] = len(calls), []
     pipe.transformer.enable_cache(CACHES[name](pipe))
-    cached = generate(pipe, num_inference_steps=8)
+    cached = generate(pipe, num_inference_steps=4)
     assert len(calls) < full and torch.isfinite(cached).all()
     pipe.transformer.disable_cache()
-    assert torch.equal(generate(pipe, num_inference_steps=8), plain)
+    assert torch.equal(generate(pipe, num_inference_steps=4), plain)

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from ops_cases import distance
 from small_towers import TOWERS, converted_tower, images, output_of, softmax_tower
 from transformers import AutoModel, AutoModelForImageClassification
 
@@ -21,10 +22,6 @@ PREFIXES = {
     "CLIPVision": 1,
     "SiglipVision": 0,
 }
-
-
-def close(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def resizing(name):
@@ -57,7 +54,7 @@ def test_any_grid_equals_the_reference(name):
     for height, width in ((32, 32), (52, 68), (4, 60)):
         pixels = images(2, height, width)
         output = output_of(model, pixels, **resizing(name))
-        assert close(output, output_of(reference, pixels, **resizing(name))) < 1e-5
+        assert distance(output, output_of(reference, pixels, **resizing(name))) < 1e-5
 
 
 @pytest.mark.parametrize("name", TOWERS)

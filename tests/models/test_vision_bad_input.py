@@ -12,7 +12,6 @@ from mhla_hf import MHLAVisionConfig
 STAGE = {"hidden_size": 16, "depth": 1, "num_heads": 2}
 CONFIGS = [
     ({"attention": "full"}, "'attention' expected one of ('mhla', 'linear', 'softmax'), got full"),
-    ({"num_attention_heads": 5}, "num_attention_heads: got 5, expected a divisor"),
     ({"hidden_size": 30, "positions": "rope"}, "num_attention_heads: got 3, expected a divisor"),
     ({"stem": "conv"}, "patch_size: got 2, expected 4"),
     ({"stages": [{"hidden_size": 16}]}, "stages: got {'hidden_size': 16}, expected the keys"),
@@ -31,16 +30,9 @@ def test_config(values, words):
 CALLS = [
     (lambda: small_classifier(pad_to_blocks=False)(images(1, 33, 32, 1)), "33 x 32 pixels, expected multiples"),
     (lambda: small_classifier()(images(2)[0]), "pixel_values: got shape (3, 32, 32), expected [B, 1, height, width]"),
-    (
-        lambda: small_classifier()(images(1, 48, 32, 1), interpolate_pos_encoding=False),
-        "or interpolate_pos_encoding=True",
-    ),
-    (lambda: converted_tower("CLIPVisionModel")(None), "pixel_values: got None"),
+    (lambda: small_classifier()(images(1, 48, 32, 1), interpolate_pos_encoding=False), "interpolate_pos_encoding=True"),
     (lambda: converted_tower("CLIPVisionModel")(images(2)[0]), "pixel_values: got 3 axes"),
-    (
-        lambda: converted_tower("ViTModel")(images(), attention_mask=torch.ones(2, 65).tril()),
-        "attention_mask: got a tensor",
-    ),
+    (lambda: converted_tower("ViTModel")(images(), attention_mask=torch.zeros(2, 65)), "attention_mask: got a tensor"),
     (lambda: converted_tower("ViTModel").layers[0](torch.zeros(1, 65, 32)), "mhla_grid: got None"),
 ]
 
@@ -68,10 +60,8 @@ def test_a_tower_inside_a_larger_model_is_saved_by_itself(whole, tmp_path):
 CONVERT = [
     (small_clip, {}, "'clip'"),
     (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
-    (lambda: softmax_tower("ViTModel"), {"layout": None}, "layout: got None"),
     (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
     (lambda: softmax_tower("ViTModel"), {"rope": "after"}, "rope"),
-    (lambda: softmax_tower("ViTModel"), {"mixing_form": "decay"}, "mixing_form"),
     (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
     (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
 ]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from ops_cases import check_that_padding_may_hold_anything, core_by_hand
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.core import MHLA, OutputNorm
@@ -27,36 +28,29 @@ def by_hand(core, q, k, v, hidden):
     block = torch.arange(q.shape[1]) // settings.block_size
     m = core.mixing(int(block[-1]) + 1).double()[..., block, :][..., block]
     w = (torch.einsum("bthk,bshk->bhts", fq, fk) * m).tril()
-    o = torch.einsum("bhts,bshv->bthv", w, v)
-    o = o / w.sum(-1).transpose(1, 2)[..., None] if settings.normalize else o * fq.shape[-1] ** -0.5
-    if settings.output_norm:
-        o = o * (o.pow(2).mean(-1, keepdim=True) + core.norm.eps).rsqrt() * core.norm.weight
-    if settings.gate:
-        o = o * F.silu(F.linear(hidden, core.gate.weight, core.gate.bias)).view_as(o)
-    return o
+    return core_by_hand(core, w, v, hidden, fq.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize(
-    ("feature_map", "normalize", "extra"),
+    "settings",
     [
-        ("hedgehog", True, {}),
-        ("relu", False, {"gate": True, "output_norm": True}),
-        ("elu", True, {"per_head": True}),
-        ("identity", False, {"per_head": True}),
+        {"feature_map": "hedgehog", "normalize": True},
+        {"feature_map": "relu", "normalize": False, "gate": True, "output_norm": True},
+        {"feature_map": "elu", "normalize": True, "per_head": True},
+        {"feature_map": "identity", "normalize": False, "per_head": True},
     ],
 )
-def test_core_is_the_paper(feature_map, normalize, extra):
-    settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, normalize=normalize, **extra)
+def test_core_is_the_paper(settings):
+    settings = MHLASettings(block_size=4, num_blocks=3, **settings)
     core = MHLA(settings, num_heads=4, num_kv_heads=2, key_dim=6, value_dim=5, hidden_size=7).double()
     with torch.no_grad():
         for p in core.parameters():
             p += 0.3 * torch.randn_like(p)
-    q, k, v = torch.randn(2, 18, 4, 6), torch.randn(2, 18, 2, 6), torch.randn(2, 18, 2, 5)
-    q, k, v, hidden = q.double(), k.double(), v.double(), torch.randn(2, 18, 7).double()
-    expected = by_hand(core, q, k, v, hidden)
-    got = core(q, k, v, hidden_states=hidden)
+    q, k, v, hidden = (torch.randn(2, 18, *shape).double() for shape in ((4, 6), (2, 6), (2, 5), (7,)))
     # feature maps and mixing are computed in fp32 whatever comes in
-    torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        core(q, k, v, hidden_states=hidden), by_hand(core, q, k, v, hidden), rtol=2e-6, atol=2e-6
+    )
 
 
 def test_hedgehog_starts_as_two_softmaxes_of_x():
@@ -69,25 +63,13 @@ def test_hedgehog_starts_as_two_softmaxes_of_x():
     [("left", "hedgehog", "triton"), ("right", "relu", "torch"), ("left", "relu", "reference")],
 )
 def test_padding_may_hold_anything(side, feature_map, impl):
-    """Outputs of real tokens and every gradient are those of padding that holds zeros."""
-    core = MHLA(
-        MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, impl=impl),
-        num_heads=2, num_kv_heads=1, key_dim=6, value_dim=5, hidden_size=7,
-    )  # fmt: skip
+    settings = MHLASettings(block_size=4, num_blocks=3, feature_map=feature_map, impl=impl)
+    core = MHLA(settings, num_heads=2, num_kv_heads=1, key_dim=6, value_dim=5, hidden_size=7)
     inputs = [torch.randn(2, 10, heads, width) for heads, width in ((2, 6), (1, 6), (1, 5))]
     real = torch.ones(2, 10, dtype=torch.bool)
     real[1, :3] = False
     real = real if side == "left" else real.flip(1)
-    starts, direction = real.int().argmax(1), torch.randn(2, 10, 2, 5) * real[:, :, None, None]
-    results = []
-    for value in (0.0, float("nan"), float("inf")):
-        given = [torch.where(real[:, :, None, None], x, value).requires_grad_() for x in inputs]
-        o = core(*given, starts=starts, key_mask=real)
-        gradients = torch.autograd.grad(o, [*given, *core.parameters()], direction)
-        assert not any(x[~real].any() for x in gradients[:3])
-        results.append((o[real], *gradients))
-    for result in results[1:]:
-        assert all(map(torch.equal, result, results[0]))
+    check_that_padding_may_hold_anything(core, inputs, real, starts=real.int().argmax(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -108,9 +90,8 @@ def test_output_norm_rounds_once(dtype):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
     """In one pass, and in one that fills a cache with steps after it."""
-    settings = MHLASettings(
-        block_size=4, num_blocks=3, feature_map="identity", normalize=False, output_norm=True, impl=impl
-    )
+    form = {"feature_map": "identity", "normalize": False, "output_norm": True}
+    settings = MHLASettings(block_size=4, num_blocks=3, impl=impl, **form)
     core = MHLA(settings, num_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, hidden_size=1).half()
     q = torch.ones(1, 10, 1, 1, dtype=torch.float16)
     v = (3e4 * q).requires_grad_()

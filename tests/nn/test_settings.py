@@ -10,12 +10,10 @@ SETTINGS = [
     ({"feature_map": "softmax"}, "feature_map"),
     ({"normalize": "yes"}, "normalize"),
     ({"impl": "cuda"}, "impl"),
-    ({"learn_mixing": 1}, "learn_mixing"),
     ({"layers": "1/3"}, "layers"),
     ({"local": "softmax"}, "mixing_form"),
     ({"local": "softmax", "mixing_form": "decay", "block_size": 2}, "sinks"),
     ({"window_dropout": 2}, "window_dropout"),
-    ({"layers": []}, "layers"),
     ({"layers": [1, 1]}, "layers"),
 ]
 

@@ -34,9 +34,8 @@ def cut(x, first, end):
 
 
 def full(x, mixing, **options):
-    return mhla(
-        **x, mixing=mixing, blocks=Blocks.sequence(x["q"].shape[1], SIZE), causal=True, impl="reference", **options
-    )
+    blocks = Blocks.sequence(x["q"].shape[1], SIZE)
+    return mhla(**x, mixing=mixing, blocks=blocks, causal=True, impl="reference", **options)
 
 
 def prefill(x, mixing, **options):
@@ -64,10 +63,9 @@ def same_numbers(state, other):
 @pytest.mark.parametrize("kind", ["normalised", "plain", "own_den"])
 def test_every_split(kind, split, dtype, tolerance):
     """Prefill up to the split, one token, a chunk of each length around the block edges, then tokens one by one."""
-    x, mixing = make(
-        tokens=5 * SIZE + 9, dtype=dtype, own_den=kind == "own_den", per_head=kind == "plain", signed=kind == "plain"
-    )
-    options = {"normalize": kind != "plain"}
+    own, plain = kind == "own_den", kind == "plain"
+    x, mixing = make(tokens=5 * SIZE + 9, dtype=dtype, own_den=own, per_head=plain, signed=plain)
+    options = {"normalize": not plain}
     expected = full({n: t.double() for n, t in x.items()}, mixing.double(), **options)
     for chunk in (1, 2, 62, 63, 64, 65, 129):
         o, state = prefill(cut(x, 0, split), mixing, **options)
@@ -81,24 +79,13 @@ def test_every_split(kind, split, dtype, tolerance):
         assert distance(torch.cat(outputs, 1), expected[:, :place]) < tolerance, chunk
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_step_by_step_from_nothing_beyond_four_blocks(normalize):
-    x, mixing = make(tokens=4 * SIZE + 30, dtype=torch.float32, signed=not normalize)
-    state = MHLAState.empty(2, 2, 4, 6, 5, SIZE, normalize=normalize, dtype=torch.float32)
-    outputs = [step(cut(x, t, t + 1), mixing, state, normalize=normalize) for t in range(x["q"].shape[1])]
-    expected = full({n: t.double() for n, t in x.items()}, mixing.double(), normalize=normalize)
-    assert distance(torch.cat(outputs, 1), expected) < 1e-5
-
-
 @pytest.mark.parametrize("first", [1, 100, 200])
 def test_left_padded_rows_of_very_different_lengths(first):
     x, mixing = make(batch=4, tokens=300, own_den=True)
     starts = torch.tensor([0, 131, 199, 299])
     expected = full(x, mixing, starts=starts)
     alone = [full({n: t[row : row + 1, start:] for n, t in x.items()}, mixing) for row, start in enumerate(starts)]
-    for (
-        tensor
-    ) in x.values():  # padding may hold anything: it reaches neither this call nor, through the state, a later one
+    for tensor in x.values():  # padding may hold anything: it reaches neither this call nor a later one
         tensor[torch.arange(300) < starts[:, None]] = float("nan")
     o, state = prefill(cut(x, 0, first), mixing, starts=starts.clamp(max=first))
     outputs, place = [o], first
@@ -123,12 +110,9 @@ def test_masked_keys_stay_positions():
     assert distance(torch.cat([o, later], 1), full(x, mixing, key_mask=whole)) < 1e-12
 
 
-@pytest.mark.parametrize("before", EDGES)
-@pytest.mark.parametrize("count", [0, 1, 2, 63, 64])
+@pytest.mark.parametrize("before, count", [(b, c) for b in EDGES for c in (0, 1, 2, 63, 64) if c <= b])
 def test_crop_is_exact(before, count):
     """Tokens taken back leave no trace: state and later outputs are those of a decoder that never saw them."""
-    if count > before:
-        pytest.skip("a row has no more tokens than it has")
     x, mixing = make(tokens=230, own_den=True)
     other, _ = make(tokens=230, own_den=True)
     kept = before - count
@@ -167,28 +151,12 @@ def test_rows_move_exactly():
     step(cut(x, 160, 170), mixing, state)
     now = cut(x, 170, 200)
     base = step(now, mixing, copy.deepcopy(state))
-    moves = {
-        "reorder": (lambda s: s.reorder(torch.tensor([2, 0, 0])), torch.tensor([2, 0, 0])),
-        "select": (lambda s: s.select(torch.tensor([1])), torch.tensor([1])),
-        "repeat": (lambda s: s.repeat(2), torch.tensor([0, 0, 1, 1, 2, 2])),
-    }
-    for name, (move, index) in moves.items():
+    moves = ("reorder", torch.tensor([2, 0, 0]), [2, 0, 0]), ("select", torch.tensor([1]), [1])
+    for name, given, index in (*moves, ("repeat", 2, [0, 0, 1, 1, 2, 2])):
         moved = copy.deepcopy(state)
-        assert move(moved) is None
+        assert getattr(moved, name)(given) is None
         o = step({n: t[index] for n, t in now.items()}, mixing, moved)
         assert distance(o, base[index]) < 1e-14, name
-
-
-def test_state_grows_by_doubling_and_has_no_gradient():
-    x, mixing = make(tokens=9 * SIZE, heads=2, groups=1)
-    x = {name: t.requires_grad_() for name, t in x.items()}
-    o, state = prefill(cut(x, 0, SIZE), mixing)
-    assert o.requires_grad and not any(t.requires_grad for t in vars(state).values() if isinstance(t, torch.Tensor))
-    rooms = []
-    for t in range(SIZE, 9 * SIZE):
-        step(cut(x, t, t + 1), mixing, state)
-        rooms.append(state.summaries.shape[2])
-    assert sorted(set(rooms)) == [2, 4, 8, 16] or sorted(set(rooms)) == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

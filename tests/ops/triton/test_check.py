@@ -38,19 +38,14 @@ def call_with(monkeypatch, name, replacement, **options):
 @pytest.mark.parametrize(
     "dtype, blocks, options",
     [
-        (torch.float32, GRID, {}),
         (torch.bfloat16, GRID, {"unrounded": True}),
         (torch.float16, GRID, {"normalize": "official"}),
-        (torch.bfloat16, SEQUENCE, {"causal": True}),
-        (torch.float32, Blocks.sequence(24, 70), {"causal": True, "normalize": False}),
+        (torch.float32, SEQUENCE, {"causal": True, "normalize": False}),
         (torch.bfloat16, Blocks.sequence(24, 70), {"causal": True, "key_mask": torch.arange(24)[None] < 20}),
-        (torch.bfloat16, GRID, {"key_mask": torch.arange(24)[None] < 20}),
     ],
 )
 def test_kernels_that_agree_are_taken_and_checked_once(caplog, dtype, blocks, options):
-    before = torch.get_rng_state()
     with caplog.at_level(logging.INFO, "mhla_hf"):
-        torch.set_rng_state(before)
         q, k, v, mixing = inputs(dtype, blocks)
         state = torch.get_rng_state()
         outputs = [mhla(q, k, v, mixing, blocks=blocks, **options) for _ in range(2)]
@@ -69,10 +64,10 @@ def test_kinds_are_checked_apart():
     with torch.no_grad():
         mhla(q, k, v, mixing, blocks=GRID)
         mhla(q.half(), k.half(), v.half(), mixing, blocks=GRID)
-    mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
-    mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
-    mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
-    mhla(q, k, v, mixing, blocks=GRID, unrounded=True)
+        mhla(q, k, v, mixing, blocks=GRID, q_den=q[..., :5], k_den=k[..., :5])
+        mhla(q, k[:, :, :1], v[:, :, :1], mixing, blocks=GRID)
+        mhla(q, k, v, mixing, blocks=GRID, key_mask=torch.arange(24)[None] < 20)
+        mhla(q, k, v, mixing, blocks=GRID, unrounded=True)
     assert len(check.FAULTS_FOUND) == 7
 
 
@@ -90,8 +85,15 @@ def test_decoding(normalize):
     assert torch.allclose(outputs[0], outputs[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("factor, off", [(1.01, "1.0e-02"), (float("nan"), "inf")])
-def test_wrong_kernels_are_left_to_torch(factor, off, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "factor, said",
+    [
+        (1.01, "off by 1.0e-02 of fp64"),
+        (float("nan"), "off by inf of fp64"),
+        (None, "failed on cpu with TypeError: unsup"),
+    ],
+)
+def test_kernels_that_are_wrong_or_fail_are_left_to_torch(factor, said, monkeypatch, caplog):
     kernels = check.triton_mhla
     with caplog.at_level(logging.INFO, "mhla_hf"):
         first = call_with(monkeypatch, "triton_mhla", lambda *args, **options: kernels(*args, **options) * factor)
@@ -99,17 +101,7 @@ def test_wrong_kernels_are_left_to_torch(factor, off, monkeypatch, caplog):
     assert first.grad_fn.name() == second.grad_fn.name() == "BlockedAttentionBackward"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and len(check.FAULTS_FOUND) == 1
-    assert "took 'torch', the Triton kernels gave" in record.message and f"off by {off} of fp64" in record.message
-
-
-def test_kernels_that_do_not_run_are_left_to_torch(monkeypatch, caplog):
-    def out_of_resources(*args, **options):
-        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
-
-    with caplog.at_level(logging.INFO, "mhla_hf"):
-        o = call_with(monkeypatch, "triton_mhla", out_of_resources)
-    assert o.grad_fn.name() == "BlockedAttentionBackward"
-    assert "failed on cpu with RuntimeError: out of resource: shared memory" in caplog.text
+    assert "took 'torch', the Triton kernels " in record.message and said in record.message
 
 
 def test_a_full_gpu_is_no_verdict(monkeypatch):
@@ -127,17 +119,13 @@ def test_a_graph_is_not_captured_through_a_check(monkeypatch):
     assert not check.FAULTS_FOUND, "the next call would not be checked"
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_under_compile(dynamic, causal):
-    blocks = SEQUENCE if causal else GRID
-    q, k, v, mixing = inputs(blocks=blocks)
-    cut = (lambda q: Blocks.sequence(q.shape[1], 6)) if causal else (lambda q: GRID)
+def test_under_compile():
+    given = inputs(blocks=SEQUENCE)
+
+    def attend(q, k, v, mixing, **options):
+        return mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 6), causal=True, **options)
+
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda q, k, v, m: mhla(q, k, v, m, blocks=cut(q), causal=causal),
-        fullgraph=True, backend="aot_eager", dynamic=dynamic,
-    )  # fmt: skip
-    got = compiled(q, k, v, mixing)
+    got = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)(*given)
     assert list(check.FAULTS_FOUND.values()) == [None]
-    assert torch.equal(got, mhla(q, k, v, mixing, blocks=blocks, causal=causal, impl="triton"))
+    assert torch.equal(got, attend(*given, impl="triton"))

@@ -10,11 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
 SHAPES = ("causal-64", "causal-128", "lm-340m", "long-blocks", "dit", "dit-xl", "sana", "wan")
-FEW = ("causal-64:90", "causal-128:120", "dit:80", "wan:100", "long-blocks:gfx942")
-ONE_COMPILATION = """
-import torch
-from offline import *
-
+FEW = ("causal-64:90", "dit:120", "long-blocks:gfx942")
+ONE_COMPILATION = """# after TUNING, in its process
 kept = []
 def keep(self, key, signature, device, *rest):
     self.device_caches[device][0][key] = key
@@ -100,21 +97,17 @@ assert all(tuning.shared_bytes("bf16", {**config.kwargs, "num_stages": config.nu
 
 def run(*arguments, **environment):
     """The output of a process that compiles; fails with its words."""
-    environment = {
-        **os.environ,
-        **environment,
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE}",
-    }
+    places = f"{HERE.parents[2]}{os.pathsep}{HERE}"
+    environment = {**os.environ, **environment, "TRITON_INTERPRET": "0", "PYTHONPATH": places}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_papers_shapes_compile():
-    """A shape for each chip; all of them below."""
+    """A few of them; all below."""
     lines = run(HERE / "offline.py", *FEW).splitlines()
-    assert {line.split()[1] for line in lines} == set(CHIPS) and len(lines) == 3 * 7 + 2 * 5
+    assert {":".join(line.split()[:2]) for line in lines} == set(FEW) and len(lines) == 2 * 7 + 5
 
 
 @pytest.mark.slow
@@ -123,11 +116,7 @@ def test_every_shape_compiles(chip):
     run(HERE / "offline.py", *(f"{shape}:{chip}" for shape in SHAPES))
 
 
-def test_one_compilation_for_all_lengths():
-    run("-c", ONE_COMPILATION)
-
-
-def test_tiles_are_tried_once_and_never_while_a_graph_is_captured(tmp_path):
+def test_one_compilation_for_all_lengths_and_tiles_tried_once_and_never_while_a_graph_is_captured(tmp_path):
     """With a clock for which the first configuration is the fastest; what comes out is kept on disk."""
-    run("-c", TUNING, TRITON_CACHE_DIR=str(tmp_path))
+    run("-c", TUNING + ONE_COMPILATION, TRITON_CACHE_DIR=str(tmp_path))
     assert len(list(tmp_path.glob("*/*.autotune.json"))) >= 5
