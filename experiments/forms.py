@@ -20,6 +20,7 @@ from mhla_hf.convert import convert
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
+from mhla_hf.training.start import start_from_text
 
 from .demo.lookups import choose_words, make_recall
 from .demo.report import NEAR
@@ -35,13 +36,15 @@ FORMS = {
     "window alone": WINDOW,
     "window + plain linear": {**WINDOW, "num_decays": 1},
     "window + MHLA by 2 decays": WINDOW,
+    "the same, started from the teacher": WINDOW,
     "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
+    "started from the teacher, softmax in the layer missed most": WINDOW,
 }
 CONTROL = "teacher, trained on"
 TRAINED = {  # by the demo
     "plain linear": "linear",
     "window + MHLA by 2 decays": "mhla",
-    "the same, softmax in layers 0 and 3": "hybrid",
+    "started from the teacher, softmax in the layer missed most": "hybrid",
     CONTROL: "control",
 }
 WHEN = ("before", "after")
@@ -94,6 +97,9 @@ def make_row(demo, job):
         for module in student.modules():
             if hasattr(module, "balance"):
                 module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
+    if "started from the teacher" in name:
+        budget = "1" if "missed most" in name else None
+        start_from_text(student.eval(), text.tokenizer, demo / "data" / "train.txt", budget, seed)
     row = {"form": name, "seed": seed, "before": judge(student.eval(), teacher, text)}
     if name in TRAINED:
         student = load(models / TRAINED[name])

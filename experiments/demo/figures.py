@@ -7,7 +7,7 @@ LABELS = {
     "control": "teacher, trained on",
     "linear": "plain linear",
     "mhla": "MHLA",
-    "hybrid": "hybrid 2/3",
+    "hybrid": "hybrid 1 in 4",
 }
 MARKERS = {"teacher": "o", "linear": "s", "mhla": "D"}
 

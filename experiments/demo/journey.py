@@ -38,6 +38,7 @@ from mhla_hf.speed import measure_speed
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
+from mhla_hf.training.start import start_from_text
 
 from .figures import LABELS, plot_loss, plot_recall, plot_speed
 from .lookups import add_lookups, choose_words, start_lookups
@@ -49,7 +50,7 @@ RECIPES = Path(__file__).parent / "recipes"
 STUDENTS = {
     "mhla": {},
     "linear": {"mixing_form": "softmax", "local": None, "mixing_start": "uniform", "learn_mixing": False},
-    "hybrid": {"layers": "2/3"},
+    "hybrid": {},  # with softmax in the layers, a quarter of them, where it is missed most
 }
 MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -93,8 +94,8 @@ def run_demo(
 
     Args:
         out: folder to make or to go on in. Holds `teacher`, `mhla`, `linear` (plain linear attention: uniform, frozen
-            mixing), `hybrid` (softmax kept in layers 0, 3, ...), perhaps `control` (the teacher trained on for as many steps
-            as a student), `results.json`, four figures; further seeds in `seed-1`, ...
+            mixing), `hybrid` (softmax in the quarter of the layers that miss it most), perhaps `control` (the teacher
+            trained on for as many steps as a student), `results.json` and four figures; further seeds in `seed-1`, ...
         model: folder or Hub id of a softmax model to start from. None: train a small Llama first.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
         seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself).
@@ -241,6 +242,10 @@ class _Demo:
                 teacher = teacher or self._load(self.folder("teacher", seed))
                 self.say(f"{LABELS[name]}:")
                 student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
+                if name == "hybrid":
+                    kept = max(1, student.config.num_hidden_layers // 4)
+                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=str(kept), seed=seed)
+                    self.say(f"softmax stays in layers {student.config.mhla_measured['choice']['kept']}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
         folder = self.folder("control", seed)
         if "control" in self.models and self._missing(folder, RECORD):
@@ -382,7 +387,7 @@ class _Demo:
             return
         others = {
             "teacher": "teacher",
-            "hybrid 2 of 3": "hybrid",
+            "hybrid, 1 in 4": "hybrid",
             "plain linear": "linear",
             "teacher trained on": "control",
         }

@@ -93,7 +93,7 @@ def test_what_lies_in_out(journey):
     card = (journey.out / "mhla" / "README.md").read_text()
     assert "license: apache-2.0" in card and "plain linear" in card
     assert render_report(results) in journey.first
-    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 2/3", "teacher, trained on"):
+    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4", "teacher, trained on"):
         assert label in journey.first
 
 
