@@ -377,7 +377,7 @@ class _Interrupt:
         self.before = signal.signal(signal.SIGINT, self._ask) if main else None
 
     def __exit__(self, kind, _value, _trace):
-        if self.before:
+        if self.before is not None:  # SIG_DFL is 0
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")
