@@ -12,6 +12,7 @@ from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
 from mhla_hf.training import language
 from mhla_hf.training.language import DistillStep, next_token
 from mhla_hf.training.loop import Stage, distill
+from mhla_hf.training.teach import likeliest_tokens
 
 STAGE = {"seq_len": 48, "batch_size": 4}
 LM = [Stage("lm", "lm", 4, 1e-3, **STAGE)]
@@ -116,6 +117,16 @@ def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
     torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
     nothing = next_token(student, torch.full((11,), -100), (teacher,) if kl else (), temperature).sum()
     assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
+
+
+def test_likeliest_tokens_with_all_others_as_one():
+    """Where the others are one token, that is the whole KL."""
+    student, teacher = torch.randn(11, 13, requires_grad=True), torch.randn(11, 13)
+    targets = torch.randint(0, 13, (11,)).index_fill(0, torch.tensor([2]), -100)
+    sums = [next_token(student, targets, known) for known in ([teacher], likeliest_tokens(teacher, 12))]
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
+    grads = [torch.autograd.grad(both.sum(), student)[0] for both in sums]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
 def mixtral():
