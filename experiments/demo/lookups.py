@@ -16,8 +16,8 @@ FREQUENT, WORDS = (
     120,
 )  # of a vocabulary's first words the last: common enough to be known, rare between the lookups
 FEWEST = 8
-LIVE, NEW = 8, 0.35  # names that may come back, and how often a line states a new value
-PAGE, SHARE = 4000, 0.7  # characters that have lookups throughout or not at all, and how many of these pages do
+LIVE, NEW = 8, 0.2  # names that may come back, and how often a line states a new value
+PAGE, SHARE = 4000, 0.8  # characters that have lookups throughout or not at all, and how many of these pages do
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.88)  # of the window
 
 

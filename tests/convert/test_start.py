@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -95,6 +96,20 @@ def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches, dtype, changes
 
 
 @torch.no_grad()
+def test_heads_that_look_at_nothing_far_stay_as_they_are(batches):
+    """Large constant queries and keys: RoPE alone says where such a head looks, at its own token."""
+    model = softmax_model(attention_bias=True)
+    attention = model.model.layers[0].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        torch.nn.init.constant_(projection.bias, 40.0)
+    student = converted(model)
+    core = student.model.layers[0].self_attn.mhla
+    start = core.mixing.balance.detach().clone()
+    report = calibrate(student, batches, steps=0)
+    assert torch.equal(core.mixing.balance, start) and torch.isfinite(core.mixing.weight).all()
+    assert math.isfinite(report["kl"])
+
+
 def test_decays_that_were_a_matrix_are_found_again(batches):
     model = dense(layers=[0, 2], block_size=8, num_blocks=12, per_head=True)
     distance = (torch.arange(12)[:, None] - torch.arange(12)).clamp_min(0)
