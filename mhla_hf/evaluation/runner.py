@@ -183,7 +183,7 @@ def _find_recipe(recipe, tasks, settings):
     recipe = read_score_recipe(recipe).with_settings(settings or {})
     if unknown := [name for name in tasks or () if name not in recipe.tasks]:
         raise ValueError(f"task {unknown[0]!r} is not in recipe {recipe.name!r}; it has {', '.join(recipe.tasks)}")
-    return dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks}) if tasks else recipe
+    return recipe if tasks is None else dataclasses.replace(recipe, tasks={name: recipe.tasks[name] for name in tasks})
 
 
 @checked

@@ -28,7 +28,8 @@ logger = logging.getLogger("mhla_hf")
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 # An absolute path, but the system's, which are the same everywhere; no URL, template or link of the site.
 PLACE = re.compile(
-    r"(?<![\w.:~/\\<>)}\]-])(?<!\]\()(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
+    r"(?:(?<=file://)|(?<![\w.~/\\<>)}\]-])(?<!\]\())"
+    r"(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
 )
 
 

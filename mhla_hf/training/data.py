@@ -1,8 +1,9 @@
 """Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
 
 Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
-alone. A stream is read in its own order, and goes on where `datasets` says it was. Every process reads the same rows and
-keeps its share of them; no padding exists, so every token carries a loss unless the data's own `labels` say -100.
+alone. A stream is read in its own order, and goes on where `datasets` says it was (a shuffle buffer is filled anew). Every
+process reads the same rows and keeps its share of them; no padding exists, so every token carries a loss unless the data's
+own `labels` say -100.
 """
 
 import hashlib
@@ -113,6 +114,8 @@ class TokenStream:
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
+            if len(ids) != len(labels):
+                raise ValueError(f"data: {self.name!r} has {len(ids)} input_ids beside {len(labels)} labels")
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):

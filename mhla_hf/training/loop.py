@@ -186,9 +186,15 @@ class _Run:
         groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.average = None
+        if stage.ema:
+            from diffusers.training_utils import EMAModel
+
+            self.average = EMAModel(trained, decay=stage.ema)
         if latest is not None:
             try:
-                accelerator.load_state(str(latest))
+                self._restore(latest)
             except Exception as error:  # of a damaged file, anything
                 what = f"the state {str(latest)!r} cannot be read ({one_line(error)})"
                 raise ValueError(f"out: {what}; without it the run goes on from the one before") from error
@@ -196,15 +202,6 @@ class _Run:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.average = None
-        if stage.ema:
-            from diffusers.training_utils import EMAModel
-
-            self.average = EMAModel(trained, decay=stage.ema)
-            if latest is not None:
-                self.average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
-                self.average.to(accelerator.device)
         clamped = direct_mixings(self.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
@@ -237,6 +234,18 @@ class _Run:
         finally:
             bar.close()
             reader.close()
+
+    def _restore(self, latest):
+        """Weights, moments, random generators and the average, as in the state `latest`."""
+        from accelerate.utils import load
+
+        self.accelerator.load_state(str(latest))
+        random = load(latest / f"random_states_{self.accelerator.process_index}.pkl")  # load_state would skip a bad one
+        if not torch.equal(random["torch_manual_seed"], torch.get_rng_state()):
+            raise ValueError("its random states do not fit these versions")
+        if self.average:
+            self.average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
+            self.average.to(self.accelerator.device)
 
     def _step(self, step, optimizer, trained, reader, stage, sums):
         """One optimizer step; adds what is logged to `sums` and gives the norm of the gradient, if it is clipped."""
@@ -368,7 +377,7 @@ class _Interrupt:
         self.before = signal.signal(signal.SIGINT, self._ask) if main else None
 
     def __exit__(self, kind, _value, _trace):
-        if self.before:
+        if self.before is not None:  # SIG_DFL is 0
             signal.signal(signal.SIGINT, self.before)
         if self.asked and kind is None:
             raise KeyboardInterrupt("stopped; the run had just been finished and is saved")

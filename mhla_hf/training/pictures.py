@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from ..checkpoints.load import one_sentence
 from .data import load_split, one_line, place_of
 from .tasks import Reader
 
@@ -78,7 +79,8 @@ class Pictures:
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
-        with Image.open(item) if isinstance(item, (str, Path)) else item as picture:
+        about = f"data: the image {str(item)!r} cannot be read"
+        with one_sentence(about), Image.open(item) if isinstance(item, (str, Path)) else item as picture:
             return picture.convert("L" if channels == 1 else "RGB")
 
 

@@ -40,7 +40,7 @@ class Task(abc.ABC):
     def check(self, stages):
         """One sentence for the first thing that could not work, before anything is loaded or written."""
         for name, model in (("student", self.student), ("teacher", self.teacher)):
-            if not hasattr(model, "save_pretrained") and (name == "student" or model is not None):
+            if not hasattr(model, "num_parameters") and (name == "student" or model is not None):
                 raise TypeError(f"{name}: got {type(model).__name__}; expected {self.wanted}")
         for loss, key in self.equal if self.teacher is not None else ():
             own, its = (getattr(model.config, key, None) for model in (self.student, self.teacher))

@@ -45,6 +45,7 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
         ({"dtype": "int8"}, "dtype is 'int8'; expected one of ['auto'"),
         ({"device": "tpu:9"}, "device 'tpu:9' is not available"),
         ({"max_length": 1}, "max_length is 1"),
+        ({**SPEED, "tasks": []}, "tasks is {}"),
         ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
         ({**SPEED, "settings": {"rounds": 0}}, "rounds is 0"),
     ],

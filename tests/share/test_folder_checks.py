@@ -175,7 +175,7 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
 
 def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp_path):
     """In train.json, results.json and card.json, and so on the card, which can be proven from what is sent."""
-    command = "evaluate --x=/somewhere/a/b ~/c /q 'data/my own.txt' a/b https://a.b/c"
+    command = "evaluate --x=/somewhere/a/b ~/c /q 'my own.txt' a/b https://a.b/c file:///somewhere/d e:/somewhere/f"
     records = [dataclasses.replace(record, command=command) for record in Results.read(folder)]
     Results(records).write(folder)
     (folder / "train.json").write_text(json.dumps(TRAIN | {"command": 'x "/home/anna/c"'}))
@@ -184,7 +184,8 @@ def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp
     check_card(tmp_path / "sent")
     sent = {path: (tmp_path / "sent" / path).read_bytes() for path in inside(tmp_path / "sent")}
     card = sent["README.md"].decode()
-    assert "`evaluate --x=b c /q 'data/my own.txt' a/b https://a.b/c`" in card and "Its texts lay in y." in card
+    assert "`evaluate --x=b c /q 'my own.txt' a/b https://a.b/c file://d e:f`" in card
+    assert "Its texts lay in y." in card
     assert all(place not in data for data in sent.values() for place in (b"somewhere", b"anna"))
     train = json.loads(sent["train.json"])
     assert (train["data"]["name"], train["command"]) == ("topics.txt", 'x "c"')

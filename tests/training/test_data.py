@@ -104,6 +104,7 @@ def test_the_next_stage_goes_on_in_the_stream_with_the_labels_of_its_rows(tmp_pa
         ("t.jsonl", '{"body": "a b"}\n', "has no text in a column 'text'; it has body"),
         ("t.jsonl", '{"text": "a b"\n', "cannot be read|neither a file"),
         ("t.jsonl", '{"input_ids": [1, 99]}\n', "gives tokens 1 to 99; the model knows 0 to 8"),
+        ("t.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "has 2 input_ids beside 1 labels"),
         ("empty", "folder", "the folder '.*empty' holds no text; expected files ending in .txt"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from optimum.quanto import freeze, qint8, quantize
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
 
 from mhla_hf.training import language
 from mhla_hf.training.language import DistillStep, next_token
@@ -48,6 +48,7 @@ CASES = {
     "tracker": ({"tracker": "wandb"}, "tracker: got 'wandb'; expected one that is installed"),
     "option": ({"processor": 1}, "unexpected keyword argument 'processor'"),
     "student": ({"student": nn.Linear(2, 2)}, "student: got Linear; expected a causal language"),
+    "no model": ({"stages": LOGITS, "teacher": GenerationConfig()}, "teacher: got GenerationConfig; expected a causal"),
     "quantized": (quantized, "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float"),
     "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)}, "'all'. is frozen"),
     "unconverted": (

@@ -73,6 +73,16 @@ def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, whole, tmp_path,
     assert (lab.weights(out), lab.history(out)) == whole
 
 
+def test_what_the_caller_does_at_ctrl_c_is_put_back():
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with loop._Interrupt():
+            pass
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once(lab, tmp_path, monkeypatch):
     real = loop._Run._record
     monkeypatch.setattr(loop._Run, "_record", lambda run: (os.kill(os.getpid(), signal.SIGINT), real(run))[1])

@@ -83,6 +83,9 @@ def test_what_is_refused_of_files_and_processors(tmp_path):
     with pytest.raises(ValueError, match="pets' has 'test' and none to train on; expected train/CLASS"):
         open_pictures(data)
     assert open_pictures(data, split="test").names == ["a", "b"]
+    (data / "test" / "a" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"the image '.*0\.png' cannot be read"):
+        open_pictures(data, split="test").image(0, 3)
 
 
 def always_the_first(names):

@@ -97,9 +97,11 @@ def test_two_at_once_are_refused(lab, tmp_path):
         process.join()
 
 
-def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab, runs, stopped):
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "random_states_0.pkl"])
+def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab, runs, stopped, file):
     out, newest = stopped.with_name("out"), stopped / "step-000000008"
-    (newest / "pytorch_model.bin").write_bytes(b"half")
+    assert (newest / file).exists()
+    (newest / file).write_bytes(b"half")
     before = sorted(stopped.rglob("*"))
     with pytest.raises(ValueError, match=r"the state '.*step-000000008' cannot be read .*; without it the run goes on"):
         go_on(lab, out)
