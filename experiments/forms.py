@@ -98,7 +98,7 @@ def make_row(demo, job):
             if hasattr(module, "balance"):
                 module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
     if "started from the teacher" in name:
-        budget = "1" if "missed most" in name else None
+        budget = 1 if "missed most" in name else None
         start_from_text(student.eval(), text.tokenizer, demo / "data" / "train.txt", budget, seed)
     row = {"form": name, "seed": seed, "before": judge(student.eval(), teacher, text)}
     if name in TRAINED:
