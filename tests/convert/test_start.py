@@ -95,7 +95,6 @@ def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches, dtype, changes
     assert mhla_layers(model)[0].mhla.q_map.weight.dtype == dtype
 
 
-@torch.no_grad()
 def test_heads_that_look_at_nothing_far_stay_as_they_are(batches):
     """Large constant queries and keys: RoPE alone says where such a head looks, at its own token."""
     model = softmax_model(attention_bias=True)
@@ -110,6 +109,7 @@ def test_heads_that_look_at_nothing_far_stay_as_they_are(batches):
     assert math.isfinite(report["kl"])
 
 
+@torch.no_grad()
 def test_decays_that_were_a_matrix_are_found_again(batches):
     model = dense(layers=[0, 2], block_size=8, num_blocks=12, per_head=True)
     distance = (torch.arange(12)[:, None] - torch.arange(12)).clamp_min(0)
