@@ -98,7 +98,7 @@ def make_row(demo, job):
             if hasattr(module, "balance"):
                 module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
     if "started from the teacher" in name:
-        budget = "1" if "missed most" in name else None
+        budget = 1 if "missed most" in name else None
         start_from_text(student.eval(), text.tokenizer, demo / "data" / "train.txt", budget, seed)
     row = {"form": name, "seed": seed, "before": judge(student.eval(), teacher, text)}
     if name in TRAINED:
@@ -130,7 +130,8 @@ def judge(model, teacher, text):
 
 def run(out, seeds, demo="out", workers=2, command=None):
     """Make every row that `out` lacks."""
-    jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in (*FORMS, CONTROL)]
+    names = sorted((*FORMS, CONTROL), key=TRAINED.__contains__)
+    jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in names]
     return add_rows(out, functools.partial(make_row, Path(demo)), jobs, describe, workers=workers, command=command)
 
 
@@ -156,11 +157,12 @@ def render_forms(record):
             cells.append(number(bits, "{:+.2f}"))
         state = [f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}" if "before" in rows[0] else ""]
         near.append(f"| {form} | {' | '.join(cells + state)} |")
-        recall = [number([row["after"]["recall"][str(times)] for row in rows], "{:.2f}") for times in LOOKUPS]
+        recall = [number([row["before"]["recall"]["1"] for row in rows], "{:.2f}") if "before" in rows[0] else ""]
+        recall += [number([row["after"]["recall"][str(times)] for row in rows], "{:.2f}") for times in LOOKUPS]
         far.append(f"| {form} | {' | '.join(recall)} |")
     heads = (
         ["KL before training", "after", "bits over the teacher, %", "over the one trained on, %", "state, KiB"],
-        [f"recall at {times}x the trained length" for times in LOOKUPS],
+        ["recall before training", *(f"after, at {times}x the trained length" for times in LOOKUPS)],
     )
     tables = [
         "\n".join([f"| attention | {' | '.join(head)} |", "|---" + "|---:" * len(head) + "|", *lines])

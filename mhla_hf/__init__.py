@@ -31,6 +31,7 @@ _PUBLIC = {
     "evaluate": "evaluation.runner",
     "fit_decays": "convert.start",
     "push": "share.push",
+    "start_from_text": "training.start",
 }
 
 __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])

@@ -244,7 +244,7 @@ class _Demo:
                 student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
                 if name == "hybrid":
                     kept = max(1, student.config.num_hidden_layers // 4)
-                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=str(kept), seed=seed)
+                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=kept, seed=seed)
                     self.say(f"softmax stays in layers {student.config.mhla_measured['choice']['kept']}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
         folder = self.folder("control", seed)

@@ -16,7 +16,8 @@ FREQUENT, WORDS = (
     120,
 )  # of a vocabulary's first words the last: common enough to be known, rare between the lookups
 FEWEST = 8
-LIVE, NEW = 8, 0.35  # names that may come back, and how often a line states a new value
+LIVE, NEW = 8, 0.25  # names that may come back, and how often a line states a new value
+LEAST = 4_000_000  # characters of the text with lookups
 PAGE, SHARE = 4000, 0.7  # characters that have lookups throughout or not at all, and how many of these pages do
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.88)  # of the window
 
@@ -55,8 +56,15 @@ class Lookups:
         return f"- {name} {self.live[name]}\n"
 
 
-def add_lookups(text, words, seed=0):
-    """`text` with a lookup after each line that says something, on half of its pages."""
+def add_lookups(text, words):
+    """`text` with a lookup after each line that says something, on most of its pages.
+
+    A short text comes several times, each time with lookups of its own: those that come again would be learned by heart.
+    """
+    return "".join(_add_lookups(text, words, seed) for seed in range(-(-LEAST // len(text))))
+
+
+def _add_lookups(text, words, seed):
     rng = random.Random(f"lookups {seed}")
     lookups, added, page, size = Lookups(words, rng), [], False, PAGE
     for line in text.splitlines(keepends=True):

@@ -24,6 +24,7 @@ RATES = torch.cat([torch.ones(1), torch.exp(-1 / REACHES)])  # the lambdas that 
 SWEEPS = 300  # of coordinate descent
 MASS_BATCHES = 4  # at most, for the mass by distance
 FLOOR = 1e-3  # of weights, relative: one of exactly zero could not learn
+NEGLIGIBLE = 1e-3  # mass beyond the window, of all tokens together, from which nothing is fitted
 
 
 class SoftmaxCore(nn.Module):
@@ -196,7 +197,10 @@ class FarMass:
             self.features = self.features + by_distance(fq @ fk.mT * torch.exp(-total))
 
     def fit(self, core: DecayMHLA) -> None:
-        """Give the core's mixing the decays that make its mass by distance, and then in all, the teacher's."""
+        """Give the core's mixing the decays that make its mass by distance, and then in all, the teacher's.
+
+        A head that looks at nothing beyond its window stays as it is.
+        """
         mixing = core.mixing
         distance = torch.arange(self.teacher.shape[1])
         powers = RATES.double()[:, None] ** distance
@@ -204,10 +208,13 @@ class FarMass:
         cross = (basis @ self.teacher[..., None])[..., 0]
         count = mixing.num_decays if mixing.learn else 1
         chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
+        weight[..., 0] += torch.finfo(weight.dtype).tiny
         weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
         set_decays(mixing, weight, RATES[chosen])
         far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
-        mixing.balance.data.copy_((self.teacher.sum(-1) / (far * self.features).sum(-1)).log())
+        teacher, own = self.teacher.sum(-1), (far * self.features).sum(-1)
+        balance = torch.where((teacher > NEGLIGIBLE) & (own > 0), (teacher / own).log(), mixing.balance.cpu())
+        mixing.balance.data.copy_(balance)
 
 
 def of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

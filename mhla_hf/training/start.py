@@ -10,14 +10,21 @@ logger = logging.getLogger("mhla_hf")
 ROWS, BATCHES, MOST_TOKENS = 4, 24, 1024
 
 
-def start_from_text(model, tokenizer, text, budget: str | None = None, seed: int = 0) -> None:
-    """`calibrate` on a text, as `open_text` takes it; with a budget `choose_layers` and `keep_softmax` too.
+def start_from_text(model, tokenizer, text, budget: int | str | None = None, seed: int = 0) -> None:
+    """`calibrate` on a text, and with a budget `choose_layers` and `keep_softmax` too; in place.
 
-    budget: "4" layers, or "64MiB" of a sequence's cache at the length of the model. What was measured is then in
-    `model.config.mhla_measured`, and so in config.json: "calibration" and "choice". ValueError, one sentence.
+    Args:
+        model: a language model that was just converted, best in all its layers. tokenizer: its own.
+        text: as `training.data.open_text` takes it; some 100,000 tokens are enough.
+        budget: how many layers may keep softmax, or how many bytes ("64MiB") the cache of a sequence may have at the length
+            of the model. None: none but those that `convert` left.
+        seed: of the choice of passages.
+
+    What was measured is then in `model.config.mhla_measured`, and so in config.json: "calibration" and "choice". ValueError,
+    TypeError: one sentence.
     """
     context = model.config.max_position_embeddings
-    limit = {} if budget is None else parse_budget(budget)
+    limit = {} if budget is None else parse_budget(str(budget))
     source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
     reader = source.reader(min(MOST_TOKENS, context), seed, 0)
     batches = [reader.take(ROWS)[0] for _ in range(BATCHES)]

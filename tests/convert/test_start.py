@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -92,6 +93,20 @@ def test_steps_on_outputs_at_least_halve_the_kl(teacher, batches, dtype, changes
     assert all(torch.equal(before[name], x) for name, x in model.named_parameters() if name in before)
     assert all(x.grad is None for x in model.parameters())
     assert mhla_layers(model)[0].mhla.q_map.weight.dtype == dtype
+
+
+def test_heads_that_look_at_nothing_far_stay_as_they_are(batches):
+    """Large constant queries and keys: RoPE alone says where such a head looks, at its own token."""
+    model = softmax_model(attention_bias=True)
+    attention = model.model.layers[0].self_attn
+    for projection in (attention.q_proj, attention.k_proj):
+        torch.nn.init.constant_(projection.bias, 40.0)
+    student = converted(model)
+    core = student.model.layers[0].self_attn.mhla
+    start = core.mixing.balance.detach().clone()
+    report = calibrate(student, batches, steps=0)
+    assert torch.equal(core.mixing.balance, start) and torch.isfinite(core.mixing.weight).all()
+    assert math.isfinite(report["kl"])
 
 
 @torch.no_grad()

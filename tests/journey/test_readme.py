@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.evaluation.runner import read_score_recipe
+from mhla_hf.training import start
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+LLAMA = {"num_key_value_heads": 1, "num_hidden_layers": 5, "max_position_embeddings": 256}
 RECIPE = "conversion/recipes/language_llama_lite.yaml"
 
 
@@ -37,13 +39,14 @@ def here(tmp_path, monkeypatch):
 
 def test_convert_distil_share(here, monkeypatch):
     """The recipe that it names but for its length; for the tasks, which have to be fetched, recall stands in."""
-    save_llama(here / "meta-llama" / "Llama-3.2-1B", dtype=torch.bfloat16, num_key_value_heads=1)
+    save_llama(here / "meta-llama" / "Llama-3.2-1B", dtype=torch.bfloat16, **LLAMA)
     (here / "train.txt").write_text(TRAINING)
     recipe = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))
     for stage in recipe["stages"]:
         stage |= {"steps": 3, "warmup": 1, "seq_len": 64}
     (here / RECIPE).parent.mkdir(parents=True)
     (here / RECIPE).write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(start, "ROWS", 1)
     evaluate = mhla_hf.evaluate
 
     def judge(folders, recipe):
@@ -61,7 +64,9 @@ def test_convert_distil_share(here, monkeypatch):
     assert names["model"].dtype == torch.bfloat16
     torch.testing.assert_close(names["model"].state_dict(), names["student"].state_dict(), rtol=0, atol=0)
     before = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B").state_dict()
-    name = "model.layers.1.self_attn.q_proj.weight"
+    chosen = names["model"].config.mhla
+    assert len(chosen["layers"]) == 1 and names["model"].config.mhla_measured["choice"]["layers"] == chosen["layers"]
+    name = f"model.layers.{chosen['layers'][0]}.self_attn.q_proj.weight"
     assert not torch.equal(names["model"].state_dict()[name], before[name])
 
 
