@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
 
-Every kernel is compared with the T x T definition in fp64; then the operators of the paper, decoding and whole models are
-timed beside what a user would pick instead. A failure is a row, and so is what there was no time for. Writes
+Every kernel is compared with the T x T definition in fp64; then the operators of the paper and whole models are timed
+beside what a user would pick instead. A failure is a row, and so is what there was no time for. Writes
 docs/bench/gpu.json and renders docs/performance.md from it.
 """
 
@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from mhla_hf import Blocks, mhla, mhla_step
-from mhla_hf.bench import SUITES, TOLERANCES, relative_error, time_case, why
+from mhla_hf.bench import TOLERANCES, relative_error, time_case, why
 from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
@@ -130,7 +130,7 @@ def main(arguments=None):
         raise ValueError("there is no GPU that torch can use here, so nothing was measured")
     begun = time.monotonic()
     record = {**describe_run("make gpu", "cuda"), "seed": 0, "rows": [], "kernels": check_kernels("cuda")}
-    cases = [*target_cases(), *SUITES["decode"](), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
+    cases = [*target_cases(), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
     for case in tqdm(cases, desc="cases"):
         if time.monotonic() - begun > LIMIT:
             late = {"all": f"not begun within {LIMIT} s"}

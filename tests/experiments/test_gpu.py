@@ -67,7 +67,6 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
         "experiments.gpu.tqdm": lambda cases, desc: cases,
     }.items():
         monkeypatch.setattr(place, stand_in)
-    monkeypatch.setitem(gpu.SUITES, "decode", list)
     monkeypatch.setattr(gpu, "PLACE", tmp_path / "gpu.json")
     record = gpu.main([])
     assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
