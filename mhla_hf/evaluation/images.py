@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split
-from ..training.pictures import Pictures, label_order, open_pictures, share_right
+from ..training.pictures import Pictures, open_pictures, share_right
 from .image_scores import (
     PICTURES,
     Moments,
@@ -245,9 +245,8 @@ def judge_classifiers(models, asked):
                 model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
             elif processor is None:
                 raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
-            numbered = pictures.renumbered(label_order(model.config, names))
             bar = subject.name if asked.progress else None
-            share = share_right(model, numbered, processor or own, asked.batch_size, bar)
+            share = share_right(model, pictures.numbered_for(model.config), processor or own, asked.batch_size, bar)
             scores = {"acc": (share, share_error(share, count), True, count)}
             subject.keep(task, scores, task_hash, started, model.device)
         compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
