@@ -79,11 +79,6 @@ def linear_attention(q, k, v, causal, normalize, chunk=64):
     return o.transpose(1, 2)
 
 
-def competitors(device):
-    """Softmax, plain linear attention, and MHLA as it runs there."""
-    return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """One shape of attention, against softmax and plain linear attention. widths: of keys and of values."""
@@ -99,7 +94,7 @@ class Operator:
     whats = (FORWARD, TRAINING)
 
     def names(self, device):
-        return competitors(device)
+        return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
     def prepare(self, device, seed):
         """q, k, v, mixing fp32 [M, M], with gradients, and dL/do."""

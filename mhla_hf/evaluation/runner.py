@@ -70,8 +70,6 @@ def recipe_names():
 
 def read_score_recipe(name):
     """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
-    if isinstance(name, ScoreRecipe):
-        return name
     own = str(name) in recipe_names()
     path = FOLDER / f"{name}.yaml" if own else Path(name)
     if not path.is_file():

@@ -50,9 +50,6 @@ class Latents:
         """(latents float32, dict of conditions or the prompt) of one sample."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
-        if tuple(latents.shape) != self.shape:
-            both = f"{list(latents.shape)}, and the first one {list(self.shape)}"
-            raise ValueError(f"data: sample {index} of {self.name!r} has latents {both}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
         return latents, known or row.get("prompt")
 
@@ -185,8 +182,6 @@ class Texts:
                 row = {key: value[number] for key, value in source.items()}
             rows.append(row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
-        if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
-            raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
 
 
