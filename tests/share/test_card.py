@@ -93,7 +93,6 @@ FASTER = {
     (1, 1, 1): "softmax attention is faster at every length measured, up to 1024.",
     (3, 3, 3): "MHLA is faster at every length measured, from 256 on.",
     (1, 3, 1): "softmax attention is faster at 256, 1024, the longest length measured.",
-    (3, 1, 3): "softmax attention is faster at 512; MHLA from 1024 on.",
 }
 
 
@@ -187,14 +186,12 @@ def changed(file, change):
 
 FILES = {
     "no config": (lambda m, c: (m / "config.json").unlink(), 'holds no config.json with "mhla" settings'),
-    "softmax model": (changed("config.json", lambda j: j.pop("mhla")), 'no config.json with "mhla" settings'),
     "no results": (lambda m, c: (m / "results.json").unlink(), "holds no results.json with scores"),
     "other weights": (
         lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "scored with other weights"),
     "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "the label 'MHLA' is the model's own"),
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
-    "a stage without a loss": (changed("train.json", lambda j: j["stages"][1].pop("last_loss")), "no attribute 'last_loss"),
     "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "lack what it shows: 'length'"),
     "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
