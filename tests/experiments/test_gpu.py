@@ -74,14 +74,8 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     assert f"* {late[0].name}, all: not begun within {gpu.LIMIT} s" in capsys.readouterr().out
 
 
-WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "ffn_dim": 16,
-    "num_layers": 3,
-    "text_dim": 8,
-    "freq_dim": 16,
-}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3}
+WAN |= {"ffn_dim": 16, "text_dim": 8, "freq_dim": 16}
 TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
 TINY_LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_LM |= {"vocab_size": 1000}
