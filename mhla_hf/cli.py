@@ -260,7 +260,6 @@ def analyze_options(add):
     add("--data", help="text or images to look at (default: the Python language reference, the digits)")
     add("--samples", type=int, default=8, help="sequences or images (default: 8)")
     add("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
-    add("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
     add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
 

@@ -5,6 +5,7 @@ import contextlib
 from .checkpoints.files import file_aside
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
+PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
 STYLE = {
     "font.size": 10.5,
     "axes.titlesize": 11.5,

@@ -14,6 +14,7 @@ import numpy
 import torch
 from transformers import AutoImageProcessor
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split
@@ -31,7 +32,7 @@ from .image_scores import (
     precision_recall,
     share_error,
 )
-from .records import Results, hash_of
+from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
 NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}

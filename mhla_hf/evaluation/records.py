@@ -6,7 +6,6 @@ edit it, so a digest of each record made here is noted in Hugging Face's cache, 
 """
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
@@ -16,15 +15,15 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
-from ..plots import COLORS, drawing
+from ..plots import PALETTE, drawing
 from ..speed import DECODE
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
-PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
 SPEED = "speed"  # the task of times; (what, unit) of `measure_speed` -> its metrics
 SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
@@ -136,11 +135,6 @@ def results_path(path):
     """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
     path = Path(path)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def hash_of(content):
-    """First 16 hex digits of the sha256 of something that JSON can say."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _digest(record):

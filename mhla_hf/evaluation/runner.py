@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import read_yaml
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
-from .records import SPEED, SPEED_METRICS, Comparison, Results, hash_of
+from .records import SPEED, SPEED_METRICS, Comparison, Results
 from .subjects import find_subjects
 
 FOLDER = Path(__file__).parent / "recipes"

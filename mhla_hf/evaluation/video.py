@@ -18,11 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkpoints.checksums import hash_file
+from ..checkpoints.checksums import hash_file, hash_of
 from ..checkpoints.files import write_json
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
-from .records import Results, hash_of
+from .records import Results
 from .subjects import PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")

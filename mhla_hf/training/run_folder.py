@@ -6,7 +6,6 @@ While a run goes on, all of its state lies beside the output, in `<out>.state/`:
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import folder_aside, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model
 from .data import one_line
@@ -39,8 +39,7 @@ def identify(model, frozen=()) -> str:
     """A hash of configuration, weights and the names of what is `frozen`; a second per gigabyte or so."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE}
-    text = json.dumps([config, fingerprint_model(model), *frozen], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hash_of([config, fingerprint_model(model), *frozen], 32)
 
 
 class RunFolder:
