@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import read_json, write_json
+from ..checkpoints.load import first_line
 from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
-from .data import one_line
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
@@ -190,7 +190,7 @@ class _Run:
             try:
                 accelerator.load_state(str(latest))
             except Exception as error:  # of a damaged file, anything
-                what = f"the state {str(latest)!r} cannot be read ({one_line(error)})"
+                what = f"the state {str(latest)!r} cannot be read ({first_line(error)})"
                 raise ValueError(f"out: {what}; without it the run goes on from the one before") from error
         else:
             at.update(stage=number, step=0, sums={}, since=0)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import folder_aside, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model
-from .data import one_line
+from ..checkpoints.load import first_line
 
 RECORD = "train.json"
 IDENTITY = "run.json"
@@ -114,7 +114,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or one_line(error)
+            reason = getattr(error, "strerror", None) or first_line(error)
             whole = "; the states before it are whole" if any(self._states()) else ""
             raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
 
