@@ -220,10 +220,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 KEPT = {
     "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is not there"),
     "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "unknown 'colour'"),
-    "an end of line": (
-        lambda m: (m / "README.md").write_bytes((m / "README.md").read_bytes() + b"\r\n"),
-        "not what the",
-    ),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "not what the"),
 }
 
 
@@ -253,22 +250,16 @@ def test_folder_and_shelf_give_the_same_card(shelf, card):
     assert "results" not in yaml.safe_load((shelf / "toy.yaml").read_text())
 
 
-SPOILED = {
-    "no results": (lambda path: path.unlink(), "toy.json does not exist: a card says what was"),
-    "another number": (
-        lambda path: path.write_text(path.read_text().replace("1.9003", "1.8")),
-        r"toy\.md is not what the",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SPOILED)
-def test_a_damaged_shelf_is_one_sentence(shelf, case, capsys):
-    spoil, says = SPOILED[case]
-    spoil(shelf / "results" / "toy.json")
-    assert main(["card", str(shelf), "--check"]) == 2
-    said = capsys.readouterr().err
-    assert re.search(says, said) and said.count("\n") == 1
+def test_a_damaged_shelf_is_one_sentence(shelf, capsys):
+    path = shelf / "results" / "toy.json"
+    for spoil, says in (
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md is not what the"),
+        (path.unlink, "toy.json does not exist: a card says what was"),
+    ):
+        spoil()
+        assert main(["card", str(shelf), "--check"]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
 
 
 def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """The losses of language models against their definitions, and what distill refuses of them in one sentence."""
 
-import builtins
+import sys
 
 import pytest
 import torch
@@ -78,15 +78,8 @@ def test_refused_and_nothing_written(lab, tmp_path, monkeypatch, case):
 
 @pytest.mark.parametrize("missing", ["accelerate", "datasets"])
 def test_missing_extra_is_named_with_its_command(lab, tmp_path, monkeypatch, missing):
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == missing:
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
     (tmp_path / "t.jsonl").write_text('{"input_ids": [1]}\n')
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"pip install 'mhla_hf\[train\]'"):
         distill(lab.student(), out=tmp_path / "out", stages=LM, data=tmp_path / "t.jsonl")
 
