@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from ..checkpoints.load import one_sentence
+from ..checkpoints.load import one_sentence, optional
 from .tasks import Reader
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
@@ -204,10 +204,8 @@ def load_split(name, *place, split="train", **options):
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not place and (looks_local or repository.count("/") > 1):
         raise ValueError(f"data: there is no file or folder {name!r}")
-    try:
+    with optional(f"data: {name!r}", "datasets", "train"):
         import datasets
-    except ImportError as error:
-        raise ImportError(f"data: {name!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
     with one_sentence(f"data: {name!r} is neither a file or folder here nor a dataset that can be reached"):
         return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
 

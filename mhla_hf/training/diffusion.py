@@ -11,6 +11,7 @@ import types
 import torch
 
 from ..checkpoints.checksums import hash_of
+from ..checkpoints.load import optional
 from ..convert.families import family_of
 from ..models.families import DIFFUSION
 from .denoising import DiffusionStep, NoiseProcess
@@ -184,8 +185,6 @@ def _patch(model):
 
 
 def _import_peft():
-    try:
+    with optional("trainable 'lora'", "peft", "peft"):
         import peft
-    except ImportError as error:
-        raise ImportError("trainable 'lora' needs peft, which is missing: pip install 'mhla_hf[peft]'") from error
     return peft

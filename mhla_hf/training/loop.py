@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import read_json, write_json
-from ..checkpoints.load import first_line
+from ..checkpoints.load import first_line, optional
 from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
@@ -81,10 +81,8 @@ def distill(
 
 def _train(task, stages, data, options, seed, folder, progress, command):
     """The run, with an Accelerator whose settings, which are global, end with it."""
-    try:
+    with optional("distill", "accelerate", "train"):
         import accelerate
-    except ImportError as error:
-        raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
     known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in known:
         raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
