@@ -241,8 +241,9 @@ def judge_classifiers(models, asked):
                 model, own = load_classifier(model, dtype=asked.dtype, device=asked.device, **subject.where)
             elif processor is None:
                 raise ValueError(f"settings: processor is None; a loaded model such as {subject.name!r} needs one")
+            numbered = pictures.numbered_for(model.config)
             bar = subject.name if asked.progress else None
-            share = share_right(model, pictures.numbered_for(model.config), processor or own, asked.batch_size, bar)
+            share = share_right(model, numbered, processor or own, asked.batch_size, bar)
             scores = {"acc": (share, share_error(share, count), True, count)}
             subject.keep(task, scores, task_hash, started, model.device)
         compared[subject.name] = Results(r for r in subject.kept if r.task == task and r.limit == asked.limit)
