@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in ten minutes: python -m experiments.gpu (`make gpu`)
 
-Every kernel is compared with the T x T definition in fp64; then the operators of the paper, decoding and whole models are
-timed beside what a user would pick instead. A failure is a row, and so is what there was no time for. Writes
+Every kernel is compared with the T x T definition in fp64; then the operators of the paper and whole models are timed
+beside what a user would pick instead. A failure is a row, and so is what there was no time for. Writes
 docs/bench/gpu.json and renders docs/performance.md from it.
 """
 
@@ -12,13 +12,14 @@ import torch
 from tqdm import tqdm
 
 from mhla_hf import Blocks, mhla, mhla_step
-from mhla_hf.bench import SUITES, TOLERANCES, relative_error, time_case, why
+from mhla_hf.bench import TOLERANCES, relative_error, time_case, why
 from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 
 from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import model_cases, paper_cases, target_cases
+from .speed import LENGTHS, make_models, measure
 
 PLACE = ROOT / "docs" / "bench" / "gpu.json"
 LIMIT = 480  # seconds after which no further case is begun
@@ -29,6 +30,9 @@ SEQUENCE, LONG, GRID, VIDEO = (
     Blocks.grid((8, 12), (2, 3)),
     Blocks.grid((3, 7, 9), (2, 3, 4)),
 )
+LANGUAGE = {  # four layers with the heads of Llama-3.2-1B
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+}  # fmt: skip
 CAUSAL = {"causal": True, "normalize": False}
 # name -> blocks, what `inputs` is told, options of `mhla`
 VARIANTS = {
@@ -123,6 +127,18 @@ def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
     return rows
 
 
+def time_language(device, settings=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch.bfloat16):
+    """A row per length: a converted language model beside its base, as `experiments.speed` times them."""
+    rows, models = [], make_models(max(lengths), **settings)
+    for length in tqdm(lengths, desc="language model"):
+        try:
+            timed = {name: measure(model.to(device, dtype), length, batch) for name, model in models.items()}
+            rows.append({"length": length, **timed})
+        except Exception as error:
+            rows.append({"length": length, "failed": why(error)})
+    return rows
+
+
 def main(arguments=None):
     """Check, time, write; returns the record."""
     argparse.ArgumentParser("python -m experiments.gpu", description=__doc__).parse_args(arguments)
@@ -130,7 +146,8 @@ def main(arguments=None):
         raise ValueError("there is no GPU that torch can use here, so nothing was measured")
     begun = time.monotonic()
     record = {**describe_run("make gpu", "cuda"), "seed": 0, "rows": [], "kernels": check_kernels("cuda")}
-    cases = [*target_cases(), *SUITES["decode"](), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
+    record["language"] = time_language("cuda")
+    cases = [*target_cases(), *model_cases()[:2], *paper_cases(), *model_cases()[2:]]
     for case in tqdm(cases, desc="cases"):
         if time.monotonic() - begun > LIMIT:
             late = {"all": f"not begun within {LIMIT} s"}

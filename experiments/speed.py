@@ -24,28 +24,31 @@ from .rows import made
 LENGTHS, CHUNK, STEPS, ROUNDS = (512, 2048, 8192, 32768), 2048, 32, 5
 
 
-def make_models(longest):
-    """{"softmax": the base, "MHLA": its conversion}."""
+def make_models(longest, **changes):
+    """{"softmax": the base, "MHLA": its conversion}. changes: of the base's configuration."""
     torch.manual_seed(0)
-    settings = read_recipe(RECIPES / "demo_teacher.yaml").settings | {"max_position_embeddings": 2 * longest}
+    settings = read_recipe(RECIPES / "demo_teacher.yaml").settings | {"max_position_embeddings": 2 * longest} | changes
     base = LlamaForCausalLM(LlamaConfig(**settings)).eval()
     return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all").eval()}
 
 
-def fastest(function, rounds):
+def fastest(function, rounds, device):
     """Seconds of the fastest call."""
     best = float("inf")
     for _ in range(rounds):
         begun = time.perf_counter()
         function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - begun)
     return best
 
 
 @torch.no_grad()
-def measure(model, length):
-    """{"at once", "in chunks": microseconds per token of prefill; "next token": milliseconds}."""
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+def measure(model, length, batch=1):
+    """{"at once", "in chunks": microseconds per token of prefill; "next token": milliseconds, of the whole batch}."""
+    device = model.device
+    ids = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
 
     def prefill(chunk):
         cache = None
@@ -53,35 +56,44 @@ def measure(model, length):
             cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
     rounds = max(1, min(ROUNDS, 50_000 // length))
-    row = {what: 1e6 * fastest(lambda size=size: prefill(size), rounds) / length for what, size in SIZES.items()}
+    row = {
+        what: 1e6 * fastest(lambda size=size: prefill(size), rounds, device) / length / batch
+        for what, size in SIZES.items()
+    }
     torch.compiler.reset()
     cache = StaticCache(config=model.config, max_cache_len=length + STEPS * (ROUNDS + 1))
     model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    compiled, place = torch.compile(model, fullgraph=True, dynamic=False), [length]
+    mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
+    compiled, place = torch.compile(model, fullgraph=True, dynamic=False, mode=mode), [length]
 
     def decode():
         for _ in range(STEPS):
-            compiled(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([place]))
+            compiled(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([place], device=device))
             place[0] += 1
 
     decode()  # compiles
-    return row | {"next token": 1e3 * fastest(decode, ROUNDS) / STEPS}
+    return row | {"next token": 1e3 * fastest(decode, ROUNDS, device) / STEPS}
 
 
 SIZES = {"at once": 1 << 62, "in chunks": CHUNK}
 
 
-def render_speed(record):
-    """The table."""
+def speed_table(rows):
+    """A line for each length; of one that failed, why."""
     whats = {"at once": "prefill, µs per token", "in chunks": f"in chunks of {CHUNK:,}", "next token": "next token, ms"}
     lines = [
         "| tokens | " + " | ".join(f"{name}: {said}" for said in whats.values() for name in ("MHLA", "softmax")) + " |",
         "|---:" * (1 + 2 * len(whats)) + "|",
     ]
-    for row in record["rows"]:
-        cells = [f"{row[name][what]:.3g}" for what in whats for name in ("MHLA", "softmax")]
-        lines.append(f"| {row['length']:,} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", made(record)])
+    for row in rows:
+        cells = [f"{row[name][what]:.3g}" for what in whats for name in ("MHLA", "softmax")] if "MHLA" in row else []
+        lines.append(f"| {row['length']:,} | {' | '.join(cells or [row['failed']])} |")
+    return "\n".join(lines)
+
+
+def render_speed(record):
+    """The table, and how it was measured."""
+    return f"{speed_table(record['rows'])}\n\n{made(record)}"
 
 
 def run(out, lengths=LENGTHS, command=None):

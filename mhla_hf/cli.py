@@ -64,7 +64,7 @@ example:
 BENCH = """\
 example:
   mhla-hf bench --quick                         MHLA against softmax and plain linear attention, on this machine
-  mhla-hf bench --suite decode --device cuda    one more token after 8k to 1M
+What whole models take to decode: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
 
@@ -111,7 +111,6 @@ def convert_options(add):
 
 
 def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
-    """mhla-hf convert"""
     if (keep and not budget) or (budget and not (keep and calibrate)):
         raise ValueError("keep: expected all of --calibrate TEXT --keep auto --budget N, or the first alone")
     settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
@@ -158,7 +157,6 @@ def teach_options(add):
 
 
 def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
-    """mhla-hf teach"""
     from .checkpoints.load import choose_device, load_language_model
     from .training.teach import teach
 
@@ -179,7 +177,6 @@ def distill_options(add):
 
 
 def run_distill(student, teacher, recipe, seed, **options):
-    """mhla-hf distill"""
     import torch
 
     from .checkpoints.load import is_classifier_name, load_language_model
@@ -210,7 +207,7 @@ def evaluate_options(add):
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of the recipe")
     add("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
-    add("--limit", type=number, help="documents per task, or a share below 1: for trying out")
+    add("--limit", type=parse_value, help="documents per task, or a share below 1: for trying out")
     add("--batch-size", default=8, type=parse_value, help='documents at once, or "auto" (default: 8)')
     add("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
@@ -226,12 +223,8 @@ def evaluate_options(add):
 
 
 def run_evaluate(settings, markdown, plot, command, **options):
-    """mhla-hf evaluate"""
-    from .evaluation.records import check_plot
     from .evaluation.runner import evaluate
 
-    if plot:
-        check_plot(plot)
     compared = evaluate(settings=parse_settings(settings), **options)
     if int(os.environ.get("RANK", "0")):
         return  # of several processes the first one has the scores
@@ -255,7 +248,6 @@ def push_options(add):
 
 
 def run_push(command, **options):
-    """mhla-hf push"""
     from .share.push import push
 
     pushed = push(**options)
@@ -268,13 +260,11 @@ def analyze_options(add):
     add("--data", help="text or images to look at (default: the Python language reference, the digits)")
     add("--samples", type=int, default=8, help="sequences or images (default: 8)")
     add("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
-    add("--tolerance", type=float, help="of the rank, over the largest singular value (default: fp32's)")
     add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
 
 
 def run_analyze(**options):
-    """mhla-hf analyze"""
     from .analysis import analyze, render_analysis
 
     print(render_analysis(analyze(**options)))
@@ -294,7 +284,6 @@ def card_options(add):
 
 
 def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, command, **options):
-    """mhla-hf card"""
     from .share import card
 
     if os.path.isdir(os.path.join(folder, card.RESULTS)):
@@ -315,16 +304,14 @@ def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, comma
 
 
 def bench_options(add):
-    add("--quick", action="store_const", const="quick", dest="suite", help="the short suite (default)")
-    add("--suite", default="quick", help="quick or decode")
+    add("--quick", action="store_true", help="as it always is: a minute or two")
     add("--device", default="cpu", help="as torch names it (default: cpu)")
     add("--threads", type=int, default=1, help="CPU threads (default: 1)")
     add("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
     add("--out", help="JSON file to write")
 
 
-def run_bench(**options):
-    """mhla-hf bench"""
+def run_bench(quick, **options):
     from . import bench
 
     record = bench.run_bench(**options)
@@ -350,12 +337,6 @@ def seed_number(text):
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0 to {2**32 - 1}")
     return int(text)
-
-
-def number(text):
-    """A whole number where it is one, else a float."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
 
 
 def parse_layers(text):

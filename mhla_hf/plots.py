@@ -3,8 +3,10 @@
 import contextlib
 
 from .checkpoints.files import file_aside
+from .checkpoints.load import optional
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
+PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
 STYLE = {
     "font.size": 10.5,
     "axes.titlesize": 11.5,
@@ -24,20 +26,12 @@ STYLE = {
 }
 
 
-def require_matplotlib():
-    """ImportError with the exact install line where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("figures need matplotlib, which is missing: pip install 'mhla_hf[eval]'") from error
-
-
 @contextlib.contextmanager
 def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, **options):
     """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`. options: of the panels."""
-    require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with optional("a figure", "matplotlib", "eval"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(style):
         figure = Figure(figsize=figsize, layout="constrained")

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from mhla_hf import Blocks, bench
-from mhla_hf.bench import FORWARD, STEPS, TRAINING, Decoding, Operator, render_bench, run_bench
+from mhla_hf.bench import FORWARD, TRAINING, Operator, kept_bytes, render_bench, run_bench
 from mhla_hf.cli import main
 
 GRID = Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="bfloat16")
-MORE = Decoding(100, heads=2, width=8, dtype="float32")
 
 
 @pytest.fixture(autouse=True)
@@ -26,31 +25,24 @@ def measured(*shapes, **options):
 def test_side_by_side(tmp_path):
     threads = torch.get_num_threads()
     assert f"{threads + 1} threads" in measured(threads=threads + 1)["hardware"] and torch.get_num_threads() == threads
-    record = measured(GRID, TEXT, MORE, threads=threads, out=tmp_path / "bench.json")
+    record = measured(GRID, TEXT, threads=threads, out=tmp_path / "bench.json")
     assert json.loads((tmp_path / "bench.json").read_text()) == record
     rows = {(row["case"], row["what"]): row for row in record["rows"]}
-    twice = {(case, what) for case in ("grid", "text") for what in (FORWARD, TRAINING)}
-    assert rows.keys() == twice | {(MORE.name, MORE.whats[0])}
+    assert rows.keys() == {(case, what) for case in ("grid", "text") for what in (FORWARD, TRAINING)}
     for (case, _), row in rows.items():
-        more = {bench.WINDOW} if case == MORE.name else set()
-        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa"} | more and min(row["ms"].values()) > 0
+        assert row["ms"].keys() == {"mhla torch", "linear", "sdpa"} and min(row["ms"].values()) > 0
         assert row["failed"] == {}
         assert 0 < row["error"]["mhla torch"] < bench.TOLERANCES["bfloat16" if case == "text" else "float32"]
     table = render_bench(record)
-    assert rows[MORE.name, MORE.whats[0]]["bytes"]["sdpa"] == 2 * 4 * (MORE.blocks.length - STEPS) * 2 * 8
-    assert (
-        "| grid | forward + backward | " in table
-        and "kept from token to token" in table
-        and record["hardware"] in table
-        and "* " not in table
-    )
+    assert "| grid | forward + backward | " in table and record["hardware"] in table and "* " not in table
+    assert "| decoding keeps, KiB | sdpa | " in table and "| after 8,192 tokens | 16,384 | 64 | " in table
 
 
-def off(name, attend, what="output"):
-    """`Operator.attend`, wrong for one competitor of the grid: in its output, or in a gradient."""
+def off(attend, what="output"):
+    """`Operator.attend`, wrong for MHLA on the grid: in its output, or in a gradient."""
 
     def wrong(self, asked, q, k, v, mixing=None):
-        if (self.name, asked) != ("grid", name):
+        if (self.name, asked) != ("grid", "mhla torch"):
             return attend(self, asked, q, k, v, mixing)
         if what == "gradient":
             k = k.detach() + 0.5 * (k - k.detach())
@@ -60,39 +52,17 @@ def off(name, attend, what="output"):
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "said"),
-    [
-        ("mhla torch", "output", "is wrong: output with a relative error of 1.0e-03"),
-        ("mhla torch", "gradient", "is wrong: dk with"),
-        ("linear", "output", "is wrong: output"),
-        ("sdpa", "output", "is wrong: output"),
-    ],
+    ("what", "said"),
+    [("output", "is wrong: output with a relative error of 1.0e-03"), ("gradient", "is wrong: dk with")],
 )
-def test_no_speed_for_a_wrong_result_and_the_others_keep_theirs(name, what, said, monkeypatch):
-    monkeypatch.setattr(Operator, "attend", off(name, Operator.attend, what))
+def test_no_speed_for_a_wrong_result_and_the_others_keep_theirs(what, said, monkeypatch):
+    monkeypatch.setattr(Operator, "attend", off(Operator.attend, what))
     record = measured(GRID, TEXT)
     for row in record["rows"]:
-        wrong = row["case"] == "grid"
-        assert (name in row["ms"]) is not wrong and row["failed"].keys() == ({name} if wrong else set())
-        assert len(row["ms"]) > 1
-    assert record["rows"][0]["failed"][name].startswith(said)
-    assert f"* grid, {name}: is wrong" in render_bench(record)
-
-
-DECODERS = [("mhla_step", "mhla torch"), ("softmax_attention", "sdpa"), ("continue_local", bench.WINDOW)]
-
-
-@pytest.mark.parametrize(("function", "name"), DECODERS)
-def test_no_speed_for_a_wrong_decoder(function, name, monkeypatch):
-    right = getattr(bench, function)
-
-    def wrong(*arguments, **options):
-        o = right(*arguments, **options)
-        return (o[0] * 1.001, o[1]) if isinstance(o, tuple) else o * 1.001
-
-    monkeypatch.setattr(bench, function, wrong)
-    (row,) = measured(MORE)["rows"]
-    assert "is wrong" in row["failed"][name] and "linear" in row["ms"] and name not in row["ms"]
+        wrong = {"mhla torch"} if row["case"] == "grid" else set()
+        assert row["failed"].keys() == wrong and row["ms"].keys() == {"mhla torch", "linear", "sdpa"} - wrong
+    assert record["rows"][0]["failed"]["mhla torch"].startswith(said)
+    assert "* grid, mhla torch: is wrong" in render_bench(record)
 
 
 @pytest.mark.parametrize(
@@ -127,25 +97,13 @@ def test_what_is_measured_is_kept_when_one_stops(monkeypatch, tmp_path):
 
 
 def test_a_window_keeps_as_much_at_every_length():
-    kept = []
-    for length in (700, 1900):
-        case = Decoding(length, heads=2, width=8, block_size=64, dtype="bfloat16")
-        decoder = case.work(case.prepare("cpu", 0), case.whats[0], bench.WINDOW)
-        assert case.errors(bench.WINDOW, "cpu", 0)["tokens"] < bench.TOLERANCES["bfloat16"]
-        kept.append(decoder.nbytes())
-    assert kept[0] == kept[1]
-
-
-def test_half_of_the_decoded_tokens_come_after_a_block_ends():
-    blocks = [case.blocks for case in (MORE, *bench.SUITES["decode"]())]
-    assert [cut.block_size for cut in blocks] == [16, 128, 256, 512, 1024]
-    assert all((cut.length - STEPS // 2) % cut.block_size == 0 for cut in blocks)
+    short, long = kept_bytes(700), kept_bytes(1900)
+    assert short["linear"] == long["linear"] < short["mhla window"] == long["mhla window"] < long["mhla"] < long["sdpa"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--suite slow", "suite is 'slow'; expected one of quick, decode."),
         ("--threads 0", "threads is 0; expected an integer of at least 1."),
         ("--device abacus", "device 'abacus' is not available here"),
         ("--out ./no/such/place.json", "place.json"),
@@ -158,9 +116,9 @@ def test_bad_arguments(arguments, said, capsys):
 
 
 def test_from_the_shell_a_wrong_result_is_exit_code_1(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(bench.SUITES, "quick", lambda: [GRID])
+    monkeypatch.setattr(bench, "quick_cases", lambda: [GRID])
     assert main(["bench", "--quick", "--quiet", "--out", str(tmp_path / "bench.json")]) == 0
     assert "| grid | forward | " in capsys.readouterr().out
     assert json.loads((tmp_path / "bench.json").read_text())["command"].startswith("mhla-hf bench --quick")
-    monkeypatch.setattr(Operator, "attend", off("mhla torch", Operator.attend))
+    monkeypatch.setattr(Operator, "attend", off(Operator.attend))
     assert main(["bench", "--quick", "--quiet"]) == 1

@@ -17,7 +17,7 @@ RECORD = "analysis.json"
 
 
 def analyze(
-    models, inputs=None, *, data=None, out=None, samples=8, length=256, tolerance=None, device=None,
+    models, inputs=None, *, data=None, out=None, samples=8, length=256, device=None,
     trust_remote_code=False, progress=True, command=None,
 ):  # fmt: skip
     """Rank and entropy of the attention of each model, layer by layer (figure 3b), with maps (3a) and mixing (4b).
@@ -30,7 +30,7 @@ def analyze(
             dataset id; default scikit-learn's digits) for classifiers.
         out: folder for analysis.json, mixing.json, layers.png, maps.png, mixing-LABEL.png; None writes nothing.
         samples: sequences or images. length: tokens in a sequence.
-        tolerance: of the rank, as in `measure_calls`. device: where the models run; None: CUDA when there is one.
+        device: where the models run; None: CUDA when there is one.
 
     Returns:
         What analysis.json holds: "models" -> label -> what `measure_calls` gives; "inputs", versions, hardware, command.
@@ -57,7 +57,7 @@ def analyze(
         elif hasattr(model, "components"):
             run, model = model.to(device), model.transformer
         calls = record_model(model.to(device), batch, run)
-        record["models"][label] = measure_calls(calls, tolerance=tolerance, progress=progress)
+        record["models"][label] = measure_calls(calls, progress=progress)
         record["inputs"][label] = what
         maps[label], mixing[label] = attention_maps(calls), describe_mixing(model)
     record |= describe_run(command, device)

@@ -3,9 +3,8 @@
 import itertools
 import re
 
-from ..plots import STYLE, drawing
+from ..plots import PALETTE, STYLE, drawing
 
-PALETTE = ("#33363d", "#d08a1d", "#2563c9", "#2f9468", "#8e4fb0", "#c2445a", "#5f7d95", "#8a6d3b")
 FRAMED = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
 MOST_LAYERS = 6
 

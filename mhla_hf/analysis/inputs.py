@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ..checkpoints.load import kind_of_class, load_classifier, load_config, load_language_model
+from ..checkpoints.load import kind_of_class, load_classifier, load_config, load_language_model, optional
 from ..training.data import load_split, open_text
 
 DEFAULT_TEXT = 40_000
@@ -68,10 +68,8 @@ def load_digits(size: int = 32):
 
     Returns (train, test): each images uint8 `[N, 1, size, size]` and labels int64 `[N]`; N is 1,300 and 497.
     """
-    try:
+    with optional("data: the digits", "scikit-learn", "eval"):
         from sklearn import datasets
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn, which is missing: pip install 'mhla_hf[eval]'") from error
     found = datasets.load_digits()
     images = torch.from_numpy(found.images).float()[:, None]
     images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)

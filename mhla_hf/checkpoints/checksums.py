@@ -14,6 +14,11 @@ NOTED = ("config.json", "model_index.json")  # where it does
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\\\n]+)")
 
 
+def hash_of(content, digits: int = 16) -> str:
+    """First hex digits of the sha256 of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:digits]
+
+
 def render_sums(digests: dict[str, str]) -> str:
     """The text of SHA256SUMS. digests: path below the folder -> sha256, 64 hex digits."""
     return "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items()))

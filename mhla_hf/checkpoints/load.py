@@ -46,6 +46,15 @@ def one_sentence(about):
         raise ValueError(f"{about}: {first_line(error)}") from error
 
 
+@contextlib.contextmanager
+def optional(what, library, extra):
+    """Where an optional library that is imported meanwhile is missing, an ImportError with the line that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{what} needs {library}, which is missing: pip install 'mhla_hf[{extra}]'") from error
+
+
 def check_model_name(name, pipeline=False):
     """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
     name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"

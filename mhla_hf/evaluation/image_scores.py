@@ -19,11 +19,10 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.checksums import hash_file
+from ..checkpoints.checksums import hash_file, hash_of
 from ..checkpoints.files import file_aside
 from ..checkpoints.load import first_line, one_sentence, without_questions
 from ..checkpoints.values import checked, checked_field
-from .records import hash_of
 
 CHUNK = 1000
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".JPEG")

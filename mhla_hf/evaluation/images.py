@@ -14,9 +14,11 @@ import numpy
 import torch
 from transformers import AutoImageProcessor
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split
+from ..training.latents import prompt_lines
 from ..training.pictures import Pictures, open_pictures, share_right
 from .image_scores import (
     PICTURES,
@@ -31,7 +33,7 @@ from .image_scores import (
     precision_recall,
     share_error,
 )
-from .records import Results, hash_of
+from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
 NEEDS = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
@@ -161,7 +163,10 @@ class _Judge(PipelineJudge):
             random = torch.Generator().manual_seed(self.seed)
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
-            prompts = _read_prompts(protocol.prompts)
+            with one_sentence(f"prompts: {str(protocol.prompts)!r} cannot be read"):
+                prompts = prompt_lines(Path(protocol.prompts))
+            if not prompts:
+                raise ValueError(f"prompts: {str(protocol.prompts)!r} is empty; expected one prompt per line")
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
@@ -199,15 +204,6 @@ class _Judge(PipelineJudge):
             for name, value, size in zip(("precision", "recall"), pair, (count, len(reference[0])), strict=True):
                 scores[name] = value, share_error(value, size), True, count
         return {self.label(name): scores[name] for name in scores if name in missing}
-
-
-def _read_prompts(path):
-    """The lines of a file that are not empty; ValueError when there is none."""
-    with one_sentence(f"prompts: {str(path)!r} cannot be read"):
-        prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError(f"prompts: {str(path)!r} is empty; expected one prompt per line")
-    return prompts
 
 
 @checked

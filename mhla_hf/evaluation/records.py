@@ -6,7 +6,6 @@ edit it, so a digest of each record made here is noted in Hugging Face's cache, 
 """
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
@@ -16,15 +15,15 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
-from ..plots import COLORS, drawing, require_matplotlib
+from ..plots import PALETTE, drawing
 from ..speed import DECODE
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
-PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
 SPEED = "speed"  # the task of times; (what, unit) of `measure_speed` -> its metrics
 SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
 
@@ -121,10 +120,9 @@ class Results(list):
         """A new `Results` with only the records that belong to the weights with this fingerprint."""
         return Results(record for record in self if record.fingerprint == fingerprint)
 
-    def find(self, task, metric, shots=None, limit=None):
+    def find(self, task, metric, limit=None):
         """The record of (task, metric) on the whole task or on `limit`, of several that with the most samples; or None."""
-        wanted = (task, metric, limit)
-        found = [r for r in self if (r.task, r.metric, r.limit) == wanted and shots in (None, r.shots)]
+        found = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(found, key=lambda record: record.samples, default=None)
 
     def write(self, path):
@@ -137,11 +135,6 @@ def results_path(path):
     """results.json in `path` when that is a folder (or has no .json ending), else `path` itself."""
     path = Path(path)
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def hash_of(content):
-    """First 16 hex digits of the sha256 of something that JSON can say."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _digest(record):
@@ -258,8 +251,40 @@ class Comparison(dict):
         return render_rows(["model", *(_arrowed(label, self.columns) for label in self.columns)], rows, style, left=1)
 
     def plot(self, path):
-        """Draw the scores into a PNG: one panel per score, and recall by depth where there is any. Returns its path."""
-        return plot_scores(path, self, self.columns)
+        """Draw the scores into a PNG, and return its path; ValueError: there is nothing to draw.
+
+        Models are points with their standard errors in one panel per column of the recipe, or per score where no column has
+        any; recall by depth and speed by length are curves.
+        """
+        points, every, curves = {}, {}, {}
+        for name, records in self.items():
+            for label, score in paper_values(records, self.columns).items():
+                points.setdefault(_arrowed(label, self.columns), {})[name] = score
+            for record in (record for record in records if record.value is not None):
+                score, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
+                if mark and place.isdecimal():
+                    title = f"{record.task}\n{score}, by {'length ↓' if record.task == SPEED else 'depth'}"
+                    line = curves.setdefault(title, {}).setdefault(name, [])
+                    line.append((int(place), record.value, record.stderr or 0.0))
+                else:
+                    shots = f", {record.shots} shots" if record.shots else ""
+                    title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
+                    every.setdefault(title, {})[name] = (record.value, record.stderr)
+        points = points or every
+        if not points and not curves:
+            raise ValueError("plot: no score is there to draw; expected at least one")
+        colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
+        panels = [(_draw_points, *panel) for panel in points.items()]
+        panels += [(_draw_curves, *panel) for panel in curves.items()]
+        across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
+        size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
+        with drawing(path, down, across, figsize=size) as (_, grid):
+            for cell in grid.flat[len(panels) :]:
+                cell.set_visible(False)
+            for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
+                draw(cell, title, values, colors)
+                cell.set_title(title, fontsize=9.5)
+        return Path(path)
 
 
 def _arrowed(label, columns):
@@ -284,49 +309,6 @@ def speed_of_records(columns):
             said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
             return {"rows": [rows[key] for key in sorted(rows)], **said}
     return None
-
-
-def check_plot(path):
-    """ValueError where no PNG can be written at `path`, ImportError without matplotlib: for before the long work."""
-    require_matplotlib()
-    if Path(path).is_dir() or not Path(path).parent.is_dir():
-        raise ValueError(f"plot: {str(path)!r} cannot be written; expected the name of a PNG in a folder that is there")
-
-
-def plot_scores(path, models, columns):
-    """Write a PNG of a comparison, and return its path; ValueError: there is nothing to draw.
-
-    Models are points with their standard errors in one panel per column of the recipe, or per score where no column has
-    any; recall by depth and speed by length are curves.
-    """
-    points, every, curves = {}, {}, {}
-    for name, records in models.items():
-        for label, score in paper_values(records, columns).items():
-            points.setdefault(_arrowed(label, columns), {})[name] = score
-        for record in (record for record in records if record.value is not None):
-            score, mark, place = record.metric.rpartition("_" if record.task == SPEED else "_back_")
-            if mark and place.isdecimal():
-                title = f"{record.task}\n{score}, by {'length ↓' if record.task == SPEED else 'depth'}"
-                line = curves.setdefault(title, {}).setdefault(name, [])
-                line.append((int(place), record.value, record.stderr or 0.0))
-            else:
-                shots = f", {record.shots} shots" if record.shots else ""
-                title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
-                every.setdefault(title, {})[name] = (record.value, record.stderr)
-    points = points or every
-    if not points and not curves:
-        raise ValueError("plot: no score is there to draw; expected at least one")
-    colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
-    panels = [(_draw_points, *panel) for panel in points.items()] + [(_draw_curves, *panel) for panel in curves.items()]
-    across, down = min(4, len(panels)), math.ceil(len(panels) / 4)
-    size = (3.4 * across + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * down + 0.5)
-    with drawing(path, down, across, figsize=size) as (_, grid):
-        for cell in grid.flat[len(panels) :]:
-            cell.set_visible(False)
-        for cell, (draw, title, values) in zip(grid.flat, panels, strict=False):
-            draw(cell, title, values, colors)
-            cell.set_title(title, fontsize=9.5)
-    return Path(path)
 
 
 def _draw_points(axes, title, values, colors):

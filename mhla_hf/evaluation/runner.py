@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import read_yaml
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
-from .records import SPEED, SPEED_METRICS, Comparison, Results, hash_of
+from .records import SPEED, SPEED_METRICS, Comparison, Results
 from .subjects import find_subjects
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -70,8 +71,6 @@ def recipe_names():
 
 def read_score_recipe(name):
     """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
-    if isinstance(name, ScoreRecipe):
-        return name
     own = str(name) in recipe_names()
     path = FOLDER / f"{name}.yaml" if own else Path(name)
     if not path.is_file():

@@ -18,11 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkpoints.checksums import hash_file
+from ..checkpoints.checksums import hash_file, hash_of
 from ..checkpoints.files import write_json
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
-from .records import Results, finite, hash_of
+from .records import Results
 from .subjects import PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")
@@ -87,10 +87,8 @@ class VideoProtocol:
 def vbench_totals(averages):
     """{"quality", "semantic", "total"} from the sixteen averages, 0 to 1, as upstream's cal_final_score.py computes them.
 
-    averages: dimension -> average over its videos. ValueError names the dimensions that are missing.
+    averages: of each dimension over its videos, all of them.
     """
-    if missing := [name for name in DIMENSIONS if finite(averages.get(name)) is None]:
-        raise ValueError(f"VBench's total needs all 16 dimensions; missing: {', '.join(missing)}")
     parts = []
     for part in (QUALITY, SEMANTIC):
         scaled = [(averages[name] - least) / (most - least) * weight for name, (weight, least, most) in part.items()]
@@ -198,7 +196,7 @@ class _Judge(PipelineJudge):
         """Quality, semantic and total; none of them for a part of the prompts or with other than five videos each."""
         wanted = (TASK, self.hash, None, self.seed)
         found = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == wanted}
-        averages = {name: found[name].value for name in DIMENSIONS if name in found}
+        averages = {name: found[name].value for name in DIMENSIONS if name in found and found[name].value is not None}
         if self.asked.limit or self.protocol.videos != 5 or len(averages) < len(DIMENSIONS):
             logger.info("%s: no total for a part of VBench's videos or dimensions", self.subject.name)
         elif (totals := vbench_totals(averages)) != {name: found[name].value for name in TOTALS if name in found}:

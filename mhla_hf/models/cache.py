@@ -63,8 +63,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def offload(self) -> None:
         """Stays where it is: transformers offloads before the layer has read its state."""
 
-    def prefetch(self) -> None:
-        """See `offload`."""
+    prefetch = offload
 
     def reset(self) -> None:
         self.state, self.mixing = None, None

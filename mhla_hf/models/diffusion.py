@@ -67,10 +67,6 @@ class MHLAAttnProcessor(nn.Module):
     """Self-attention by MHLA over the model's grid, for the attention modules of Wan, Sana, DiT and PixArt.
 
     It has one child, `mhla`, and no parameter of its own, so that offloading moves every weight when it is called.
-
-    Args:
-        core: the attention.
-        state: the model's grid.
     """
 
     _parallel_config = None  # diffusers writes its context-parallel configuration here

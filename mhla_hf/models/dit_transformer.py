@@ -5,6 +5,8 @@ The paper replaces its gated linear attention and keeps the rest. DiG turns the 
 because gated linear attention looks back only; that falls away, for MHLA sees the whole grid.
 """
 
+import re
+
 import torch
 from diffusers import DiTTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
@@ -17,7 +19,6 @@ from .families import DIT
 
 DIT_SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16)}  # depth, width, heads
 DIT_SIZES |= {"XL": (28, 1152, 16), "DiG-XL": (28, 1152, 18)}
-DIT_PATCHES = (2, 4, 8)
 DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
@@ -59,13 +60,13 @@ def become_dig_block(block: BasicTransformerBlock) -> None:
 
 def dit_preset(name: str) -> dict:
     """Arguments of the model for "DiT-S/2" and the like, or "DiG-S/2"; ValueError, one sentence, for another name."""
-    size, _, patch = name[4:].partition("/") if isinstance(name, str) else ("", "", "")
-    if size not in DIT_SIZES or patch not in map(str, DIT_PATCHES) or name[:4] not in ("DiT-", "DiG-"):
-        raise ValueError(
-            f"preset: got {name!r}, expected DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'."
-        )
-    depth, width, heads = DIT_SIZES["DiG-XL" if name.startswith("DiG-XL") else size]
-    dig = {"dig_block": True} if name.startswith("DiG-") else {}
+    found = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
+    if found is None:
+        expected = "DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'"
+        raise ValueError(f"preset: got {name!r}, expected {expected}.")
+    kind, size, patch = found.groups()
+    depth, width, heads = DIT_SIZES.get(f"{kind}-{size}") or DIT_SIZES[size]
+    dig = {"dig_block": True} if kind == "DiG" else {}
     sizes = {"num_layers": depth, "num_attention_heads": heads, "attention_head_dim": width // heads}
     return {**dig, **sizes, "patch_size": int(patch)}
 

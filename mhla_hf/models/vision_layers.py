@@ -97,13 +97,7 @@ class GridSoftmax(MHLACore):
 
 
 class MHLAVisionMixer(nn.Module):
-    """Projections around one core: `[B, T, width]` to `[B, T, width]`.
-
-    Args:
-        config: of the model.
-        stage: {"hidden_size", "num_heads", "layout"} of the layer's stage.
-        kind: "mhla", "linear" or "softmax".
-    """
+    """Projections around one core, "mhla", "linear" or "softmax": `[B, T, width]` to `[B, T, width]`."""
 
     def __init__(self, config: MHLAVisionConfig, stage: dict, kind: str):
         super().__init__()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from ..checkpoints.load import one_sentence, optional
 from .tasks import Reader
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
@@ -141,10 +142,8 @@ class _StreamReader(Reader):
         """The next `count` sequences: ids and labels, int64 `[count, length]`."""
         (ids, labels), wanted = self.rest, count * self.length
         while len(ids) < wanted:
-            try:
+            with one_sentence(f"data: {self.stream.name!r} cannot be read"):
                 rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
-            except (OSError, ValueError) as error:
-                raise ValueError(f"data: {self.stream.name!r} cannot be read ({one_line(error)})") from error
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
                 ids, labels = ids + new_ids, labels + new_labels
@@ -208,15 +207,10 @@ def load_split(name, *place, split="train", **options):
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not place and (looks_local or repository.count("/") > 1):
         raise ValueError(f"data: there is no file or folder {name!r}")
-    try:
+    with optional(f"data: {name!r}", "datasets", "train"):
         import datasets
-    except ImportError as error:
-        raise ImportError(f"data: {name!r} needs datasets, which is missing: pip install 'mhla_hf[train]'") from error
-    try:
+    with one_sentence(f"data: {name!r} is neither a file or folder here nor a dataset that can be reached"):
         return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
-    except (OSError, ValueError) as error:
-        known = "neither a file or folder here nor a dataset that can be reached"
-        raise ValueError(f"data: {name!r} is {known} ({one_line(error)})") from error
 
 
 def identity_of(files):
@@ -248,8 +242,3 @@ def _check_ids(tokens, vocab_size, name):
 def _check_length(tokens, length, name):
     if tokens < length:
         raise ValueError(f"data: {name!r} holds {tokens} tokens, which is shorter than one sequence (seq_len {length})")
-
-
-def one_line(error):
-    """What an error of another library says, without its line breaks."""
-    return " ".join(str(error).split())[:300]

@@ -4,14 +4,14 @@ Without latents the teacher samples its own trajectories, for given prompts or c
 """
 
 import contextlib
-import hashlib
 import inspect
-import json
 import math
 import types
 
 import torch
 
+from ..checkpoints.checksums import hash_of
+from ..checkpoints.load import optional
 from ..convert.families import family_of
 from ..models.families import DIFFUSION
 from .denoising import DiffusionStep, NoiseProcess
@@ -72,8 +72,8 @@ class DiffusionTask(Task):
         conditions = Texts(self._encode, prompts or ()) if text else Classes(self.student.config.num_embeds_ada_norm)
         config = {key: value for key, value in self.pipeline.scheduler.config.items() if not key.startswith("_")}
         known = {"kind": "trajectories"} if latents is None else latents.describe()
-        known |= {} if prompts is None else {"prompts": _digest(prompts)}
-        known |= {"scheduler": _digest(config)}
+        known |= {} if prompts is None else {"prompts": hash_of(prompts)}
+        known |= {"scheduler": hash_of(config)}
         name = latents.name if latents else "the teacher's trajectories"
         return types.SimpleNamespace(latents=latents, conditions=conditions, name=name, describe=lambda: known)
 
@@ -178,10 +178,6 @@ class DiffusionTask(Task):
         return wished, {key: value[:1] for key, value in empty.items()}
 
 
-def _digest(value):
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def _patch(model):
     """The patch size per axis."""
     patch = model.config.patch_size
@@ -189,8 +185,6 @@ def _patch(model):
 
 
 def _import_peft():
-    try:
+    with optional("trainable 'lora'", "peft", "peft"):
         import peft
-    except ImportError as error:
-        raise ImportError("trainable 'lora' needs peft, which is missing: pip install 'mhla_hf[peft]'") from error
     return peft

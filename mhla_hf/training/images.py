@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
+from ..models.grid_attention import pass_grid
 from .pictures import PictureReader, Pictures, open_pictures, share_right, sides_of
 from .tasks import Objective, Task, relative_error
 
@@ -51,9 +52,7 @@ class ImageStep(Objective):
         return loss, {"loss": loss.detach(), **logs}
 
     def _attend(self, pixels):
-        patch = self.student.config.patch_size
-        patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-        grid = tuple(side // part for side, part in zip(pixels.shape[2:], patch, strict=True))
+        grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
 
         def attend(attention, *args, **kwargs):
             if "mhla_grid" in inspect.signature(attention.forward).parameters:  # models from scratch hand it on

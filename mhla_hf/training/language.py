@@ -1,6 +1,5 @@
 """The task of causal language models: text cut into full sequences, and the losses on it."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -96,14 +95,6 @@ class LanguageTask(Task):
     def __init__(self, student, teacher, tokenizer=None, text_field="text"):
         super().__init__(student, teacher)
         self.tool, self.text_field = tokenizer, text_field
-
-    def check(self, stages):
-        """As every task; and sequences that are longer than what the student knows."""
-        super().check(stages)
-        limit = getattr(self.student.config, "max_position_embeddings", None) or math.inf
-        if long := [stage for stage in stages if stage.seq_len > limit]:
-            found = f"stage {long[0].name!r} has {long[0].seq_len}"
-            raise ValueError(f"seq_len: {found}; expected at most the student's {limit} positions")
 
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from .data import identity_of, load_split, one_line, place_of, read_text_file
+from ..checkpoints.load import one_sentence
+from .data import identity_of, load_split, place_of, read_text_file
 from .denoising import trajectory
 from .tasks import Reader
 
@@ -50,9 +50,6 @@ class Latents:
         """(latents float32, dict of conditions or the prompt) of one sample."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
-        if tuple(latents.shape) != self.shape:
-            both = f"{list(latents.shape)}, and the first one {list(self.shape)}"
-            raise ValueError(f"data: sample {index} of {self.name!r} has latents {both}; expected one size")
         known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
         return latents, known or row.get("prompt")
 
@@ -185,8 +182,6 @@ class Texts:
                 row = {key: value[number] for key, value in source.items()}
             rows.append(row)
         keys = [key for key in rows[0] if all(key in row for row in rows)]
-        if len(sizes := {tuple(row[keys[0]].shape) for row in rows}) > 1:
-            raise ValueError(f"data: gives texts encoded to {sorted(sizes)}; expected one length, the pipeline's own")
         return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
 
 
@@ -223,11 +218,14 @@ def _open_folder(path, name):
     if not files:
         raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
     for file in files:
-        try:
+        with one_sentence(f"data: {str(file)!r} cannot be read"):
             parts.append(StackDataset(**load_file(file)))
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"data: {str(file)!r} cannot be read ({one_line(error)})") from None
     return Latents(ConcatDataset(parts), name, identity_of(files))
+
+
+def prompt_lines(path):
+    """The lines of a text file that are not empty."""
+    return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 
 def read_prompts(data):
@@ -235,7 +233,7 @@ def read_prompts(data):
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
         if not (path := place_of(data)).is_file():
             raise ValueError(f"data: there is no file {str(data)!r}")
-        data = [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
+        data = prompt_lines(path)
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import read_json, write_json
+from ..checkpoints.load import first_line, optional
 from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
-from .data import one_line
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
 from .tasks import find_task
@@ -81,10 +81,8 @@ def distill(
 
 def _train(task, stages, data, options, seed, folder, progress, command):
     """The run, with an Accelerator whose settings, which are global, end with it."""
-    try:
+    with optional("distill", "accelerate", "train"):
         import accelerate
-    except ImportError as error:
-        raise ImportError("distill needs accelerate, which is missing: pip install 'mhla_hf[train]'") from error
     known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in known:
         raise ValueError(f"tracker: got {options.tracker!r}; expected one that is installed, such as {known}")
@@ -196,7 +194,7 @@ class _Run:
             try:
                 self._restore(latest)
             except Exception as error:  # of a damaged file, anything
-                what = f"the state {str(latest)!r} cannot be read ({one_line(error)})"
+                what = f"the state {str(latest)!r} cannot be read ({first_line(error)})"
                 raise ValueError(f"out: {what}; without it the run goes on from the one before") from error
         else:
             at.update(stage=number, step=0, sums={}, since=0)

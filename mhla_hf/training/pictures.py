@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..checkpoints.load import one_sentence
-from .data import load_split, one_line, place_of
+from .data import load_split, place_of
 from .tasks import Reader
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
@@ -92,11 +92,8 @@ def prepare(processor, images, **changes) -> torch.Tensor:
 def sides_of(processor, channels: int) -> tuple[int, int]:
     """Height and width of what the processor makes; ValueError where they depend on the image, or other channels."""
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
-    try:
+    with one_sentence(f"processor: does not give images of one height and width and {channels} channels"):
         return tuple(prepare(processor, blanks).shape[2:])
-    except ValueError as error:
-        wanted = f"images of one height and width and {channels} channels"
-        raise ValueError(f"processor: does not give {wanted} ({one_line(error)})") from None
 
 
 def open_pictures(data, split="train") -> Pictures:

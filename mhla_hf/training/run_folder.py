@@ -6,7 +6,6 @@ While a run goes on, all of its state lies beside the output, in `<out>.state/`:
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -16,9 +15,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import folder_aside, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model
-from .data import one_line
+from ..checkpoints.load import first_line
 
 RECORD = "train.json"
 IDENTITY = "run.json"
@@ -39,8 +39,7 @@ def identify(model, frozen=()) -> str:
     """A hash of configuration, weights and the names of what is `frozen`; a second per gigabyte or so."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE}
-    text = json.dumps([config, fingerprint_model(model), *frozen], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hash_of([config, fingerprint_model(model), *frozen], 32)
 
 
 class RunFolder:
@@ -115,7 +114,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or one_line(error)
+            reason = getattr(error, "strerror", None) or first_line(error)
             whole = "; the states before it are whole" if any(self._states()) else ""
             raise OSError(f"out: {what} of {str(self.out)!r} cannot be written ({reason}){whole}") from error
 

@@ -4,7 +4,6 @@ A folder holds ids.npy int32 `[N, L]`, tokens.npy int32 `[N, L, k]`, log_p.npy f
 then learns from the folder alone: no teacher in memory, no forward pass of one.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
+from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import write_json
 from .data import TokenRing, open_text
 from .tasks import Reader
@@ -96,8 +96,7 @@ class TaughtText:
         self.arrays = open_arrays(folder, self.record, "r")
 
     def describe(self):
-        digest = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()[:32]
-        return {"kind": "taught", "rows": self.record["rows"], "sha256": digest}
+        return {"kind": "taught", "rows": self.record["rows"], "sha256": hash_of(self.record, 32)}
 
     def reader(self, length, seed, stage, state=None):
         """The sequences of one stage. ValueError where they have another length."""

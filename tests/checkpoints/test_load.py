@@ -67,8 +67,6 @@ def spoil(folder, kind, how):
     elif how == "outside":
         index = {"metadata": {}, "weight_map": {"a": "../secret.safetensors"}}
         (file.parent / f"{file.name}.index.json").write_text(json.dumps(index))
-    elif how == "truncated":
-        file.write_bytes(file.read_bytes()[:3000])
 
 
 BIN = {"classifier": "pytorch_model.bin", "pipeline": "model.bin"}
@@ -77,7 +75,6 @@ SAID = {
     "pickled": "no file named|has no .safetensors file",
     "one missing": "lacks 1 of its weights, such as ",
     "outside": "names the file '../secret.safetensors', which is not beside it",
-    "truncated": "cannot be loaded",
 }
 
 

@@ -81,7 +81,6 @@ def test_converted_and_distilled_without_labels(run, make, recipe, name, folder,
         (["--out", "x"], "image_deit_tiny_scratch", "--images is needed"),
         (["--images", "data", "--out", "x"], "language_cpu", "expected task: images"),
         (["--images", "./none", "--out", "x"], "image_deit_tiny_scratch", "folder './none'"),
-        (["--images", "./none", "--out", "x"], "none", "none.yaml"),
     ],
 )
 def test_what_is_said_of_bad_arguments(run, arguments, recipe, word, capsys):

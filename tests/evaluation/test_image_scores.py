@@ -79,12 +79,6 @@ def flat(images):
     return images.flatten(1)
 
 
-def test_a_name_is_earned():
-    assert Extractor("digits judge", flat, "2").label("IS") == "classifier score (digits judge)"
-    assert Extractor("Inception", flat, "1").label("FID") == "Fréchet distance (Inception)"
-    assert Extractor("Inception", flat, "1", genuine=True).label("FID") == "FID"
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [

@@ -209,7 +209,7 @@ def test_few_shot_examples_do_not_depend_on_what_ran_before(fresh):
     fixed = judge(fresh, "mhla", ["here_cloze"], num_fewshot=2, limit=6)
     assert {record.shots for record in fixed["mhla"]} == {0}
     assert len(judge(fresh, "mhla", ["here_shots"], limit=6)["mhla"]) == 1
-    assert Results.read(fresh / "mhla").find("here_shots", "acc", shots=0, limit=6).shots == 0
+    assert Results.read(fresh / "mhla").find("here_shots", "acc", limit=6).shots == 0
 
 
 @pytest.mark.parametrize("metric", ["bits_per_byte", "byte_perplexity", "word_perplexity"])
@@ -281,9 +281,7 @@ def test_the_recipe_makes_needles_and_scores_them():
     [
         ({"lengths": [64]}, r"settings: lengths is \[64\]; expected whole numbers of at least 128"),
         ({"depths": [0, 101]}, r"depths is \[0, 101\]; expected between 2 and"),
-        ({"depths": [50]}, r"depths is \[50\]; expected between 2 and"),
         ({"lengths": 128, "depths": list(range(0, 100, 10))}, "128 tokens are too few for 10 depths"),
-        ({"length": [256]}, "settings: unknown 'length'"),
         ({"items": 1}, f"settings: lengths has 4096 tokens, but the model sees {WINDOW}"),
     ],
 )

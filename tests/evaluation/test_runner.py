@@ -33,21 +33,17 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
     ("changes", "says"),
     [
         ({"tasks": []}, "tasks is []"),
-        ({"tasks": 3}, "tasks is 3"),
         ({"tasks": None}, "tasks is None without a recipe; expected names, or a recipe: recall, ruler"),
         ({"settings": {"lengths": 3}}, "settings is {'lengths': 3} without a recipe"),
         ({"tasks": "here_close"}, "task 'here_close' does not exist; did you mean here_cloze"),
         ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),
         ({"limit": 0}, "limit is 0"),
-        ({"limit": float("nan")}, "limit is nan"),
         ({"batch_size": "many"}, "batch_size is 'many'"),
-        ({"seed": "x"}, "seed is 'x'"),
         ({"dtype": "int8"}, "dtype is 'int8'; expected one of ['auto'"),
         ({"device": "tpu:9"}, "device 'tpu:9' is not available"),
         ({"max_length": 1}, "max_length is 1"),
         ({**SPEED, "tasks": []}, "tasks is {}"),
         ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
-        ({**SPEED, "settings": {"rounds": 0}}, "rounds is 0"),
     ],
 )
 def test_bad_arguments_are_one_sentence(world, monkeypatch, changes, says):
@@ -115,8 +111,6 @@ OWN = {"kind": "language", "tasks": ["a"]}
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("nothing", "got 'nothing'; expected a mapping"),
-        ({"kind": "music", "tasks": ["a"]}, "kind is 'music'; expected one of ['language'"),
         ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
         (OWN | {"columns": {"x": "acc"}}, "columns is {'x': 'acc'}; expected dict[str, dict]"),
     ],

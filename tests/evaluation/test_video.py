@@ -91,12 +91,9 @@ def judge(camera, tmp_path, python, tasks=("temporal_flickering",), **changes):
     return mhla_hf.evaluate({"wan": camera}, list(tasks), **options)
 
 
-def test_totals_are_upstreams_to_the_last_digit_and_none_is_of_less_than_everything():
+def test_totals_are_upstreams_to_the_last_digit():
     averages = dict(zip(DIMENSIONS, map(float, AVERAGES.split()), strict=True))
     assert tuple(vbench_totals(averages).values()) == PRINTED
-    for value in (None, float("nan")):
-        with pytest.raises(ValueError, match="needs all 16 dimensions; missing: scene"):
-            vbench_totals({**averages, "scene": value})
 
 
 def test_videos_are_named_by_the_protocol_judged_and_resumed(tmp_path, python):
@@ -145,7 +142,6 @@ def test_the_totals_come_when_all_dimensions_are_there_and_go_into_the_same_tabl
     ("settings", "says"),
     [
         ({"python": None}, "python is None; expected the interpreter that has vbench"),
-        ({"python": "/nowhere/python"}, "python is '/nowhere/python'"),
         ({"python": sys.executable}, "vbench is not installed for this interpreter"),
         ({"videos": 6}, "videos is 6; expected 1 to 5"),
     ],

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from experiments import gpu
+from experiments import gpu, speed
 from experiments.docs import render_gpu
 from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, target_cases
 from mhla_hf import Blocks
@@ -32,7 +32,7 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
         (kind, dtype) for dtype in ("bfloat16", "float32") for kind in ("sequence", "decoding")
     ]
     assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
-    record = {"rows": [], **describe_run("make gpu")}
+    record = {"rows": [], "language": [], **describe_run("make gpu")}
     assert "| sequence | " in render_gpu(record | {"kernels": rows})
     right = gpu.mhla
     monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
@@ -41,6 +41,16 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     assert rows[1]["failed"].startswith("failed: TypeError")
     assert "is wrong: output" in render_gpu(record | {"kernels": rows})
     assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not begun within -1 s"
+
+
+def test_a_language_model_by_length_and_what_failed(monkeypatch):
+    monkeypatch.setattr(speed, "STEPS", 2)
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
+    monkeypatch.setattr(gpu, "measure", lambda model, length, batch: speed.measure(model, 96 // (length < 200), batch))
+    rows = gpu.time_language("cpu", {}, (96, 200), 2, torch.float32)
+    assert all(value > 0 for value in rows[0]["MHLA"].values()) and rows[1]["failed"].startswith("failed: ZeroDivision")
+    assert "| 200 | failed: ZeroDivision" in speed.speed_table(rows)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
@@ -58,6 +68,7 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
         "torch.cuda.is_available": lambda: True,
         "experiments.gpu.describe_run": lambda command, device: describe_run(command),
         "experiments.gpu.check_kernels": lambda device: [],
+        "experiments.gpu.time_language": lambda device: [],
         "experiments.gpu.time_case": lambda case, device: timed,
         "experiments.gpu.time.monotonic": lambda: next(clock),
         "experiments.gpu.target_cases": lambda: few + late,
@@ -67,7 +78,6 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
         "experiments.gpu.tqdm": lambda cases, desc: cases,
     }.items():
         monkeypatch.setattr(place, stand_in)
-    monkeypatch.setitem(gpu.SUITES, "decode", list)
     monkeypatch.setattr(gpu, "PLACE", tmp_path / "gpu.json")
     record = gpu.main([])
     assert json.loads((tmp_path / "gpu.json").read_text()) == record and record["command"] == "make gpu"
@@ -75,14 +85,8 @@ def test_one_command_checks_times_and_writes(monkeypatch, tmp_path, capsys):
     assert f"* {late[0].name}, all: not begun within {gpu.LIMIT} s" in capsys.readouterr().out
 
 
-WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "ffn_dim": 16,
-    "num_layers": 3,
-    "text_dim": 8,
-    "freq_dim": 16,
-}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3}
+WAN |= {"ffn_dim": 16, "text_dim": 8, "freq_dim": 16}
 TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
 TINY_LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_LM |= {"vocab_size": 1000}

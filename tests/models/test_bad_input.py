@@ -26,7 +26,6 @@ def test_overlay_class_without_settings():
 DAMAGE = [
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
     ("q_map.weight", float("nan"), {}, "q_map.weight"),
-    ("norm.weight", float("nan"), {"output_norm": True}, "norm.weight"),
 ]
 
 
@@ -57,7 +56,6 @@ CALLS = [
     ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
     ({"softcap": 50.0}, "softcap"),
     ({"cache": object()}, "cache"),
-    ({"sliding_window": 4}, "sliding_window"),
     ({"is_causal": False}, "is_causal"),
 ]
 

@@ -12,7 +12,6 @@ COLLATORS = {
     "position_ids": {},
     "seq_idx": {"return_seq_idx": True, "return_position_ids": False},
     "cu_seq_lens_q": {"return_flash_attn_kwargs": True, "return_position_ids": False},
-    "all three": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
 }
 
 

@@ -11,7 +11,6 @@ from mhla_hf import MHLAVisionConfig
 
 STAGE = {"hidden_size": 16, "depth": 1, "num_heads": 2}
 CONFIGS = [
-    ({"attention": "full"}, "'attention' expected one of ('mhla', 'linear', 'softmax'), got full"),
     ({"hidden_size": 30, "positions": "rope"}, "num_attention_heads: got 3, expected a divisor"),
     ({"stem": "conv"}, "patch_size: got 2, expected 4"),
     ({"stages": [{"hidden_size": 16}]}, "stages: got {'hidden_size': 16}, expected the keys"),
@@ -61,7 +60,6 @@ CONVERT = [
     (small_clip, {}, "'clip'"),
     (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
     (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
-    (lambda: softmax_tower("ViTModel"), {"rope": "after"}, "rope"),
     (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
     (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
 ]

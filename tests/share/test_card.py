@@ -93,7 +93,6 @@ FASTER = {
     (1, 1, 1): "softmax attention is faster at every length measured, up to 1024.",
     (3, 3, 3): "MHLA is faster at every length measured, from 256 on.",
     (1, 3, 1): "softmax attention is faster at 256, 1024, the longest length measured.",
-    (3, 1, 3): "softmax attention is faster at 512; MHLA from 1024 on.",
 }
 
 
@@ -187,14 +186,12 @@ def changed(file, change):
 
 FILES = {
     "no config": (lambda m, c: (m / "config.json").unlink(), 'holds no config.json with "mhla" settings'),
-    "softmax model": (changed("config.json", lambda j: j.pop("mhla")), 'no config.json with "mhla" settings'),
     "no results": (lambda m, c: (m / "results.json").unlink(), "holds no results.json with scores"),
     "other weights": (
         lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "scored with other weights"),
     "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "the label 'MHLA' is the model's own"),
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
-    "a stage without a loss": (changed("train.json", lambda j: j["stages"][1].pop("last_loss")), "no attribute 'last_loss"),
     "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "lack what it shows: 'length'"),
     "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
@@ -223,10 +220,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 KEPT = {
     "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is not there"),
     "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "unknown 'colour'"),
-    "an end of line": (
-        lambda m: (m / "README.md").write_bytes((m / "README.md").read_bytes() + b"\r\n"),
-        "not what the",
-    ),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "not what the"),
 }
 
 
@@ -256,22 +250,16 @@ def test_folder_and_shelf_give_the_same_card(shelf, card):
     assert "results" not in yaml.safe_load((shelf / "toy.yaml").read_text())
 
 
-SPOILED = {
-    "no results": (lambda path: path.unlink(), "toy.json does not exist: a card says what was"),
-    "another number": (
-        lambda path: path.write_text(path.read_text().replace("1.9003", "1.8")),
-        r"toy\.md is not what the",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SPOILED)
-def test_a_damaged_shelf_is_one_sentence(shelf, case, capsys):
-    spoil, says = SPOILED[case]
-    spoil(shelf / "results" / "toy.json")
-    assert main(["card", str(shelf), "--check"]) == 2
-    said = capsys.readouterr().err
-    assert re.search(says, said) and said.count("\n") == 1
+def test_a_damaged_shelf_is_one_sentence(shelf, capsys):
+    path = shelf / "results" / "toy.json"
+    for spoil, says in (
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md is not what the"),
+        (path.unlink, "toy.json does not exist: a card says what was"),
+    ):
+        spoil()
+        assert main(["card", str(shelf), "--check"]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
 
 
 def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatch):

@@ -90,13 +90,10 @@ BROKEN = {
     "code that was changed and hashed anew": (forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
     "no weights": (drop("model.safetensors"), "holds no .safetensors file"),
     "not a number": (spoil(float("nan")), "'model.norm.weight' holds NaN or infinity"),
-    "truncated": (put("model.safetensors", b"\0" * 40), "model.safetensors is no whole safetensors file"),
     "other weights than were judged": (spoil(3.0), "was scored with other weights"),
     "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
     "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
-    "a softmax model": (put("config.json", '{"model_type": "llama"}'), 'no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
-    "a link to nothing": (lambda f: (f / "LICENSE").symlink_to("nothing"), "LICENSE is no regular file in the"),
     "no card": (drop("README.md", "card.json"), "README.md does not exist"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
@@ -123,25 +120,8 @@ SHARED = {
     "preprocessor_config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ messages }}",
 }  # fmt: skip
 # What may be secret, run code or do harm; none of it is on the list.
-LEFT = [
-    *(
-        ".env",
-        "checkpoint-10/optimizer.pt",
-        "runs/events",
-        "pytorch_model.bin",
-        "x.SAFETENSORS",
-        "evil.PY",
-        "helper.py",
-    ),
-    *(
-        "adapter_model.safetensors",
-        "model.fp16.safetensors",
-        "a\nb.txt",
-        "a\u2028b.json",
-        f"{TOKEN}.txt",
-        "Config.json",
-    ),
-]
+LEFT = [".env", "checkpoint-10/optimizer.pt", "runs/events", "pytorch_model.bin", "evil.PY", f"{TOKEN}.txt"]
+LEFT += ["adapter_model.safetensors", "model.fp16.safetensors", "a\nb.txt", "a\u2028b.json", "Config.json"]
 
 
 def inside(folder):

@@ -147,14 +147,6 @@ def test_somebody_else_was_faster(hub, shelf, monkeypatch):
     assert held(hub.repos[NAME]) == {"README.md": b"faster"}
 
 
-def test_the_hubs_own_opinion_of_the_card(hub, shelf, tmp_path):
-    folder = shutil.copytree(shelf / "new", tmp_path / "mine")
-    (folder / "README.md").write_text(CARD.replace("apache-2.0", "refused"))
-    with pytest.raises(ValueError, match="license"):
-        send(folder, NAME)
-    assert held(hub.repos[NAME]) == {}
-
-
 ARGUMENTS = {
     "no user": ({"repo_id": "mhla"}, "repo_id is 'mhla'; expected the user or organization too"),
     "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),

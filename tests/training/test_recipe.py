@@ -27,52 +27,26 @@ def test_a_recipe(tmp_path):
     ("kind", "change", "words"),
     [
         (Stage, {"name": ""}, "their names are ''; expected different ones"),
-        (Stage, {"loss": "mse"}, "loss is 'mse'; expected one of .'transfer', 'logits', 'stored', 'lm'."),
-        (Stage, {"steps": True}, "steps is True; expected int"),
-        (Stage, {"lr": float("nan")}, "lr is nan; expected a number above 0"),
         (Stage, {"batch_size": 10**12}, "batch_size is 1000000000000; expected a whole number from 1 to 1000000"),
         (Stage, {"loss": "transfer"}, "expected 'mhla' or 'attention'"),
         (Stage, {"loss": "stored", "temperature": 2}, "temperature is 2 with a KL over the likeliest tokens"),
-        (Stage, {"learning_rate": 1}, "unknown 'learning_rate'; expected name, loss, steps, lr"),
         (DiffusionStage, {"size": [0, 4]}, r"size is \[0, 4\]; expected \[rows, columns\] or"),
         (ImageStage, {"crop": 1.5}, "crop is 1.5; expected a number from 0 to 1"),
+        (Stage, [], "stages: got ..; expected a list of Stage or of mappings, at least one"),
+        (Stage, [GOOD, GOOD], "their names are 'a', 'a'; expected different ones"),
     ],
 )
 def test_bad_stage(kind, change, words):
-    values = GOOD | {"loss": {Stage: "lm", DiffusionStage: "prediction", ImageStage: "labels"}[kind]} | change
+    if isinstance(change, dict):
+        change = [GOOD | {"loss": {Stage: "lm", DiffusionStage: "prediction", ImageStage: "labels"}[kind]} | change]
     with pytest.raises(ValueError, match=words) as caught:
-        make_stages([values], kind)
+        make_stages(change, kind)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("stages", "words"),
-    [
-        ([], "stages: got ..; expected a list of Stage or of mappings, at least one"),
-        (["lm"], "stage 1: got 'lm'; expected a mapping"),
-        ([GOOD, GOOD], "their names are 'a', 'a'; expected different ones"),
-        ([{"name": "a", "loss": "lm", "steps": 1}], "stage 'a': lr is missing"),
-    ],
-)
-def test_bad_stages(stages, words):
-    with pytest.raises(ValueError, match=words):
-        make_stages(stages)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "is not a file; expected a YAML file"),
-        ("stages: [", "is not YAML"),
-        ("about: x", "stages is missing"),
-        (LINE + "run: {precision: 16}", "run: unknown 'precision'"),
-        (LINE + "run: {save_every: often}", "save_every is 'often'"),
-    ],
-)
-def test_bad_recipe(tmp_path, text, words):
-    file = tmp_path / "recipe.yaml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ValueError, match=words) as caught:
-        read_recipe(file)
-    assert "\n" not in str(caught.value)
+def test_bad_recipe(tmp_path):
+    with pytest.raises(ValueError, match="is not a file; expected a YAML file"):
+        read_recipe(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text(LINE + "run: {precision: 16}")
+    with pytest.raises(ValueError, match="run: unknown 'precision'"):
+        read_recipe(tmp_path / "recipe.yaml")
