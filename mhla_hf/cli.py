@@ -63,7 +63,7 @@ example:
 """
 BENCH = """\
 example:
-  mhla-hf bench --quick                         MHLA against softmax and plain linear attention, on this machine
+  mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
 What whole models take to decode: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
@@ -304,14 +304,13 @@ def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, comma
 
 
 def bench_options(add):
-    add("--quick", action="store_true", help="as it always is: a minute or two")
     add("--device", default="cpu", help="as torch names it (default: cpu)")
     add("--threads", type=int, default=1, help="CPU threads (default: 1)")
     add("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
     add("--out", help="JSON file to write")
 
 
-def run_bench(quick, **options):
+def run_bench(**options):
     from . import bench
 
     record = bench.run_bench(**options)

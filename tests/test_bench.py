@@ -117,8 +117,8 @@ def test_bad_arguments(arguments, said, capsys):
 
 def test_from_the_shell_a_wrong_result_is_exit_code_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "quick_cases", lambda: [GRID])
-    assert main(["bench", "--quick", "--quiet", "--out", str(tmp_path / "bench.json")]) == 0
+    assert main(["bench", "--quiet", "--out", str(tmp_path / "bench.json")]) == 0
     assert "| grid | forward | " in capsys.readouterr().out
-    assert json.loads((tmp_path / "bench.json").read_text())["command"].startswith("mhla-hf bench --quick")
+    assert json.loads((tmp_path / "bench.json").read_text())["command"].startswith("mhla-hf bench --quiet")
     monkeypatch.setattr(Operator, "attend", off(Operator.attend))
-    assert main(["bench", "--quick", "--quiet"]) == 1
+    assert main(["bench", "--quiet"]) == 1

@@ -19,7 +19,8 @@ FEWEST = 8
 LIVE, NEW = 8, 0.25  # names that may come back, and how often a line states a new value
 LEAST = 4_000_000  # characters of the text with lookups
 PAGE, SHARE = 4000, 0.7  # characters that have lookups throughout or not at all, and how many of these pages do
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.88)  # of the window
+LEAD = 8  # tokens at least before a question's value: the first ones of all are sinks, which are always near
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.85)  # of the window
 
 
 def choose_words(tokenizer):
@@ -76,7 +77,7 @@ def _add_lookups(text, words, seed):
 
 
 def make_recall(text, count, words, *, window, items, seed):
-    """Questions of the form: a name with its value, text and other lookups without that name, the name; which word is next?
+    """Questions of the form: a line; a name with its value; text, and lookups of others; the name. Which word is next?
 
     text: str, which begins again where it is shorter than the window. count: from text to its number of tokens.
 
@@ -95,8 +96,9 @@ def make_recall(text, count, words, *, window, items, seed):
             between, size = between + added, size + count(added)
             if size >= reach and count(between) >= reach:
                 break
-        context, distance = f"- {name} {value}{between}- {name}", count(between) + 2
-        if distance >= reach and count(context) < window:
+        lead = next((line for line in others if count(line) >= LEAD), "")
+        context, distance = f"{lead}- {name} {value}{between}- {name}", count(between) + 2
+        if lead and distance >= reach and count(context) < window:
             rows.append({"context": context, "word": f" {value}", "distance": distance, "back": reach})
         if len(rows) == items:
             break

@@ -49,9 +49,9 @@ def test_asked_for_at_every_distance_and_said_once():
     assert len(rows) == 60 and len({row["back"] for row in rows}) >= 4
     for row in rows:
         name = row["context"].rpartition("- ")[2]
-        assert row["context"].startswith(f"- {name}{row['word']}\n") and row["context"].count(f"- {name} ") == 1
-        value = row["context"].removeprefix(f"- {name}{row['word']}")
-        assert row["back"] <= row["distance"] == count(value) and count(row["context"] + row["word"]) <= 256
+        before, said, after = row["context"].partition(f"- {name}{row['word']}")
+        assert said and not re.search(rf"\b{name}\b", before + after.removesuffix(name)) and count(before) >= 4
+        assert row["back"] <= row["distance"] == count(after) and count(row["context"] + row["word"]) <= 256
 
 
 def test_the_heads_find_the_name_before_any_training():

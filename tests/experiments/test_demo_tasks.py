@@ -114,8 +114,8 @@ def blind(context, word):
 
 
 def finds(context, word):
-    """Positive, which is likeliest, where the name at the end began the context with this value."""
-    return float(context.startswith(f"- {context.split(' ')[-1]}{word}\n"))
+    """Positive, which is likeliest, where the context says this value of the name at its end."""
+    return float(f"- {context.split(' ')[-1]}{word}\n" in context)
 
 
 def test_memory_scores_everything_and_no_memory_nothing(made):
