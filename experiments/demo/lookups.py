@@ -62,7 +62,7 @@ def add_lookups(text, words):
 
     A short text comes several times, each time with lookups of its own: those that come again would be learned by heart.
     """
-    return "".join(_add_lookups(text, words, seed) for seed in range(-(-LEAST // len(text))))
+    return "".join(_add_lookups(text, words, seed) for seed in range(max(1, -(-LEAST // len(text)))))
 
 
 def _add_lookups(text, words, seed):
