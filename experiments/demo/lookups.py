@@ -11,11 +11,7 @@ import re
 
 import torch
 
-FREQUENT, WORDS = (
-    400,
-    120,
-)  # of a vocabulary's first words the last: common enough to be known, rare between the lookups
-FEWEST = 8
+FREQUENT, WORDS, FEWEST = 400, 120, 8  # the last WORDS of a vocabulary's first: known, yet rare between the lookups
 LIVE, NEW = 8, 0.25  # names that may come back, and how often a line states a new value
 LEAST = 4_000_000  # characters of the text with lookups
 PAGE, SHARE = 4000, 0.7  # characters that have lookups throughout or not at all, and how many of these pages do
@@ -46,6 +42,7 @@ class Lookups:
         self.rng, self.besides, self.live = rng, besides, {}
 
     def line(self):
+        """The next one."""
         if not self.live or self.rng.random() < NEW:
             free = [name for name in self.names if name != self.besides and name not in self.live]
             name = self.rng.choice(free)
