@@ -175,8 +175,8 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
     scored = ["evaluate", *models, "--tasks", "here_cloze,here_recall", "--include-path", "tasks", "--quiet"]
     assert main([*scored, "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 10
-    assert len(Results.read(distilled)) == 8
+    assert lines[0] == "| task | metric | shots | samples | converted | distilled | direct |" and len(lines) == 9
+    assert len(Results.read(distilled)) == 7
 
 
 def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
