@@ -5,6 +5,8 @@ import multiprocessing
 import statistics
 from pathlib import Path
 
+import torch
+
 from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 
@@ -15,6 +17,7 @@ def add_rows(out, make_row, jobs, describe, *, workers=2, command=None):
     jobs: dicts of what tells a row from the others, which it has as well. describe: of a row, for the log.
     """
     out = Path(out)
+    torch.set_num_threads(1)  # what the record says, and every worker does
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}
     missing = [job for job in jobs if not any(job.items() <= row.items() for row in record["rows"])]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
