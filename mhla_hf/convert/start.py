@@ -208,7 +208,7 @@ class FarMass:
         cross = (basis @ self.teacher[..., None])[..., 0]
         count = mixing.num_decays if mixing.learn else 1
         chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
-        weight[..., 0] += torch.finfo(weight.dtype).tiny
+        weight[..., 0] += torch.finfo(weight.dtype).tiny  # of nothing far, all to the first: no decay
         weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
         set_decays(mixing, weight, RATES[chosen])
         far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
