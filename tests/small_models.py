@@ -1,5 +1,7 @@
 """Small models of each family, made in a second, with fixed weights."""
 
+import functools
+
 import torch
 import transformers
 
@@ -16,6 +18,7 @@ FAMILIES = {
     "olmo2": ("Olmo2", {}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
 }
 
 
@@ -88,3 +91,5 @@ MODELS = {
     "olmo2-all": lambda: converted_model("olmo2", per_head=True),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }
+ROWS = {family: functools.partial(converted_model, family, "2/3") for family in FAMILIES}
+MODELS |= {name: make for name, make in ROWS.items() if not any(made.startswith(name) for made in MODELS)}

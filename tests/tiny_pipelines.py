@@ -21,6 +21,7 @@ from diffusers import (
     SanaVideoPipeline,
     SanaVideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
     WanPipeline,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
@@ -40,6 +41,9 @@ PROMPT = "a cat walks"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WAN = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3, "ffn_dim": 32}
 WAN |= {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 64, "rope_max_seq_len": 32}
+ANIMATE = {**WAN, "in_channels": 36, "image_dim": None, "motion_encoder_size": 8, "motion_style_dim": 8}
+ANIMATE |= {"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
+ANIMATE |= {"inject_face_latents_blocks": 3, "motion_encoder_channel_sizes": {"4": 8, "8": 8}}
 SANA = {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "caption_channels": 8, "sample_size": 32}
 SANA |= {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
 SANA |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8}
@@ -53,6 +57,7 @@ TRANSFORMERS = {
     "wan-i2v": (WanTransformer3DModel, {**WAN, "in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24}),
     "wan-vace": (WanVACETransformer3DModel, {**WAN, "vace_layers": [0, 2], "vace_in_channels": 8}),
     "wan-chrono-edit": (ChronoEditTransformer3DModel, WAN),
+    "wan-animate": (WanAnimateTransformer3DModel, ANIMATE),
     "skyreels": (SkyReelsV2Transformer3DModel, WAN),
     "sana": (SanaTransformer2DModel, SANA),
     "sana-video": (SanaVideoTransformer3DModel, SANA_VIDEO),
@@ -87,6 +92,9 @@ def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
         given["encoder_hidden_states_image"] = noise(7, 16)
     if family == "wan-vace":
         given["control_hidden_states"] = noise(8, *size)
+    if family == "wan-animate":
+        given["pose_hidden_states"] = noise(16, size[0] - 1, *size[1:])
+        given["face_pixel_values"] = noise(3, 4 * size[0] - 7, 8, 8)
     if family == "dit":
         return {**given, "class_labels": torch.arange(batch) % 10}
     if family == "pixart":

@@ -3,7 +3,7 @@
 No class is written out: each is made on first use from the base's own, which diffusers has under the record's name. A family
 with code of its own has a module of its own (`dit_transformer.py`).
 
-Wan, VACE and SkyReels-V2 (section 5.3): the rotary embedding turns the features, after the map; instead of a denominator
+Wan and its kin (section 5.3): the rotary embedding turns the features, after the map; instead of a denominator
 there is an RMSNorm per head (section 4.1). 150 blocks are the layout (3, 5, 10); the paper does not spell out its 105, which
 (7, 3, 5) gives. The control blocks of VACE stay softmax; SkyReels-V2 takes whole videos: its blockwise causal mask is
 refused. Sana and Sana Video are linear attention already: with uniform mixing they are as they were.

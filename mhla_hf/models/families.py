@@ -61,6 +61,7 @@ LANGUAGE = (
     language_family("olmo2", "Olmo2ForCausalLM"),
     language_family("qwen2", "Qwen2ForCausalLM"),
     language_family("qwen3", "Qwen3ForCausalLM"),
+    language_family("smollm3", "SmolLM3ForCausalLM"),
 )
 
 VISION = (
@@ -90,6 +91,7 @@ DIFFUSION = (
     diffusion_family("WanTransformer3DModel", conditions=TEXT[:1], **WAN_VIDEO),
     diffusion_family("WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel", **WAN_VIDEO),
     diffusion_family("ChronoEditTransformer3DModel", **{**WAN_VIDEO, "task": "image-to-image"}),
+    diffusion_family("WanAnimateTransformer3DModel", **{**WAN_VIDEO, "task": "video-to-video"}),
     diffusion_family("SanaTransformer2DModel", task="text-to-image", defaults=SANA_DEFAULTS, **LINEAR_TEXT),
     diffusion_family("SanaVideoTransformer3DModel", **SANA_VIDEO, **LINEAR_TEXT),
     diffusion_family("PixArtTransformer2DModel", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT),
