@@ -39,9 +39,8 @@ from torch import nn
 from tqdm import tqdm
 
 import mhla_hf
-from mhla_hf.checkpoints.checksums import hash_of
 from mhla_hf.checkpoints.files import file_aside, write_json
-from mhla_hf.checkpoints.fingerprint import fingerprint_model
+from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_of
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error

@@ -1,11 +1,10 @@
-"""What a model's numbers depend on, as a hash: of a folder its files, of a loaded model or pipeline its weights."""
+"""What numbers depend on, as a hash: of a folder its files, of a loaded model or pipeline its weights, of settings."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
-
-from .checksums import NOTED, hash_file, without_origin
 
 WEIGHTS = (".safetensors", ".bin")
 PIPELINE = "model_index.json"
@@ -13,6 +12,8 @@ DECISIVE = (
     PIPELINE, "config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
     "vocab.json", "merges.txt", "special_tokens_map.json",
 )  # fmt: skip
+ORIGIN = "_name_or_path"  # where diffusers notes the folder or Hub id that a configuration was read from
+NOTED = ("config.json", PIPELINE)  # where it does
 
 
 def fingerprint_folder(folder):
@@ -52,3 +53,32 @@ def fingerprint_model(model):
         elif hasattr(part, "to_json_string"):
             digest.update(part.to_json_string().encode())
     return f"tensors:{digest.hexdigest()[:32]}"
+
+
+def hash_of(content, digits: int = 16) -> str:
+    """First hex digits of the sha256 of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:digits]
+
+
+def without_origin(data: bytes) -> bytes:
+    """A configuration's bytes without diffusers' note of where it was loaded from, if there is one.
+
+    A push takes it out and a fingerprint leaves it out, so a pushed model still is the one that was evaluated.
+    """
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return data
+    if not isinstance(content, dict) or "_class_name" not in content or ORIGIN not in content:
+        return data
+    del content[ORIGIN]
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def hash_file(path, digest=None) -> str:
+    """sha256 of a file's bytes, 64 hex digits; digest: one that goes on by them."""
+    digest = digest or hashlib.sha256()
+    with Path(path).open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

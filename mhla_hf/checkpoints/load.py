@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -28,7 +27,6 @@ from transformers.utils import logging as transformers_logging
 
 from ..models.families import VISION, family_of_type
 from ..models.saving import check_whole_files
-from .checksums import SUMS_FILE, check_sums
 from .files import read_json
 from .fingerprint import PIPELINE
 
@@ -105,7 +103,7 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
 
     name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
     it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
-    ValueError, in one sentence, for whatever is wrong: files other than SHA256SUMS says, weights missing or pickled, ...
+    ValueError, in one sentence, for whatever is wrong: weights missing, pickled, damaged, ...
     """
     return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code)
 
@@ -156,17 +154,14 @@ def is_classifier_name(name, revision=None) -> bool:
 def checked_files(source, revision=None, index="config.json"):
     """While a model is loaded: gives the options of `from_pretrained` that take all its files from one commit.
 
-    source: as `check_model_name` gives it. index: a file that every such model has. ValueError, OSError: files are other
-    than SHA256SUMS says (a download's are compared afterwards), or shards lie outside the folder.
+    source: as `check_model_name` gives it. index: a file that every such model has. ValueError, OSError: a folder's
+    files are cut off, or its shards lie outside.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
         with without_questions():
             yield {"revision": commit}
-        with contextlib.suppress(EntryNotFoundError):  # the model was not pushed by mhla_hf
-            check_sums(Path(hf_hub_download(source, SUMS_FILE, revision=commit)).parent)
         return
-    check_sums(source)
     for shards in source.rglob("*.safetensors.index.json"):
         check_shards(shards)
     check_whole_files(source)

@@ -7,7 +7,6 @@ import os
 import re
 from pathlib import Path
 
-from .checksums import SUMS_FILE
 from .files import SHARD_SIZE, folder_aside, read_json
 from .fingerprint import PIPELINE
 from .load import without_bars
@@ -37,7 +36,7 @@ def saved_files(folder) -> list[Path]:
     folder = Path(folder)
     names = read_json(folder / PIPELINE) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
-    found = [folder / name for name in (CARD_FILE, PIPELINE, *RECORDS, *LICENSE_TEXTS, SUMS_FILE)]
+    found = [folder / name for name in (CARD_FILE, PIPELINE, *RECORDS, *LICENSE_TEXTS)]
     for part in (folder, *components):
         found += [part / name for name in (*CONFIGURATIONS, *VOCABULARIES)]
         found += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]

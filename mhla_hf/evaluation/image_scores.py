@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.checksums import hash_file, hash_of
 from ..checkpoints.files import file_aside
+from ..checkpoints.fingerprint import hash_file, hash_of
 from ..checkpoints.load import first_line, one_sentence, without_questions
 from ..checkpoints.values import checked, checked_field
 

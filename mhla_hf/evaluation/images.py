@@ -14,7 +14,7 @@ import numpy
 import torch
 from transformers import AutoImageProcessor
 
-from ..checkpoints.checksums import hash_of
+from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..training.data import load_split

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import write_json
+from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing
 from ..speed import DECODE

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import read_yaml
+from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed

@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkpoints.checksums import hash_file, hash_of
 from ..checkpoints.files import write_json
+from ..checkpoints.fingerprint import hash_file, hash_of
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results

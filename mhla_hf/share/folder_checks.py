@@ -15,9 +15,9 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.checksums import NOTED, SUMS_FILE, without_origin
 from ..checkpoints.clean_process import check_visit
 from ..checkpoints.files import write_text
+from ..checkpoints.fingerprint import NOTED, without_origin
 from ..checkpoints.load import check_shards, one_sentence
 from ..checkpoints.save import CARD_FILE, CONFIGURATIONS, RECORDS, saved_files
 from ..evaluation.records import Results
@@ -43,13 +43,13 @@ def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tupl
     folder, place = Path(folder), Path(place)
     if not folder.is_dir():
         raise ValueError(f"folder must be a saved model's directory, got {str(folder)!r}")
-    files = [file for file in saved_files(folder) if file.name != SUMS_FILE]
+    files = saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file} is no regular file in the folder: put the file itself there")
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{folder} holds no .safetensors file under its usual name: save the model without a variant")
-    shared = {folder / SUMS_FILE, *files, *(above for file in files for above in file.parents)}
+    shared = {*files, *(above for file in files for above in file.parents)}
     entries = {entry for above in {file.parent for file in files} for entry in above.iterdir()}
     left = tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries - shared))
     if left:

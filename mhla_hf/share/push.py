@@ -15,7 +15,6 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.checksums import SUMS_FILE, render_sums
 from ..checkpoints.files import SHARD_SIZE
 from ..checkpoints.save import CARD_FILE
 from .card import plain_card
@@ -101,8 +100,7 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
     """Put all files of a checked folder into a repository; arguments as `push`. Safe to do again: nothing is made twice."""
     files = sorted(file for file in Path(place).rglob("*") if file.is_file())
     additions = [CommitOperationAdd(file.relative_to(place).as_posix(), file) for file in files]
-    digests = {addition.path_in_repo: addition.upload_info.sha256.hex() for addition in additions}
-    additions.append(CommitOperationAdd(SUMS_FILE, render_sums(digests).encode()))
+    paths = {addition.path_in_repo for addition in additions}
     api, branch = HfApi(token=token, library_name="mhla_hf"), revision or "main"
     try:
         if not create_pr:
@@ -116,7 +114,7 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
         if taken := [ref for ref in refs if ref.name in tags and ref.target_commit != head]:
             raise ValueError(f"tags: {taken[0].name!r} is taken by commit {taken[0].target_commit} of {repo_id}")
         held = api.list_repo_files(repo_id, revision=head)
-        stale = [CommitOperationDelete(path) for path in held if path.endswith(STALE) and path not in digests]
+        stale = [CommitOperationDelete(path) for path in held if path.endswith(STALE) and path not in paths]
         logger.info("push: sending %d files to %s", len(additions), repo_id)
         where = {"revision": branch, "create_pr": create_pr}
         # with gitignore_content, else the repository's own .gitignore would leave files out in silence

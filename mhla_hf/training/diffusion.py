@@ -10,7 +10,7 @@ import types
 
 import torch
 
-from ..checkpoints.checksums import hash_of
+from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import optional
 from ..convert.families import family_of
 from ..models.families import DIFFUSION

@@ -15,9 +15,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import folder_aside, read_json, write_json
-from ..checkpoints.fingerprint import fingerprint_model
+from ..checkpoints.fingerprint import fingerprint_model, hash_of
 from ..checkpoints.load import first_line
 
 RECORD = "train.json"

@@ -11,8 +11,8 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.checksums import hash_of
 from ..checkpoints.files import write_json
+from ..checkpoints.fingerprint import hash_of
 from .data import TokenRing, open_text
 from .tasks import Reader
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import dit_pipeline
 
 import mhla_hf
-from mhla_hf.checkpoints.checksums import hash_file
+from mhla_hf.checkpoints.fingerprint import hash_file
 from mhla_hf.evaluation import image_scores
 from mhla_hf.evaluation.image_scores import (
     Extractor,

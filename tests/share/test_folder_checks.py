@@ -140,7 +140,6 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
     for name in LEFT:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x")
-    (folder / "SHA256SUMS").write_text("old")
     os.mkfifo(folder / "waits")
     (folder / "broken.json").symlink_to("nothing")
     (folder / "secrets").symlink_to("/etc")
