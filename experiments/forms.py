@@ -8,6 +8,7 @@ decoding keeps. The students that the demo has are judged, the others trained. R
 import argparse
 import copy
 import functools
+import itertools
 import math
 import statistics
 import tempfile
@@ -65,7 +66,7 @@ class Text:
         self.size = len(self.tokenizer.decode(self.rows.flatten()).encode())
         self.lookups = {
             times: [
-                self.encode(row["context"] + row["word"])
+                (row["back"] / times / length, self.encode(row["context"] + row["word"]))
                 for row in make_recall(held_out, self.count, words, window=times * length, items=items, seed=0)
                 if row["back"] > NEAR
             ]
@@ -115,17 +116,24 @@ def make_row(demo, job):
 
 @torch.no_grad()
 def judge(model, teacher, text):
-    """{"kl": nats per token to the teacher, "bits": per byte, "recall": {times the trained length: share}}, held-out."""
+    """{"kl": nats per token to the teacher, "bits": per byte, "recall": {times the trained length: share}}, held-out.
+
+    "depths": {times: {share of the context that lies between value and question: share right}}.
+    """
     kl = nll = 0.0
     for row in text.rows.split(4):
         log_p, log_q = (one(row, use_cache=False).logits.double().log_softmax(-1) for one in (teacher, model))
         kl += (log_p.exp() * (log_p - log_q)).sum().item()
         nll -= log_q[:, :-1].gather(-1, row[:, 1:, None]).sum().item()
-    recall = {}
+    recall, depths = {}, {}
     for times, asked in text.lookups.items():
-        last = (model(torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=1).logits[0, -1] for ids in asked)
-        recall[str(times)] = statistics.fmean(one.argmax() == ids[-1] for one, ids in zip(last, asked, strict=True))
-    return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall}
+        right = {}
+        for depth, ids in asked:
+            last = model(torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=1).logits[0, -1]
+            right.setdefault(f"{depth:.2f}", []).append(int(last.argmax() == ids[-1]))
+        recall[str(times)] = statistics.fmean(itertools.chain(*right.values()))
+        depths[str(times)] = {depth: statistics.fmean(right[depth]) for depth in sorted(right)}
+    return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall, "depths": depths}
 
 
 def run(out, seeds, demo="out", workers=2, command=None):
@@ -168,7 +176,22 @@ def render_forms(record):
         "\n".join([f"| attention | {' | '.join(head)} |", "|---" + "|---:" * len(head) + "|", *lines])
         for head, lines in zip(heads, (near, far), strict=True)
     ]
-    return "\n\n".join([*tables, f"{over}. {made(record)}"])
+    if any("depths" in row["after"] for row in kept):
+        tables.append(render_depths(kept, teachers))
+    return "\n\n".join([*tables, f"{over.capitalize()}. {made(record)}"])
+
+
+def render_depths(rows, teachers):
+    """Recall by depth of what the demo trained, and of the teacher."""
+    rows = [row for row in (*teachers, *rows) if row["form"] in ("teacher", *TRAINED) and "depths" in row["after"]]
+    depths = sorted({depth for row in rows for shares in row["after"]["depths"].values() for depth in shares})
+    lines = [f"| attention, times the trained length | {' | '.join(depths)} |", "|---" + "|---:" * len(depths) + "|"]
+    names = [form for form in ("teacher", *TRAINED) if any(row["form"] == form for row in rows)]
+    for form, times in itertools.product(names, map(str, LOOKUPS)):
+        own = [row["after"]["depths"].get(times, {}) for row in rows if row["form"] == form]
+        cells = [number([one[depth] for one in own], "{:.2f}") if depth in own[0] else "" for depth in depths]
+        lines.append(f"| {form}, {times}x | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

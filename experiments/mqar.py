@@ -161,17 +161,19 @@ def describe(row):
 
 def render_mqar(record):
     """The table: the share recalled beyond the window, mean and standard error over the seeds, and the steps it took."""
-    kept, over = whole_seeds(record["rows"], len(FORMS) * len(TASKS))
+    tables = {task: [row for row in record["rows"] if row["task"] == task] for task in TASKS}
+    tables = {task: whole_seeds(rows, len(FORMS)) for task, rows in tables.items() if rows}
     lines = [f"| attention | {' | '.join(TASKS)} |", "|---" + "|---:" * len(TASKS) + "|"]
     for form in FORMS:
         cells = []
         for task in TASKS:
-            rows = [row for row in kept if (row["form"], row["task"]) == (form, task)]
+            rows = [row for row in tables.get(task, [()])[0] if row["form"] == form]
             solved = all(row["steps"] < STEPS for row in rows)
             steps = f" ({number([row['steps'] for row in rows], '{:.0f}')} steps)" if rows and solved else ""
             cells.append(number([row["far"] for row in rows], "{:.2f}") + steps if rows else "not run")
         lines.append(f"| {form} | {' | '.join(cells)} |")
-    note = f"{over}; {STEPS} steps, fewer where {SOLVED:.0%} were recalled."
+    over = "; ".join(f"{task}: {over}" for task, (_, over) in tables.items())
+    note = f"{over}. {STEPS} steps, fewer where {SOLVED:.0%} were recalled."
     return "\n".join([*lines, "", f"{note} {made(record)}"])
 
 
@@ -182,7 +184,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     given = parser.parse_args()
     jobs = [
-        {"task": task, "form": form, "seed": seed} for seed in range(given.seeds) for task in TASKS for form in FORMS
+        {"task": task, "form": form, "seed": seed} for task in TASKS for seed in range(given.seeds) for form in FORMS
     ]
     command = f"python -m experiments.mqar --seeds {given.seeds}"
     print(render_mqar(add_rows(given.out, make_row, jobs, describe, workers=given.workers, command=command)))

@@ -33,7 +33,7 @@ def whole_seeds(rows, count):
     """The rows of the seeds that have all `count` of theirs, else of the first seed; and how to call these seeds."""
     seeds = sorted({row["seed"] for row in rows})
     whole = [seed for seed in seeds if sum(row["seed"] == seed for row in rows) == count] or seeds[:1]
-    said = f"Mean ± standard error over seeds {whole[0]} to {whole[-1]}" if len(whole) > 1 else f"Seed {whole[0]} alone"
+    said = f"mean ± standard error over seeds {whole[0]} to {whole[-1]}" if len(whole) > 1 else f"seed {whole[0]} alone"
     return [row for row in rows if row["seed"] in whole], said
 
 

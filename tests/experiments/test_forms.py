@@ -40,7 +40,12 @@ def test_rows_of_what_is_trained_and_of_what_the_demo_has(tmp_path, monkeypatch)
     assert trained["before"]["kl"] > 0 and trained["after"] != trained["before"]
     assert found["after"] == found["before"], "the demo's student here is as it was converted"
     assert control["before"]["kl"] == pytest.approx(0, abs=1e-12) and control["after"]["kl"] > 0
-    assert set(found["after"]["recall"]) == {"1", "4"} and found["state_bytes"] < trained["state_bytes"]
+    assert (
+        set(found["after"]["recall"]) == {"1", "4"}
+        and len(found["after"]["depths"]["4"]) == 5
+        and found["state_bytes"] < trained["state_bytes"]
+    )
     assert forms.describe(found).startswith("seed 0, window + MHLA by 2 decays: KL ")
     table = forms.render_forms({"rows": json.loads(json.dumps(rows)), **describe_run("test", "cpu")})
-    assert table.count("\n| ") == 2 * (1 + 2 + 2) - 1 and "Seed 0 alone" in table
+    assert table.count("\n| ") == 2 * (1 + 2 + 2) - 1 + 1 + 3 * 2 and "Seed 0 alone" in table
+    assert "| teacher, 4x | " in table and "| 0.10 | 0.30 |" in table

@@ -60,4 +60,4 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert mqar.add_rows(out, None, jobs, mqar.describe) == {"rows": rows}  # nothing is missing, no worker is asked
     run = {"command": "c", "hardware": "h", "versions": {"torch": "t", "transformers": "u"}}
     table = mqar.render_mqar({"rows": rows, **run})  # none is whole
-    assert f"| softmax | 1.00 ({mqar.STEPS - 1} steps) | not run |" in table and "Seed 1 alone" in table
+    assert f"| softmax | 1.00 ({mqar.STEPS - 1} steps) | not run |" in table and f"{task}: seed 1 alone" in table
