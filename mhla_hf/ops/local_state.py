@@ -188,9 +188,11 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
     state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
 
-    near_k, near_v, block = state.k, state.v, p // size
-    position = p[:, None] - (p[:, None] - torch.arange(ring, device=p.device)) % ring  # the last one in each slot
-    seen = state.valid & (position >= ((block - lag + 1) * size).clamp(min=0)[:, None])
+    block, rows = p // size, rows[:, None]
+    position = (block - lag + 1)[:, None] * size + torch.arange(lag * size, device=p.device)
+    slots = position % ring
+    near_k, near_v = state.k[rows, slots], state.v[rows, slots]
+    seen = state.valid[rows, slots] & (position >= 0) & (position <= p[:, None])
     if form.sinks:
         near_k, near_v = torch.cat([state.sink_k, near_k], 1), torch.cat([state.sink_v, near_v], 1)
         seen = torch.cat([state.sink_valid & (block >= lag)[:, None], seen], 1)
