@@ -14,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.files import write_text
+from mhla_hf.convert.transformers_models import REFUSED
+from mhla_hf.models.families import LANGUAGE
+from mhla_hf.models.overlay import base_classes
 from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit
@@ -29,7 +32,7 @@ from .studies.scaling import render_scaling
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("diffusion", "evidence", "images", "language", "performance")),
+    *(f"docs/{name}.md" for name in ("diffusion", "evidence", "families", "images", "language", "performance")),
 )
 TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNMEASURED = (
@@ -45,7 +48,7 @@ def render(text, root=ROOT):
         if kind not in KINDS:
             raise ValueError(f"table is of kind {kind!r}; expected one of {', '.join(KINDS)}")
         path = root / file
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and path.suffix == ".json" else None
         lines = KINDS[kind](record).strip("\n").splitlines()
         return f"{begin}\n{chr(10).join(line.rstrip() for line in lines)}\n\n{end}"
 
@@ -61,6 +64,18 @@ def write_documents():
             write_text(ROOT / name, new)
             changed.append(name)
     return changed
+
+
+def render_families(_):
+    """Every model type of causal language models that transformers has, and what comes of it."""
+    lines = ["| model type | heads |", "|---|---|"]
+    for family in LANGUAGE:
+        names = [name.removeprefix(family.classes[0].removesuffix("LMHeadModel")) for name in base_classes(family)]
+        lines.append(f"| `{family.base}` | {', '.join(names)} |")
+    lines += ["", "| refused, because | model types |", "|---|---|"]
+    for reason, types in REFUSED.items():
+        lines.append(f"| {reason} | {', '.join(f'`{one}`' for one in types.split())} |")
+    return "\n".join(lines)
 
 
 def render_cache(lengths):
@@ -105,6 +120,7 @@ def render_gpu(record):
 KINDS = {
     "bench": lambda record: f"{made_by(record)} {render_bench(record)}",
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
+    "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "forms": render_forms,
     "mqar": render_mqar,

@@ -4,6 +4,7 @@ Importing this registers the model types with transformers' Auto classes, which 
 below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help` imports neither.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -19,7 +20,11 @@ _PUBLIC = {
     "mhla_step": "ops.api",
     "MHLASettings": "nn.settings",
     "MHLAConfig": "models.configuration",
+    "MHLAModel": "models.language",
     "MHLAForCausalLM": "models.language",
+    "MHLAForSequenceClassification": "models.language",
+    "MHLAForTokenClassification": "models.language",
+    "MHLAForQuestionAnswering": "models.language",
     "MHLAVisionConfig": "models.vision_configuration",
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
@@ -44,7 +49,8 @@ def __getattr__(name: str):
         configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
         for family in FAMILIES:
             if name.removeprefix("MHLA") in (*family.classes, configs.get(family.base)):
-                return getattr(importlib.import_module(f".{family.entry}", __name__), name)
+                with contextlib.suppress(AttributeError):  # a head that this family has not
+                    return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,6 +5,7 @@ one sentence that names the model.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
@@ -22,10 +23,12 @@ from transformers import (
     AutoTokenizer,
     dynamic_module_utils,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..models.families import VISION, family_of_type
+from ..models.families import VISION, Family, auto_class_of, family_of_type
+from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from .files import read_json
 from .fingerprint import PIPELINE
@@ -33,6 +36,29 @@ from .fingerprint import PIPELINE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def register_classes(config: type, classes) -> None:
+    """Register a model type with transformers' Auto classes; one that is registered already stays as it is."""
+    if config.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(config.model_type, config)
+        for cls in reversed(classes):  # of several for one Auto class, the first
+            getattr(transformers, auto_class_of(cls.__name__)).register(config, cls, exist_ok=True)
+
+
+def register_family(family: Family) -> None:
+    """Register what a family of bases of transformers becomes: its configuration, body and heads."""
+    module = importlib.import_module(f"..{family.entry}", __package__)
+    classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
+    register_classes(classes[0].config_class, classes)
+
+
+def register_type_of(source, **files) -> None:
+    """Register the family of a converted model in a folder or on the Hub, if it is of one; files: as `from_pretrained`."""
+    config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **files)
+    family = family_of_type(config.get("model_type", "").removeprefix("mhla_"))
+    if config.get("mhla") is not None and family is not None:
+        register_family(family)
 
 
 @contextlib.contextmanager
@@ -81,6 +107,7 @@ def is_pipeline(name, revision=None):
 def load_config(name, *, revision=None, trust_remote_code=False):
     """The configuration of a folder or Hub id; ValueError in one sentence."""
     with one_sentence(f"model {str(name)!r}: its configuration cannot be loaded"):
+        register_type_of(name, revision=revision)
         return AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
 
 
@@ -121,6 +148,7 @@ def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_co
     where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
     with one_sentence(f"model {str(name)!r} cannot be loaded{where}"):
         with checked_files(source, revision) as files:
+            register_type_of(source, **files)
             options = {"trust_remote_code": trust_remote_code, **files}
             tools = read_tools(str(source), **options)
             options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
@@ -140,7 +168,7 @@ def kind_of_class(name: str) -> str | None:
 def is_classifier_name(name, revision=None) -> bool:
     """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
     try:
-        config = AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=False)
+        config = load_config(name, revision=revision)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]

@@ -78,7 +78,7 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
         raise ValueError('cache_bytes: came for a dense mixing, whose state grows, expected mixing_form="decay".')
     if context < 1:
         raise ValueError(f"context: got {context}, expected the tokens at which cache_bytes count.")
-    key = torch.empty(1, 1, core.num_kv_heads, attention.head_dim, dtype=model.dtype, device="meta")
+    key = torch.empty(1, 1, core.num_kv_heads, core.q_map.head_dim, dtype=model.dtype, device="meta")
     value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
     state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form).nbytes()
     softmax = (key.nbytes + value.nbytes) * context

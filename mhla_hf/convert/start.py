@@ -291,17 +291,17 @@ def fit_decays(model, num_decays: int, batches=()) -> dict:
     wanted = [log_probabilities(model, ids) for ids in batches]
     r2 = {}
     for index, attention in layers.items():
-        attention.mhla, r2[index] = with_decays(attention.mhla, settings, attention.head_dim, model.config)
-        match_device_and_dtype(attention.mhla, attention.q_proj.weight.device, model.dtype)
+        attention.mhla, r2[index] = with_decays(attention.mhla, settings, model.config)
+        match_device_and_dtype(attention.mhla, next(attention.parameters()).device, model.dtype)
     model.config.mhla = settings.to_dict()
     kls = [mean_kl(before, log_probabilities(model, ids)) for before, ids in zip(wanted, batches, strict=True)]
     return {"r2": r2, "kl": sum(kls) / len(kls)} if kls else {"r2": r2}
 
 
-def with_decays(core: MHLA, settings: MHLASettings, key_dim: int, config):
+def with_decays(core: MHLA, settings: MHLASettings, config):
     """The core with decays in the place of its matrix, and the R^2 of the worst of its heads."""
     sizes = {"num_heads": core.num_heads, "num_kv_heads": core.num_kv_heads, "hidden_size": config.hidden_size}
-    own = DecayMHLA(settings, key_dim=key_dim, value_dim=core.value_dim, **sizes).train(core.training)
+    own = DecayMHLA(settings, key_dim=core.q_map.head_dim, value_dim=core.value_dim, **sizes).train(core.training)
     matrix = core.mixing.core().double().cpu().expand(core.num_heads, -1, -1)
     size = matrix.shape[-1]
     rows = torch.arange(size // 2, size)

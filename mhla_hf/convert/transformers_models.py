@@ -5,18 +5,50 @@ import logging
 from dataclasses import replace
 
 import torch
-import transformers
 
+from ..checkpoints.load import register_family
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
-from ..models.families import LANGUAGE, VISION, Family, family_of_type
+from ..models.families import VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
+from ..models.overlay import base_classes
 from ..nn.core import check_causal
 from ..nn.settings import MHLASettings
 from .families import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
+REFUSED = {  # why -> model types of causal language models
+    "its attention does not call transformers' attention interface": (
+        "big_bird bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj longcat_flash megatron-bert mpt mvp "
+        "openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"
+    ),
+    "it has no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "it is the decoder of an encoder and decoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart whisper"
+    ),
+    "it is an encoder": (
+        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
+        "xlm-roberta-xl xmod"
+    ),
+    "its layers keep from attention what padding needs": "nemotron opt stablelm",
+    "its attention has sinks or a sliding window in every layer": (
+        "flint gpt_oss granite_swa granitemoe_swa moshi recurrent_gemma"
+    ),
+    "its attention is sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4",
+    "its attention is not one softmax": "diffllama doge",
+    "attention and a recurrent part share a layer's cache": "falcon_h1 hrm_text inkling2_text inkling_text zaya",
+    "its own cached and whole forward passes differ, so the conversion cannot be checked": "bamba jamba nemotron_h",
+    "it sees more than text; its language model has a type of its own": (
+        "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize "
+        "phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
+    ),
+    "its classes are another type's": "gpt-sw3 internlm3 iquestcoder",
+    "no small model of it could be built to try": (
+        "cohere_compass_text dbrx gemma4_assistant gemma4_unified_assistant gemma4_unified_text qwen4_exp_text zamba "
+        "zamba2"
+    ),
+}
 
 
 def check_tower(settings: MHLASettings) -> None:
@@ -37,12 +69,14 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
         raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
     check(settings)
     config = model.config
-    settings = replace(settings, layers=settings.resolve_layers(config.num_hidden_layers))
     attentions = find(model)
+    settings = replace(settings, layers=choose_convertible(settings, config, attentions))
     for index in settings.layers:
-        if hasattr(attentions[index], "_hf_hook") and attentions[index].q_proj.weight.is_meta:
+        if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
-    check_what_is_lost(config, attentions, settings.layers)
+    for name in ("attention_dropout", "attention_probs_dropout_prob"):
+        if getattr(config, name, 0.0):
+            logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
 
     model_class = mhla_class(family, type(model))
     own = copy.deepcopy(config)
@@ -55,7 +89,8 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
     own.architectures = [model_class.__name__]
     install(model, settings)
     for index in settings.layers:
-        match_device_and_dtype(attentions[index].mhla, attentions[index].q_proj.weight.device, model.dtype)
+        match_device_and_dtype(attentions[index].mhla, next(attentions[index].parameters()).device, model.dtype)
+    register_family(family)
     return model
 
 
@@ -70,22 +105,46 @@ def convertible_family(model) -> Family:
         raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax one.")
     family = family_of_type(model_type)
     if family is None:
-        known = [family.base for family in (*LANGUAGE, *VISION)]
-        raise ValueError(f"model: got model type {model_type!r}, expected one of {known}.")
-    if type(model) not in [getattr(transformers, name) for name in family.classes]:
-        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(family.classes)}.")
+        reason = next(
+            (reason for reason, types in REFUSED.items() if model_type in types.split()), "it was never tried"
+        )
+        raise ValueError(f"model: got model type {model_type!r}, expected another one: {reason}.")
+    if type(model) not in (known := base_classes(family)).values():
+        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(known)}.")
     return family
 
 
-def check_what_is_lost(config, attentions: dict, layers: list[int]) -> None:
-    """Refuse what changes a base's softmax layers and MHLA layers cannot do; say once that its dropout is gone."""
-    for index in layers:
-        window = getattr(attentions[index], "sliding_window", getattr(config, "sliding_window", None))
-        if window is not None:
-            what = "expected a base loaded with sliding_window=None, or other layers"
-            raise ValueError(f"sliding_window: layer {index} sees the last {window} tokens, not MHLA; {what}.")
-    if getattr(config, "is_causal", True) is False and family_of_type(config.model_type) in LANGUAGE:
-        raise ValueError("is_causal: the base's configuration says False, expected a causal language model.")
-    for name in ("attention_dropout", "attention_probs_dropout_prob"):
-        if getattr(config, name, 0.0):
-            logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
+def choose_convertible(settings: MHLASettings, config, attentions: dict) -> list[int]:
+    """The layers that become MHLA: of those that lose nothing by it. ValueError, one sentence: there are none, or others."""
+    reasons = {index: reason for index, attention in attentions.items() if (reason := what_is_lost(attention, config))}
+    able = [index for index in sorted(attentions) if index not in reasons]
+    if not able:
+        reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
+        raise ValueError(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
+    if not isinstance(settings.layers, str):
+        if wrong := [index for index in settings.layers if index not in able]:
+            reason = reasons.get(wrong[0], "it has no softmax attention")
+            raise ValueError(f"layers: got layer {wrong[0]}, expected some of {able}: {reason}.")
+        return settings.layers
+    return [able[place] for place in settings.resolve_layers(len(able))]
+
+
+def what_is_lost(attention: torch.nn.Module, config) -> str | None:
+    """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing."""
+    types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)
+    kind = types[index] if types and index < len(types) else None
+    whole = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+    window = getattr(attention, "sliding_window", whole) if getattr(attention, "is_sliding", True) else None
+    if window is not None:
+        return f"it sees the last {window} tokens alone (sliding_window)"
+    if kind not in (None, "full_attention"):
+        return f"its kind is {kind!r}"
+    if getattr(attention, "is_kv_shared_layer", False) or getattr(attention, "store_full_length_kv", False):
+        return "it shares keys and values with other layers"
+    if getattr(attention, "sinks", None) is not None:
+        return "it has attention sinks"
+    if getattr(attention, "attn_logit_softcapping", None) is not None:
+        return "its scores have a soft cap"
+    if hasattr(attention, "layer_idx") and False in (getattr(x, "is_causal", True) for x in (attention, config)):
+        return "it looks both ways (is_causal=False)"
+    return None

@@ -6,6 +6,9 @@ module. What the base does not hand on (the padding of the batch, the cache, the
 arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
 """
 
+import functools
+import inspect
+
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -37,7 +40,8 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
     options |= {"rotate": kwargs["mhla_rotate"]} if "mhla_rotate" in kwargs else {}
     borders = kwargs.get("cu_seq_lens_q") if cache is None else None
-    return module.mhla(q, k, v, starts=starts, key_mask=key_mask, cu_seqlens=borders, **options), None
+    o = module.mhla(q, k, v, starts=starts, key_mask=key_mask, cu_seqlens=borders, **options)
+    return o.contiguous(), None  # as some bases view it
 
 
 def padding_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
@@ -52,36 +56,49 @@ AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 class MHLAMixer:
     """Mixed into a transformers attention class; the module has a child `mhla` (`MHLA`)."""
 
-    def forward(self, hidden_states: torch.Tensor, *args, past_key_values=None, **kwargs):
-        """As the base, with the layer's own cache in place of keys and values."""
-        cache = mhla_cache_layer(past_key_values, self.layer_idx)
-        output = super().forward(
-            hidden_states, *args, past_key_values=None, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs
-        )
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
+        """As the base, with the layer's own cache in place of keys and values, whatever the base calls these."""
+        past = [kwargs.pop(name) for name in ("past_key_values", "layer_past") if name in kwargs]
+        cache = mhla_cache_layer(past[0] if past else None, self.layer_idx)
+        output = super().forward(hidden_states, *args, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
         return output
 
 
 def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a decoder that can become MHLA, by layer index."""
-    needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "config")
-    return {module.layer_idx: module for module in model.modules() if all(hasattr(module, name) for name in needed)}
+    """The attention modules of a decoder, by layer index: those that call transformers' attention interface, and MHLA's."""
+    found = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    return {module.layer_idx: module for module in found if hasattr(module, "mhla") or calls_interface(type(module))}
+
+
+@functools.cache
+def calls_interface(attention_class: type) -> bool:
+    """Whether the forward of this class asks transformers for "the attention function", in the way all its models do."""
+    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+
+
+def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
+    """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
+    heads = config.num_attention_heads
+    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
+    latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
+    return sizes | latent  # which differ in latent attention
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:
-    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a causal LM with a body.
+    """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a body, or a head on one.
 
     core_class: `MHLA` or `DecayMHLA`, made once for each of these modules.
     """
     config = model.config
     attentions = softmax_attentions(model)
     chosen = settings.resolve_layers(config.num_hidden_layers)
-    sizes = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
-    sizes |= {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
+    widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
-        core = core_class(settings, key_dim=attention.head_dim, value_dim=attention.head_dim, **sizes)
+        core = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:

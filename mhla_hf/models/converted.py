@@ -26,4 +26,4 @@ class MHLALanguageMixin(MHLAHeadMixin):
 
 
 def __getattr__(name: str):
-    return overlay_named(name, LANGUAGE, lambda family, base: MHLALanguageMixin, MHLAMixer)
+    return overlay_named(name, LANGUAGE, MHLALanguageMixin, MHLAMixer)

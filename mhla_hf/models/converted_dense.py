@@ -15,4 +15,4 @@ class MHLADenseLanguageMixin(MHLAHeadMixin):
 
 
 def __getattr__(name: str):
-    return overlay_named(name, LANGUAGE, lambda family, base: MHLADenseLanguageMixin, MHLAMixer)
+    return overlay_named(name, LANGUAGE, MHLADenseLanguageMixin, MHLAMixer)

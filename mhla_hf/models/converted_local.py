@@ -15,4 +15,4 @@ class MHLALocalLanguageMixin(MHLAHeadMixin):
 
 
 def __getattr__(name: str):
-    return overlay_named(name, LANGUAGE, lambda family, base: MHLALocalLanguageMixin, MHLAMixer)
+    return overlay_named(name, LANGUAGE, MHLALocalLanguageMixin, MHLAMixer)

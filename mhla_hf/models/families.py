@@ -5,6 +5,16 @@ Converting, training, sharing and the bundles read these records. They are plain
 
 from dataclasses import dataclass, field
 
+HEADS = {  # how a language model's class ends, and the Auto class that finds it
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "Model": "AutoModel",
+    "TextModel": "AutoModel",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+}
+IMAGE_HEADS = dict.fromkeys(("ForImageClassification", "WithTeacher"), "AutoModelForImageClassification")
 TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 
 
@@ -37,10 +47,10 @@ class Family:
     fixed_size: bool = False
 
 
-def language_family(base: str, *classes: str) -> Family:
-    """A family of causal language models of transformers."""
+def language_family(base: str, prefix: str) -> Family:
+    """A family of causal language models of transformers: a body and the heads on it, as far as it has them."""
     defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax"}
-    return Family(base, classes, "models.converted", "text-generation", defaults)
+    return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 
 
 def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
@@ -54,15 +64,30 @@ def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "con
     return Family(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
 
 
-LANGUAGE = (
-    language_family("llama", "LlamaForCausalLM"),
-    language_family("mistral", "MistralForCausalLM"),
-    language_family("mixtral", "MixtralForCausalLM"),
-    language_family("olmo2", "Olmo2ForCausalLM"),
-    language_family("qwen2", "Qwen2ForCausalLM"),
-    language_family("qwen3", "Qwen3ForCausalLM"),
-    language_family("smollm3", "SmolLM3ForCausalLM"),
-)
+LANGUAGE_PREFIXES = {  # model type in transformers -> how the names of its classes begin
+    "afmoe": "Afmoe", "apertus": "Apertus", "arcee": "Arcee", "aria_text": "AriaText", "axk1": "AXK1",
+    "bailing_hybrid": "BailingHybrid", "beam": "Beam", "biogpt": "BioGpt", "bitnet": "BitNet",
+    "cohere": "Cohere", "cohere2": "Cohere2", "cohere2_moe": "Cohere2Moe", "ctrl": "CTRL", "cwm": "Cwm",
+    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "dots1": "Dots1",
+    "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "exaone4": "Exaone4",
+    "exaone_moe": "ExaoneMoe", "flex_olmo": "FlexOlmo", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
+    "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neox": "GPTNeoX",
+    "granite": "Granite", "granitemoe": "GraniteMoe", "granitemoehybrid": "GraniteMoeHybrid",
+    "granitemoeshared": "GraniteMoeShared", "helium": "Helium", "hunyuan_v1_dense": "HunYuanDenseV1",
+    "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "jais2": "Jais2",
+    "jetmoe": "JetMoe", "kimi_linear": "KimiLinear", "kolibri1": "Kolibri1", "laguna": "Laguna", "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe", "lfm3": "Lfm3", "llama": "Llama", "llama4_text": "Llama4", "mellum": "Mellum",
+    "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2",
+    "minimax_m3_vl_text": "MiniMaxM3VL", "ministral": "Ministral", "ministral3": "Ministral3", "mistral": "Mistral",
+    "mixtral": "Mixtral", "modernbert-decoder": "ModernBertDecoder", "nanochat": "NanoChat", "olmo": "Olmo",
+    "olmo2": "Olmo2", "olmo3": "Olmo3", "olmo_hybrid": "OlmoHybrid", "olmoe": "Olmoe", "persimmon": "Persimmon",
+    "phi": "Phi", "phi3": "Phi3", "phimoe": "Phimoe", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
+    "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next",
+    "seed_oss": "SeedOss", "smollm3": "SmolLM3", "solar_open": "SolarOpen", "starcoder2": "Starcoder2",
+    "vaultgemma": "VaultGemma", "youtu": "Youtu",
+}  # fmt: skip
+LANGUAGE = tuple(language_family(base, prefix) for base, prefix in LANGUAGE_PREFIXES.items())
 
 VISION = (
     vision_family("vit", "ViTModel", "ViTForImageClassification"),
@@ -108,3 +133,8 @@ def family_of_type(model_type: str | None) -> Family | None:
 def family_of_class(name: str) -> Family | None:
     """The family of a class of models by its name, with MHLA before it or without, as config.json says it; or None."""
     return next((family for family in FAMILIES if name.removeprefix("MHLA") in family.classes), None)
+
+
+def auto_class_of(name: str) -> str:
+    """The Auto class of transformers that finds a model class of this name."""
+    return next((auto for end, auto in {**HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel")

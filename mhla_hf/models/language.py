@@ -7,7 +7,12 @@ turns the features after the map (relu); an RMSNorm per head and an output gate 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -81,7 +86,6 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
 
     config: MHLAConfig
     source_entry = "models.language"
-    auto_name = "AutoModel"
     _no_split_modules = ["MHLADecoderLayer"]
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
 
@@ -89,6 +93,10 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
         PreTrainedModel.__init__(self, config)  # without Llama's layers
         # Whatever attention a caller asks for, there is no softmax to apply it to; and no T x T mask is made for it.
         config._attn_implementation_internal = ATTENTION_NAME
+
+    def class_names(self) -> list[str]:
+        """Of the body and its heads."""
+        return [cls.__name__ for cls in HEADS_FROM_SCRATCH]
 
 
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):
@@ -112,11 +120,43 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
     """The language model: token ids to logits, loss and text, as any causal LM of transformers."""
 
-    auto_name = "AutoModelForCausalLM"
-
     def __init__(self, config: MHLAConfig):
         super().__init__(config)
         self.model = MHLAModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTrainedModel):
+    """One label, or a reward with `num_labels=1`, for each sequence, from its last token that is no padding."""
+
+    def __init__(self, config: MHLAConfig):
+        MHLAPreTrainedModel.__init__(self, config)  # without the search for a body
+        self.num_labels, self.model = config.num_labels, MHLAModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedModel):
+    """A label for each token."""
+
+    def __init__(self, config: MHLAConfig):
+        MHLAPreTrainedModel.__init__(self, config)
+        self.num_labels, self.model = config.num_labels, MHLAModel(config)
+        self.dropout, self.score = nn.Dropout(0.1), nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
+    """Where an answer begins and ends."""
+
+    def __init__(self, config: MHLAConfig):
+        MHLAPreTrainedModel.__init__(self, config)
+        self.model, self.qa_outputs = MHLAModel(config), nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+HEADS_FROM_SCRATCH = (
+    *(MHLAModel, MHLAForCausalLM, MHLAForSequenceClassification, MHLAForTokenClassification, MHLAForQuestionAnswering),
+)

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
-from .families import Family
+from .families import Family, family_of_type
 from .pretrained import MHLAPreTrainedMixin
 
 
@@ -42,14 +42,25 @@ class MHLAOverlayConfig:
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Mixed into the base's class: builds the base, then makes the layers that `config.mhla` lists MHLA by `install`."""
+    """Mixed into the base's class: builds the base, then makes the layers that `config.mhla` lists MHLA by `install`.
+
+    While the base is built the configuration is of its base's class, by which heads find their body.
+    """
 
     def __init__(self, config, *args, **kwargs):
         if getattr(config, "mhla", None) is None:
             what = "expected an MHLA configuration; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__} without `mhla`, {what}.")
-        super().__init__(config, *args, **kwargs)
+        own, config.__class__ = type(config), type(config).__bases__[1]
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.__class__ = own
         self.install(self, MHLASettings.from_dict(config.mhla))
+
+    def class_names(self) -> list[str]:
+        """Of the body and the heads that the base's family has."""
+        return [f"MHLA{name}" for name in base_classes(family_of_type(self.config.base_model_type))]
 
 
 _OVERLAYS = {}  # every class that is made here, by what it is made of: each is made once
@@ -64,6 +75,13 @@ def overlay_class(base: type, mixin: type, entry: str, **namespace) -> type:
         namespace["__module__"] = __name__.replace("models.overlay", entry)
         _OVERLAYS[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
     return _OVERLAYS[base]
+
+
+def base_classes(family: Family) -> dict[str, type]:
+    """The classes of a family's base that there are, by name."""
+    found = {name: getattr(transformers, name, None) for name in family.classes}
+    config = CONFIG_MAPPING[family.base]
+    return {name: cls for name, cls in found.items() if getattr(cls, "config_class", None) is config}
 
 
 def overlay_config_class(family: Family) -> type:
@@ -99,22 +117,18 @@ def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str
     attention.add_module("mhla", core)
 
 
-def overlay_named(name: str, families: tuple[Family, ...], model_mixin, attention_mixin: type):
-    """What the modules of converted families have under `name`: a configuration, a model or an attention class.
-
-    model_mixin: (family, class of the base) -> what is mixed into it. attention_mixin: into an attention class.
-    """
+def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, attention_mixin: type):
+    """What the modules of converted families have under `name`: a configuration, a model or an attention class."""
     own = name.removeprefix("MHLA")
     for family in families if name.startswith("MHLA") else ():
-        config = CONFIG_MAPPING_NAMES[family.base]
-        if own == config:
+        if own == CONFIG_MAPPING_NAMES[family.base]:
             return overlay_config_class(family)
-        if own in family.classes:
-            base = getattr(transformers, own)
-            return overlay_model_class(family, base, model_mixin(family, base))
-        if own == f"{config.removesuffix('Config').removesuffix('Vision')}Attention":
-            module = sys.modules[getattr(transformers, family.classes[0]).__module__]
-            return overlay_class(getattr(module, own), attention_mixin, family.entry)
+        if own in family.classes and own in base_classes(family):
+            return overlay_model_class(family, base_classes(family)[own], model_mixin)
+        if own.endswith("Attention") and own.startswith(family.classes[0].removesuffix("LMHeadModel")):
+            module = sys.modules[next(iter(base_classes(family).values())).__module__]
+            if hasattr(module, own):
+                return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}, expected one of {[f.base for f in families]}."
     )

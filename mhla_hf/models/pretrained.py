@@ -8,15 +8,14 @@ from safetensors import SafetensorError
 from transformers.distributed import DistributedConfig
 from transformers.initialization import copy_
 
+from .families import auto_class_of
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
 
 
 class MHLAPreTrainedMixin:
-    """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model, `auto_name`
-    the Auto class that finds it."""
+    """Before a `PreTrainedModel` class in the bases; `source_entry` names the module that defines the model."""
 
     source_entry = ""
-    auto_name = "AutoModelForCausalLM"
     _keep_in_fp32_modules_strict = ["mixing"]
     # A decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
@@ -24,6 +23,10 @@ class MHLAPreTrainedMixin:
     def entry_to_save(self) -> str:
         """The module whose bundle goes into the checkpoint."""
         return self.source_entry
+
+    def class_names(self) -> list[str]:
+        """The names of the classes that this checkpoint can be loaded as, by their Auto classes."""
+        return []
 
     def initialize_weights(self):
         """As transformers, then the MHLA modules' own starts (parameters that were loaded are left alone)."""
@@ -68,10 +71,9 @@ class MHLAPreTrainedMixin:
         if kwargs.get("is_main_process", True):
             write_source(self.entry_to_save(), save_directory)
         module = SOURCE_FILE.removesuffix(".py")
-        self.config.auto_map = {
-            "AutoConfig": f"{module}.{type(self.config).__name__}",
-            self.auto_name: f"{module}.{type(self).__name__}",
-        }
+        names = [*self.class_names(), type(self).__name__]
+        self.config.auto_map = {"AutoConfig": f"{module}.{type(self.config).__name__}"}
+        self.config.auto_map |= {auto_class_of(name): f"{module}.{name}" for name in names}
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if push_to_hub:

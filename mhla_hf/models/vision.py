@@ -28,7 +28,6 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
     config: MHLAVisionConfig
     source_entry = "models.vision"
-    auto_name = "AutoModel"
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
@@ -132,8 +131,6 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 
 class MHLAForImageClassification(MHLAVisionPreTrainedModel):
     """The classifier: images `[B, channels, height, width]` to logits `[B, num_labels]` and loss."""
-
-    auto_name = "AutoModelForImageClassification"
 
     def __init__(self, config: MHLAVisionConfig):
         super().__init__(config)

@@ -16,15 +16,15 @@ def sliding_qwen2():
 CONVERT = [
     (lambda: "llama", {}, "model: got str"),
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
-    (lambda: LlamaModel(softmax_model().config), {}, "model: got LlamaModel, expected LlamaForCausalLM"),
+    (lambda: type("Own", (LlamaModel,), {})(softmax_model().config), {}, "model: got Own, expected LlamaForCausalLM"),
     (scratch_model, {}, "MHLA model already"),
-    (softmax_model, {"layers": [3]}, "layers: got index 3"),
+    (softmax_model, {"layers": [3]}, "layers: got layer 3, expected some of [0, 1, 2]"),
     (softmax_model, {"blocksize": 3}, "'blocksize'"),
     (softmax_model, {"rope": "after"}, "rope"),
     (softmax_model, {"normalize": "official"}, "normalize"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
-    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "sliding_window: layer 1 sees the last 16"),
-    (sliding_qwen2, {"layers": [0, 2]}, "sliding_window: layer 2 sees"),
+    (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "got 'mistral', expected layers that can become MHLA: it sees the last 16"),
+    (sliding_qwen2, {"layers": [0, 2]}, "layers: got layer 2, expected some of [0, 1]: it sees"),
     (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
 ]
 

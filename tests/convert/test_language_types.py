@@ -1,0 +1,134 @@
+"""Every model type of causal language models that converts does what a language model does, and every other is refused."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from elsewhere import run_elsewhere
+from safetensors.torch import save_file
+from small_models import one_sentence, shaken, softmax_model
+from small_types import TYPES, small_model_of
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import mhla_hf
+from mhla_hf.convert.transformers_models import REFUSED
+
+IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+CUTS = (0, 21, 22, 23, 33, 40)
+BORDER = 15
+# packed sequences are not kept apart by the softmax original either, for lack of a kernel or by its own design
+UNPACKED = ("afmoe", "bailing_hybrid", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
+UNPACKED += ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+
+
+def converted(model_type):
+    return shaken(mhla_hf.convert(small_model_of(model_type), layers="all", block_size=8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_converted_model_of_this_type(model_type, tmp_path):
+    """Cached equals whole, no token sees a later one, padding changes nothing, packed equals alone, saved equals itself."""
+    base = small_model_of(model_type)
+    softmax = base(IDS).logits
+    model = shaken(mhla_hf.convert(base, layers="all", block_size=8))
+    whole = model(IDS).logits
+    close = 1e-4 * max(1.0, float(whole.abs().max()))
+    assert (whole - softmax).abs().max() > 1e-3, "the MHLA layers change nothing"
+
+    cache, parts = None, []
+    for begin, end in itertools.pairwise(CUTS):
+        output = model(IDS[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    assert (torch.cat(parts, 1) - whole).abs().max() <= close
+
+    later = torch.cat([IDS[:, :-1], IDS[:, -1:] % 50 + 4], 1)
+    assert (model(later).logits - whole)[:, :-1].abs().max() <= close
+
+    padded, mask = torch.nn.functional.pad(IDS, (5, 0)), torch.nn.functional.pad(torch.ones_like(IDS), (5, 0))
+    assert (model(padded, attention_mask=mask).logits[:, 5:] - whole).abs().max() <= close
+
+    if model_type not in UNPACKED:
+        places = torch.cat([torch.arange(BORDER), torch.arange(40 - BORDER)])[None]
+        packed = model(IDS[:1], position_ids=places, use_cache=False).logits
+        alone = [model(part, use_cache=False).logits for part in (IDS[:1, :BORDER], IDS[:1, BORDER:])]
+        assert (packed - torch.cat(alone, 1)).abs().max() <= close
+
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model) and torch.equal(loaded(IDS).logits, whole)
+
+
+VISITOR = """
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+wanted, different = load_file("wanted.safetensors"), []
+for name in sorted(set(wanted) - {"ids"}):
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+    own = type(model).__module__.startswith("transformers_modules")
+    with torch.no_grad():
+        if not (own and (model(wanted["ids"]).logits - wanted[name]).abs().max() <= 1e-4):
+            different.append(name)
+print(json.dumps([different, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
+"""
+
+
+@pytest.mark.slow  # a minute
+@torch.no_grad()
+def test_every_type_loads_where_the_package_is_not(tmp_path):
+    wanted = {"ids": IDS}
+    for model_type in TYPES:
+        model = converted(model_type)
+        model.save_pretrained(tmp_path / model_type)
+        wanted[model_type] = model(IDS).logits.contiguous()
+    save_file(wanted, tmp_path / "wanted.safetensors")
+    done = run_elsewhere(VISITOR, tmp_path, ("mhla_hf", "triton"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[], []]
+
+
+def test_every_other_type_is_refused_for_a_reason():
+    refused = [model_type for types in REFUSED.values() for model_type in types.split()]
+    assert sorted([*refused, *TYPES]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "each is in one place"
+    model = softmax_model()
+    for reason, types in REFUSED.items():
+        model.config.__class__ = type("Config", (LlamaConfig,), {"model_type": types.split()[0]})
+        with pytest.raises(ValueError) as error:
+            mhla_hf.convert(model)
+        one_sentence(error, types.split()[0], reason)
+
+
+LAYERS = {
+    "sliding_window": ("gemma3_text", 0, "it sees the last 16 tokens alone (sliding_window)"),
+    "recurrent": ("qwen3_next", 0, "it has no softmax attention"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_would_lose_something_stay_softmax(name):
+    """`layers="all"` takes the others; asked for by its index, such a layer is refused with its reason."""
+    model_type, index, reason = LAYERS[name]
+    model = small_model_of(model_type)
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(model, layers=[index])
+    one_sentence(error, f"layer {index}", reason)
+    assert index not in mhla_hf.convert(model, layers="all").config.mhla["layers"]
+
+
+def test_shared_keys_sinks_and_soft_caps_are_refused():
+    for name, value, reason in (
+        ("sinks", torch.zeros(4), "attention sinks"),
+        ("attn_logit_softcapping", 50.0, "soft cap"),
+        ("is_kv_shared_layer", True, "shares keys and values"),
+    ):
+        model = LlamaForCausalLM(LlamaConfig(**{**softmax_model().config.to_dict(), "num_hidden_layers": 2}))
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, value)
+        with pytest.raises(ValueError) as error:
+            mhla_hf.convert(model)
+        one_sentence(error, reason)
