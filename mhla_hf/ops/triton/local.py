@@ -220,6 +220,7 @@ def small_local_call(
     q, k, fq = (numbers(1, blocks * size, n, w, dtype=dtype) for n, w in ((2, width), (groups, width), (2, features)))
     v = numbers(1, blocks * size, groups, value_width, dtype=value_dtype) - 0.5
     mixed, weight = numbers(1, groups, blocks, rates, features, value_width + 1), numbers(2, rates)
+    mixed[:, :, :lag] = 0  # where nothing is far
     balance = numbers(2) if softmax else None
     valid = torch.arange(blocks * size, device=device)[None] % 5 != 4
     sink = (k[:, :sinks], v[:, :sinks], valid[:, :sinks]) if sinks else None

@@ -45,7 +45,7 @@ def map_features(x):
 
 
 def problem(form, tokens=83, batch=2, heads=4, groups=2, dtype=F32):
-    """q, k, v, fq, fk rounded to dtype; then weights and rates of the decays, fp32, and a balance where there is a softmax."""
+    """q, k, v, fq, fk rounded to dtype; in fp32 weights and rates of the decays and, with a softmax, a balance."""
     q, k, v = (torch.randn(batch, tokens, n, w, device=DEVICE) for n, w in ((heads, 6), (groups, 6), (groups, 18)))
     mapped = [map_features(x.to(dtype)) for x in (q, k)]
     learned = [torch.rand(heads, 3, device=DEVICE), -torch.rand(groups, 3, device=DEVICE)]
@@ -84,3 +84,106 @@ def test_every_form(name, padding, dtype):
     assert got.dtype == F32 and distance(got, want) <= TOLERANCE[dtype]
     rounded = attend(dataclasses.replace(form, unrounded=False), *inputs, **PADDINGS[padding])
     assert torch.equal(rounded, got.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "name, padding, dtype", [("window", "left", F32), ("window", "packed", BF16), ("decays alone", "holes", F32)]
+)
+def test_gradients(name, padding, dtype):
+    """Of every input and of what is learned, of sinks that are keys of other tokens too; and the second derivative."""
+    form, results = FORMS[name], []
+    inputs = problem(form, batch=1 if padding == "packed" else 2, dtype=dtype)
+    direction = torch.randn(*inputs[0].shape[:3], 18, device=DEVICE)
+    for function, kind in ((attend, torch.Tensor.clone), (exact, torch.Tensor.double)):
+        given = [kind(x).requires_grad_() for x in inputs]
+        o = (
+            function(form, *given, **PADDINGS[padding])
+            if function is attend
+            else exact(form, given, **PADDINGS[padding])
+        )
+        first = torch.autograd.grad(o, given, direction.to(o.dtype), create_graph=True)
+        results.append([*first, *torch.autograd.grad(first[0].float().square().sum(), given[1:3])])
+    for place, (got, want) in enumerate(zip(*results, strict=True)):
+        assert distance(got, want) <= TOLERANCE[dtype], place
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(50, 61, 83), (7, 8, 83)], ids=str)
+def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
+    """Left padding in the first piece, segments of two blocks, and a step of one token, which stays PyTorch."""
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 24)
+    inputs, starts = problem(WINDOW), torch.tensor([0, 5], device=DEVICE)
+    want = exact(WINDOW, inputs, starts=starts)
+    assert distance(attend(WINDOW, *inputs, starts=starts), want) <= TOLERANCE[F32]
+    q, k, v, fq, _, weight, log_rate, balance = inputs
+    state, begin, outputs = LocalState.empty(k, v, 3, 6, WINDOW), 0, []
+    for end in cuts:
+        piece, first = (
+            [x[:, begin:end] for x in (q, k, v, fq)],
+            {"fresh": begin == 0, "starts": starts if begin == 0 else None},
+        )
+        outputs.append(continue_local(*piece, map_features, Decays(weight, log_rate), balance, WINDOW, state, **first))
+        begin = end
+    assert distance(torch.cat(outputs, 1), want) <= TOLERANCE[F32]
+
+
+def test_compiles_to_one_graph_for_all_lengths():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(*inputs):
+        return attend(WINDOW, *inputs).square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (40, 57):
+        inputs = [x.requires_grad_() for x in problem(WINDOW, tokens)]
+        got, want = (torch.autograd.grad(function(*inputs), inputs) for function in (compiled, loss))
+        assert all(distance(x, y) <= 1e-6 for x, y in zip(got, want, strict=True))
+    assert len(graphs) == 1
+
+
+def test_opcheck():
+    q, k, v, fq, _, weight, _, balance = (x.requires_grad_() for x in problem(WINDOW, 32, batch=1))
+    mixed, valid = torch.rand(1, 2, 2, 3, 6, 19, device=DEVICE), torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
+    sink = k[:, :3].detach().requires_grad_(), v[:, :3].detach().requires_grad_(), valid[:, :3].clone()
+    given = q, k, v, fq, mixed, weight, balance, *sink, valid, torch.arange(2, device=DEVICE)[None]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(local.TRITON_LOCAL, (*given, 16, 2, 0.4, True, F32), test_utils=checks)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="plays a GPU on the CPU")
+@pytest.mark.parametrize(
+    "form", [WINDOW, dataclasses.replace(FORMS["decays, not normalized"], unrounded=False)], ids=str
+)
+def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog):
+    monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
+    right, inputs, auto = local.triton_near_and_far, problem(form), dataclasses.replace(form, impl="auto")
+    wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
+    for kernel, said in (
+        (right, "agreed with fp64"),
+        (wrong, "gave o off by 1.0e-02"),
+        (failing, "failed on cpu with TypeEr"),
+    ):
+        monkeypatch.setattr(check, "FAULTS_FOUND", {})
+        monkeypatch.setattr(local, "triton_near_and_far", kernel)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "mhla_hf"):
+            got = [attend(auto, *inputs) for _ in range(2)]
+        impl = "triton" if kernel is right else "torch"
+        assert torch.equal(*got) and torch.equal(got[0], attend(dataclasses.replace(form, impl=impl), *inputs))
+        (record,), (verdict,) = caplog.records, check.FAULTS_FOUND.values()
+        assert (
+            f"took '{impl}', " in record.message and said in record.message and (verdict is None) == (kernel is right)
+        )
+
+
+def test_refusals_name_the_reason():
+    with pytest.raises(
+        ValueError, match="impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64"
+    ):
+        attend(WINDOW, *(x.double() for x in problem(WINDOW)))
