@@ -6,8 +6,8 @@ the first `sinks` tokens of the sequence; every other token is far. The two part
     o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
 
 with z_ts = scale * <q_t, k_s>. Without a balance the near part is linear too, m[i, i] <q_t, k_s> with features for q and k:
-MHLA by decays and nothing else. Everything is plain differentiable PyTorch, of static control flow: it compiles to one graph
-for all lengths.
+MHLA by decays and nothing else. All is differentiable PyTorch of static control flow, except for the kernel that may read
+what a block sees (`form.impl`): one graph for all lengths.
 """
 
 import torch

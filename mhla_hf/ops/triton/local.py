@@ -86,8 +86,7 @@ def local_kernel(
 
     largest = tl.full((BT,), float("-inf"), tl.float32)
     if balance is not None:
-        far = (here >= lag) & (den != 0)
-        largest = tl.where(far, tl.load(balance + head), largest)
+        largest = tl.where(den != 0, tl.load(balance + head), largest)
     else:
         total, den = total * scale, den * scale
     if sink_k is not None:
@@ -193,9 +192,11 @@ TRITON_LOCAL = registered_operator(
 
 def local_kind(q, v, fq, decays, balance, form):
     """What calls have in common that are checked once, as `small_local_call` takes it."""
-    widths = (len([None] * width) for width in (q.shape[3], v.shape[3], fq.shape[3], decays.weight.shape[1]))
-    options = min(form.block_size, CHUNK + CHUNK // 2), form.lag, form.sinks, form.normalize, form.unrounded
-    return q.device, q.dtype, v.dtype, *widths, not q.shape[2] <= v.shape[2], balance is not None, *options
+    size = min(form.block_size, CHUNK + CHUNK // 2)
+    numbers = q.shape[3], v.shape[3], fq.shape[3], decays.weight.shape[1], size, form.lag, form.sinks
+    numbers = (len([None] * x) for x in numbers)  # a symbol becomes a number
+    options = not q.shape[2] <= v.shape[2], balance is not None, form.normalize, form.unrounded
+    return q.device, q.dtype, v.dtype, *numbers, *options
 
 
 @torch.compiler.assume_constant_result
@@ -205,7 +206,7 @@ def local_fault(*kind) -> str | None:
 
 
 def small_local_call(
-    device, dtype, value_dtype, width, value_width, features, rates, grouped, softmax, size, lag, sinks, normalize, unrounded
+    device, dtype, value_dtype, width, value_width, features, rates, size, lag, sinks, grouped, softmax, normalize, unrounded
 ):  # fmt: skip
     """Outputs of the kernel and of PyTorch in fp64. The inputs are always the same, and no other random number is used."""
     form, random = (

@@ -8,6 +8,8 @@ import pytest
 import torch
 from ops_cases import distance
 
+from mhla_hf.nn.local import DecayMHLA
+from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops import api
 from mhla_hf.ops.decays import Decays
 from mhla_hf.ops.local import local_attention
@@ -44,14 +46,14 @@ def map_features(x):
     return torch.nn.functional.elu(x) + 1
 
 
-def problem(form, tokens=83, batch=2, heads=4, groups=2, dtype=F32):
+def problem(form, tokens=83, batch=2, groups=1, dtype=F32):
     """q, k, v, fq, fk rounded to dtype; in fp32 weights and rates of the decays and, with a softmax, a balance."""
-    q, k, v = (torch.randn(batch, tokens, n, w, device=DEVICE) for n, w in ((heads, 6), (groups, 6), (groups, 18)))
+    q, k, v = (torch.randn(batch, tokens, n, w, device=DEVICE) for n, w in ((2 * groups, 6), (groups, 6), (groups, 18)))
     mapped = [map_features(x.to(dtype)) for x in (q, k)]
-    learned = [torch.rand(heads, 3, device=DEVICE), -torch.rand(groups, 3, device=DEVICE)]
+    learned = [torch.rand(2 * groups, 3, device=DEVICE), -torch.rand(groups, 3, device=DEVICE)]
     if form.sinks == 0:
         return [x.to(dtype) for x in (*mapped, v, *mapped)] + learned
-    return [x.to(dtype) for x in (q, k, v, *mapped)] + [*learned, torch.randn(heads, device=DEVICE)]
+    return [x.to(dtype) for x in (q, k, v, *mapped)] + [*learned, torch.randn(2 * groups, device=DEVICE)]
 
 
 def attend(form, q, k, v, fq, fk, weight, log_rate, balance=None, **padding):
@@ -78,7 +80,8 @@ def exact(form, inputs, **padding):
 def test_every_form(name, padding, dtype):
     form = FORMS[name]
     tokens = 210 if name == "long blocks" and padding == "none" else 83
-    inputs = problem(form, tokens, batch=1 if padding == "packed" else 2, dtype=dtype)
+    groups = 2 if padding in ("none", "packed") else 1
+    inputs = problem(form, tokens, 1 if padding == "packed" else 2, groups, dtype)
     want = exact(form, inputs, **PADDINGS[padding])
     got = attend(form, *inputs, **PADDINGS[padding])
     assert got.dtype == F32 and distance(got, want) <= TOLERANCE[dtype]
@@ -127,23 +130,26 @@ def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     assert distance(torch.cat(outputs, 1), want) <= TOLERANCE[F32]
 
 
-def test_compiles_to_one_graph_for_all_lengths():
-    graphs = []
+def test_compiles_to_one_graph_for_all_lengths(monkeypatch):
+    """With the small call that decides."""
+    graphs, form = [], dataclasses.replace(WINDOW, impl="auto")
+    monkeypatch.setattr(api, "KERNEL_DEVICES", (DEVICE,))
+    monkeypatch.setattr(check, "FAULTS_FOUND", {})
 
     def count(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
     def loss(*inputs):
-        return attend(WINDOW, *inputs).square().sum()
+        return attend(form, *inputs).square().sum()
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
     for tokens in (40, 57):
-        inputs = [x.requires_grad_() for x in problem(WINDOW, tokens)]
+        inputs = [x.requires_grad_() for x in problem(WINDOW, tokens, batch=1)]
         got, want = (torch.autograd.grad(function(*inputs), inputs) for function in (compiled, loss))
         assert all(distance(x, y) <= 1e-6 for x, y in zip(got, want, strict=True))
-    assert len(graphs) == 1
+    assert len(graphs) == 1 and "local" in graphs[0].code and list(check.FAULTS_FOUND.values()) == [None]
 
 
 def test_opcheck():
@@ -162,7 +168,7 @@ def test_opcheck():
 def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog):
     monkeypatch.setattr(api, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
-    right, inputs, auto = local.triton_near_and_far, problem(form), dataclasses.replace(form, impl="auto")
+    right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
     wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
     for kernel, said in (
         (right, "agreed with fp64"),
@@ -180,6 +186,24 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
         assert (
             f"took '{impl}', " in record.message and said in record.message and (verdict is None) == (kernel is right)
         )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("output_norm", [False, True])
+def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
+    """And where its output is rounded anyway, the kernel rounds it."""
+    written, run = [], local.local_kernel.launch
+    monkeypatch.setattr(local.local_kernel, "launch", lambda *given: (written.append(given[2]), run(*given)))
+    choices = {"mixing_form": "decay", "local": "softmax", "block_size": 16, "output_norm": output_norm, "gate": False}
+    outputs, given = [], [torch.randn(2, 60, heads, 8, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
+    for impl in ("triton", "reference"):
+        torch.manual_seed(0)
+        settings = MHLASettings(**choices, impl=impl)
+        core = DecayMHLA(settings, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, hidden_size=32)
+        outputs.append(core.to(DEVICE, BF16)(*given))
+    assert outputs[0].dtype == BF16 and distance(*outputs) <= TOLERANCE[BF16]
+    (arguments,) = written
+    assert {x[0].dtype for x in arguments if isinstance(x, tuple)} == {BF16, *([F32] if output_norm else [])}
 
 
 def test_refusals_name_the_reason():
