@@ -16,7 +16,7 @@ from .api import choose_implementation
 from .decays import Decays, decayed_sums
 from .reference import local_reference
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
-from .torch_local import LocalForm, blocked_values, by_block_and_group, near_and_far
+from .torch_local import LocalForm, blocked_values, by_block_and_group, near_and_far, resize_tokens
 from .triton.local import local_fault, local_kind, triton_near_and_far
 from .triton.register import triton_refusal
 
@@ -49,24 +49,13 @@ def local_attention(
     if place is None:
         place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
     o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
-    o = resize_tokens(o, q.shape[1])
     return o if back is None else MoveTokens.apply(o, back, source)
-
-
-def resize_tokens(x, count):
-    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
-    the last one again, for a graph in which padding by none is no case of its own."""
-    if torch.compiler.is_compiling():
-        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
-    if x.shape[1] == count:
-        return x
-    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
 def attend_local(
     q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None, now=None
 ):  # fmt: skip
-    """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
+    """Outputs [B, T, H, V] of tokens that begin at a block edge, M blocks of C; shapes as in `local_attention`.
 
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
     [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
@@ -84,8 +73,7 @@ def attend_local(
     )
     size, count = form.block_size, place.shape[1]
     real = torch.arange(count * size, device=q.device) < q.shape[1]
-    tensors = [resize_tokens(x, count * size) for x in (q, k, v, fq, fk, valid)]
-    tensors[5] = tensors[5] & real
+    tensors = q, k, v, fq, fk, resize_tokens(valid, count * size) & real
     step = max(SEGMENT // size, form.lag)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
     if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
@@ -119,10 +107,10 @@ def advance(carried, summaries, decays, lag, place, opened, now):
 
 
 def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
-    """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
+    """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     size, lag = form.block_size, form.lag
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
     values, decays = blocked_values(v, valid, size, exact), decays.to(exact)
     summaries = by_block_and_group(fk, k.shape[2], size, exact).mT @ values  # paper eq. 4
     mixed = decayed_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])

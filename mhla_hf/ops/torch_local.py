@@ -27,23 +27,36 @@ class LocalForm:
 
 
 def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """The outputs [B, M * C, H, V] of all blocks, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
+    """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
 
-    q [B, M * C, H, D], k [B, M * C, G, D], fq [B, M * C, H, K]. v: as `blocked_values` gives it. mixed: running sums
-    [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid, balance, sink, place: as in `attend_local`.
+    q [B, T, H, D], k [B, T, G, D], fq [B, T, H, K], T at most M * C. v: as `blocked_values` gives it. mixed: running sums
+    [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
+    `attend_local`.
     """
-    size, groups, exact = form.block_size, k.shape[2], mixed.dtype
+    tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
+    q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
     k = torch.where(valid[..., None, None], k, 0)
     q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
     k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
-    return attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place)
+    return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
 
 
 def blocked_values(v, valid, size, exact):
-    """Values [B, M * C, G, V] and a column of ones, zeros where not valid: [B, G, M, C, V + 1]."""
-    return by_block_and_group(with_ones(torch.where(valid[..., None, None], v, 0)), v.shape[2], size, exact)
+    """Values [B, T, G, V] and a column of ones, zeros where not valid [B, M * C]: [B, G, M, C, V + 1]."""
+    v = torch.where(valid[..., None, None], resize_tokens(v, valid.shape[1]), 0)
+    return by_block_and_group(with_ones(v), v.shape[2], size, exact)
+
+
+def resize_tokens(x, count):
+    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
+    the last one again, for a graph in which padding by none is no case of its own."""
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    if x.shape[1] == count:
+        return x
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
 def by_block_and_group(x, groups, size, exact):

@@ -56,14 +56,14 @@ def local_kernel(
     K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr, BT: constexpr,
     BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """o [B, T, H, V]: BV lanes of one tile of queries. Arguments as in `near_and_far`; T is blocks times size.
+    """o [B, T, H, V]: BV lanes of one tile of queries. Arguments as in `near_and_far`; T is tokens.
 
     sink_k, sink_v, there: [B, S, G, ..] with sink_step 0, or S of each of M blocks, [B, M * S, G, ..], with sink_step S.
     """
     v_tiles: constexpr = (V + BV - 1) // BV
     v_tile, part, block, head, row = program_of(v_tiles, tl.cdiv(size, BT), blocks, heads)
     source, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
-    begin, end = block * size + part * BT, block * size + size
+    begin, end = block * size + part * BT, tl.minimum(block * size + size, tokens)
     token = (begin + tl.arange(0, BT)).to(tl.int64)
     inside = token < end
     here = tl.load(place + row * blocks + block).to(tl.int32)
@@ -103,7 +103,7 @@ def local_kernel(
     for first in range((block - window) * size, tl.minimum(begin + BT, end), BT):
         key = (first + tl.arange(0, BT)).to(tl.int64)
         real = key < end
-        real = real & (tl.load(valid + row * tokens + key, mask=real, other=0) != 0)
+        real = real & (tl.load(valid + row * blocks * size + key, mask=real, other=0) != 0)
         sees = real[None, :] & (key[None, :] <= token[:, None])
         largest, den, total = add_keys(
             largest, den, total, q, k, v, row, token, inside, head, key, real, source, sees, scale, own, v_lanes,
@@ -115,7 +115,7 @@ def local_kernel(
 
 
 def triton_near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """`near_and_far` by the kernel, of values v [B, M * C, G, V]; o in v's dtype unless the form wants it unrounded."""
+    """`near_and_far` by the kernel, of values v [B, T, G, V]; o in v's dtype unless the form wants it unrounded."""
     dtype, sink = torch.float32 if form.unrounded else v.dtype, (None, None, None) if sink is None else sink
     options = form.block_size, form.lag, form.scale, form.normalize, dtype
     return TRITON_LOCAL(q, k, v, fq, mixed, weight, balance, *sink, valid, place, *options)
