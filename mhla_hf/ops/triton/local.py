@@ -131,22 +131,21 @@ def local_forward(
     if sink_k is not None:
         sinks, packed = there.shape[-1], there.dim() == 3
         step = sinks * packed
-        sink_k, sink_v = (in_rows(x.flatten(1, 2) if packed else x) for x in (sink_k, sink_v))
-        there = there.contiguous()
+        sink_k, sink_v = (x.flatten(1, 2) if packed else x for x in (sink_k, sink_v))
     constants = {"K": k.shape[3], "V": width, "F": fq.shape[3], "R": weight.shape[1], "DOT": dot_kind(q, k, v, fq)}
 
     def grid(sizes):
         return (tiles(width, sizes["BV"]) * tiles(size, sizes["BT"]) * blocks * heads * batch,)
 
     given = [x if x is None else as_argument(in_rows(x)) for x in (q, k, v, fq, sink_k, sink_v)]
+    others = (mixed, weight, balance, there, valid, place.expand(batch, -1))
+    others = [x if x is None else x.contiguous() for x in others]
     with on_device(q):
         arguments = (
             *given[:4],
-            *(x if x is None else x.contiguous() for x in (mixed, weight, balance)),
+            *others[:3],
             *given[4:],
-            there,
-            valid.contiguous(),
-            place.expand(batch, -1).contiguous(),
+            *others[3:],
             as_argument(o),
             *(tokens, size, blocks, heads, heads // groups, lag, sinks, step, scale),
         )
