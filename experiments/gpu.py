@@ -18,7 +18,7 @@ from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 
 from .docs import ROOT, render_gpu, write_documents
-from .paper_shapes import model_cases, paper_cases, target_cases
+from .paper_shapes import Window, model_cases, paper_cases, target_cases
 from .speed import LENGTHS, make_models, measure
 
 PLACE = ROOT / "docs" / "bench" / "gpu.json"
@@ -104,12 +104,19 @@ def decode_errors(device, dtype, impl="triton"):
     return {"tokens": relative_error(torch.cat(got, 1), wanted[:, first:])}
 
 
+def window_errors(device, dtype, impl="triton"):
+    """{"output", "dq", ...: relative error} of near and far attention against its definition in fp64."""
+    case = Window("window", SEQUENCE, 1, 4, (64, 64), dtype=str(dtype).removeprefix("torch."))
+    return case.errors(f"mhla {impl}", device, 0, exact="mhla reference")
+
+
 def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
     """A row per kind of call and dtype: "kind", "dtype", "error" (what -> relative error), "failed" (why, or None)."""
     begun, rows = time.monotonic(), []
     calls = {
         name: lambda dtype, given=given: variant_errors(*given, device, dtype, impl) for name, given in variants.items()
     }
+    calls["window"] = lambda dtype: window_errors(device, dtype, impl)
     calls["decoding"] = lambda dtype: decode_errors(device, dtype, impl)
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):

@@ -11,7 +11,9 @@ from diffusers import DiTTransformer2DModel, WanTransformer3DModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert
-from mhla_hf.bench import FORWARD, TRAINING, Operator
+from mhla_hf.bench import FORWARD, TRAINING, Operator, relative_error
+from mhla_hf.ops.decays import Decays
+from mhla_hf.ops.local import LocalForm, local_attention
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
 DIT_S = {**DIT, "num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64}
@@ -116,6 +118,40 @@ class WholeModel:
         return torch.no_grad()(forward) if what == FORWARD else step
 
 
+@dataclasses.dataclass(frozen=True)
+class Window(Operator):
+    """The attention of converted language models, of two decays and a softmax near by: the kernel, PyTorch, and softmax."""
+
+    def names(self, device):
+        return ["sdpa", "mhla torch", *(["mhla triton"] if torch.device(device).type == "cuda" else [])]
+
+    def prepare(self, device, seed):
+        """q, k, v and, as wide as Hedgehog's, features of q and k, with gradients, and dL/do."""
+        (*tensors, _), direction = super().prepare(device, seed)
+        tensors += [torch.cat([x, -x], -1).detach().softmax(-1).requires_grad_() for x in tensors[:2]]
+        return tensors, direction
+
+    def attend(self, name, q, k, v, *features):
+        if name == "sdpa":
+            return super().attend(name, q, k, v)
+        weight, balance = q.new_full((self.heads, 2), 0.5).float(), q.new_full((self.heads,), 3.0).float()
+        impl = name.removeprefix("mhla ")
+        form = LocalForm(self.blocks.block_size, scale=self.widths[0] ** -0.5, impl=impl, unrounded=False)
+        return local_attention(q, k, v, *features, Decays(weight, -0.1 * weight), balance, form).to(v.dtype)
+
+    def errors(self, name, device, seed, exact="mhla torch"):
+        """{"output", "dq", ...: relative error} of one sequence against `exact` in fp64; nothing of softmax."""
+        if name == "sdpa":
+            return {}
+        tensors, direction = dataclasses.replace(self, batch=1).prepare(device, seed)
+        doubles, results = [x.detach().double().requires_grad_() for x in tensors], []
+        for competitor, given in ((name, tensors), (exact, doubles)):
+            o = self.attend(competitor, *given)
+            results.append([o, *torch.autograd.grad(o, given, direction.to(o.dtype))])
+        names = ("output", "dq", "dk", "dv", "dfq", "dfk")
+        return {what: relative_error(x, y) for what, x, y in zip(names, *results, strict=True)}
+
+
 def as_loaded(model, dtype):
     """`model` as `from_pretrained(dtype=...)` gives it: what it keeps in fp32, such as the mixing, stays so, and buffers."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None)  # of transformers
@@ -152,11 +188,14 @@ def target_cases():
 
 
 def paper_cases():
-    """The other operators of figures 1b and 1d and of tables 5 and 14, and the language models' lengths."""
+    """The other operators of figures 1b and 1d and of tables 5 and 14, the language models' lengths, and the window."""
     cases = [dit(1024, 8), dit(4096, 1), dit(512, 8, 16, 72, name="DiT-XL/2"), video((7, 3, 5))]
     cases += [language(2048, 8, 4, (128, 256), name="LM-340M"), language(32768, 1, size=256)]
     cases += [language(*shape, widths=(128, 128)) for shape in ((2048, 8), (8192, 2))]
     cases.append(language(32768, 1, widths=(128, 128), size=256))
+    for tokens, batch in ((2048, 8), (8192, 2)):
+        name = f"window, {tokens:,} tokens, batch {batch}"
+        cases.append(Window(name, Blocks.sequence(tokens, 64), batch, 16, (64, 64), causal=True))
     for side in (2, 4, 8, 16, 32):
         sizes = [pixels for pixels in (256, 512, 1024) if side < pixels // 16]
         cases += [dit(pixels, 8, counts=(side, side), name="table 14, DiT-S/2") for pixels in sizes]

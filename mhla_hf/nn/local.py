@@ -41,6 +41,8 @@ class DecayMHLA(MHLACore):
             sinks=settings.sinks if local else 0,
             scale=key_dim**-0.5,
             normalize=settings.normalize,
+            impl=settings.impl,
+            unrounded=settings.output_norm,
         )
 
     def forward(

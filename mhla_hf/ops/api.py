@@ -67,7 +67,7 @@ def mhla(
     form = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
     asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mixing, q_den, k_den))
     kind = {**form, "masked": key_mask is not None, "backward": asked}
-    choice = choose_implementation(impl, q, k, v, q_den, k_den, **kind)
+    choice = mhla_implementation(impl, q, k, v, q_den, k_den, **kind)
     options = {"key_blocks": key_blocks, "scale": scale, "q_den": q_den, "k_den": k_den, "key_mask": key_mask}
     o = FORMS[choice](q, k, v, mixing, **form, **options, cu_seqlens=cu_seqlens, starts=starts)
     if not return_state:
@@ -96,7 +96,7 @@ def mhla_step(
     check_state(state, q, k, v, normalize, k_den)
     single = q.shape[1] == 1 and starts is None  # what there are kernels for
     impl = "torch" if impl == "auto" and not single else impl
-    choice = choose_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, unrounded=unrounded, decode=True)
+    choice = mhla_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, unrounded=unrounded, decode=True)
     pinned = choice == "triton" and single
     if not pinned:
         state.unpin()
@@ -121,27 +121,37 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     return state
 
 
-def choose_implementation(impl, q, k, v, q_den, k_den, **kind):
-    """The implementation for these tensors; says once what "auto" took. ValueError where Triton is asked in vain.
+def mhla_implementation(impl, q, k, v, q_den, k_den, **kind):
+    """`choose_implementation` for these tensors; kind: the options of `kernel_kind`."""
+    return choose_implementation(
+        impl,
+        q.device,
+        lambda: triton_refusal(q, k, v, k_den),
+        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **kind)),
+    )
 
-    kind: the options of `kernel_kind`.
+
+def choose_implementation(impl, device, find_refusal, find_fault):
+    """The implementation on a device; says once what "auto" took. ValueError where Triton is asked in vain.
+
+    find_refusal, find_fault: say why the kernels cannot be used, and why they cannot be trusted; None if they can.
     """
     if impl not in ("auto", "triton"):
         return impl
-    on_cpu = q.device.type not in KERNEL_DEVICES
-    refusal = None if impl == "auto" and on_cpu else triton_refusal(q, k, v, k_den)
+    on_cpu = device.type not in KERNEL_DEVICES
+    refusal = None if impl == "auto" and on_cpu else find_refusal()
     if impl == "triton":
         if refusal is not None:
             raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
         return impl
     choice, why, level = "torch", refusal, logging.INFO
     if on_cpu:
-        why = f"the fastest form this version has for {q.device.type} tensors"
+        why = f"the fastest form this version has for {device.type} tensors"
     elif refusal is None:
-        why = kernel_fault(*kernel_kind(q, k, v, q_den, **kind))
+        why = find_fault()
         level = logging.WARNING if why is not None else level
     if why is None:
-        choice, why = "triton", f"whose kernels agreed with fp64 on {q.device}"
+        choice, why = "triton", f"whose kernels agreed with fp64 on {device}"
     if not torch.compiler.is_compiling() and (choice, why) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, why))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)

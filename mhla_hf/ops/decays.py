@@ -31,15 +31,15 @@ class Decays:
         power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
         return (self.weight[..., None, None] * power).sum(1).tril()
 
-    def spread(self, fq: torch.Tensor) -> torch.Tensor:
-        """w_r times query features, so that one product with the R running summaries mixes and reads them.
 
-        `[B, G, M, N, K]` -> `[B, G, M, N, R * K]`; N holds the query heads of a key/value head, then tokens.
-        """
-        groups, rates = self.log_rate.shape
-        weight = self.weight.view(groups, 1, -1, 1, rates, 1)
-        fq = fq.unflatten(3, (weight.shape[2], -1))[..., None, :]
-        return (fq * weight).flatten(5).flatten(3, 4)
+def spread(fq, weight):
+    """w_r `[H, R]` times query features, so that one product with the R running summaries mixes and reads them.
+
+    `[B, G, M, N, K]` -> `[B, G, M, N, R * K]`; N holds the query heads of a key/value head, then tokens.
+    """
+    weight = weight.view(fq.shape[1], 1, -1, 1, weight.shape[1], 1)
+    fq = fq.unflatten(3, (weight.shape[2], -1))[..., None, :]
+    return (fq * weight).flatten(5).flatten(3, 4)
 
 
 def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

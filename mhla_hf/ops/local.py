@@ -6,46 +6,36 @@ the first `sinks` tokens of the sequence; every other token is far. The two part
     o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
 
 with z_ts = scale * <q_t, k_s>. Without a balance the near part is linear too, m[i, i] <q_t, k_s> with features for q and k:
-MHLA by decays and nothing else. Everything is plain differentiable PyTorch, of static control flow: it compiles to one graph
-for all lengths.
+MHLA by decays and nothing else. All is differentiable PyTorch of static control flow, except for the kernel that may read
+what a block sees (`form.impl`): one graph for all lengths.
 """
-
-from dataclasses import dataclass
 
 import torch
 
+from .api import choose_implementation
 from .decays import Decays, decayed_sums
-from .reference import divide_or_zero
+from .reference import local_reference
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
+from .torch_local import LocalForm, blocked_values, by_block_and_group, near_and_far, resize_tokens
+from .triton.local import local_fault, local_kind, triton_near_and_far
+from .triton.register import triton_refusal
 
 SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
-
-
-@dataclass(frozen=True)
-class LocalForm:
-    """What stays the same for all calls of a layer.
-
-    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
-    back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
-    """
-
-    block_size: int
-    lag: int = 2
-    sinks: int = 4
-    scale: float = 1.0
-    normalize: bool = True
 
 
 def local_attention(
     q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None, starts=None, cu_seqlens=None
 ):
-    """o [B, T, H, V] in the dtype of the sums (at least fp32).
+    """o [B, T, H, V] in the dtype of the sums (at least fp32), or in v's where the form allows it.
 
     q [B, T, H, D], k [B, T, G, D]: rotated queries and keys of the near part (with balance None, features). v [B, T, G, V].
     fq [B, T, H, K], fk [B, T, G, K]: features of the far part. balance: [H], see the top of this file, or None.
     key_mask, starts, cu_seqlens: as in `mhla`.
     """
     tokens, size = q.shape[1], form.block_size
+    if form.impl == "reference":
+        padding = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+        return local_reference(q, k, v, fq, fk, decays.matrix((tokens + size - 1) // size), balance, form, **padding)
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     back = place = sequence = None
     if starts is not None:
@@ -59,22 +49,13 @@ def local_attention(
     if place is None:
         place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
     o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
-    o = resize_tokens(o, q.shape[1])
     return o if back is None else MoveTokens.apply(o, back, source)
-
-
-def resize_tokens(x, count):
-    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
-    the last one again, for a graph in which padding by none is no case of its own."""
-    if torch.compiler.is_compiling():
-        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
-    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
 def attend_local(
     q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None, now=None
 ):  # fmt: skip
-    """Outputs [B, M * C, H, V] of tokens that begin at a block edge; shapes as in `local_attention`.
+    """Outputs [B, T, H, V] of tokens that begin at a block edge, M blocks of C; shapes as in `local_attention`.
 
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
     [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
@@ -84,21 +65,26 @@ def attend_local(
     """
     if form.sinks and sink is None:
         sink = find_sinks(k, v, valid, form, sequence)
+    impl = choose_implementation(
+        form.impl,
+        q.device,
+        lambda: triton_refusal(q, k, v),
+        lambda: local_fault(*local_kind(q, v, fq, decays, balance, form)),
+    )
     size, count = form.block_size, place.shape[1]
     real = torch.arange(count * size, device=q.device) < q.shape[1]
-    tensors = [resize_tokens(x, count * size) for x in (q, k, v, fq, fk, valid)]
-    tensors[5] = tensors[5] & real
+    tensors = q, k, v, fq, fk, resize_tokens(valid, count * size) & real
     step = max(SEGMENT // size, form.lag)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
     if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
-        o, summaries = attend_segment(*tensors, decays, balance, form, place, sequence, sink, carried, opened)
+        o, summaries = attend_segment(*tensors, decays, balance, form, place, sequence, sink, carried, opened, impl)
         return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
     outputs = []
     for first in range(0, count, step):
         begin, end = max(first - form.lag, 0), min(first + step, count)
         here = place[:, begin:end]
         parts = (x[:, begin * size : end * size] for x in tensors)
-        o, summaries = attend_segment(*parts, decays, balance, form, here, None, sink, carried, opened)
+        o, summaries = attend_segment(*parts, decays, balance, form, here, None, sink, carried, opened, impl)
         outputs.append(o[:, (first - begin) * size :])
         last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
         carried, opened = advance(carried, summaries, decays, form.lag, here, opened, last), last
@@ -120,70 +106,21 @@ def advance(carried, summaries, decays, lag, place, opened, now):
     return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
 
 
-def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened):
-    """`attend_local` all at once: its outputs, and the summaries [B, G, M, K, V + 1]."""
+def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
+    """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    size, lag, groups = form.block_size, form.lag, k.shape[2]
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
-    k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
-    q, k, fq, fk = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq, fk))
-    v = by_block_and_group(with_ones(v), groups, size, exact)
-    decays = decays.to(exact)
-
-    summaries = fk.mT @ v  # paper eq. 4
+    size, lag = form.block_size, form.lag
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
+    values, decays = blocked_values(v, valid, size, exact), decays.to(exact)
+    summaries = by_block_and_group(fk, k.shape[2], size, exact).mT @ values  # paper eq. 4
     mixed = decayed_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
     if carried is not None:
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
-    near_k, near_v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
-    if sink is not None:
-        near_k, near_v, seen = with_sinks(near_k, near_v, seen, sink, place, form, exact)
-    return attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays, balance, form, place), summaries
-
-
-def attend_near_and_far(q, k, v, seen, fq, mixed, decays, balance, form, place):
-    """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
-
-    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V + 1]; seen: bool [B, M, C, L]; mixed: running sums
-    [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
-    """
-    groups, size = q.shape[1], seen.shape[2]
-    share = decays.weight.shape[0] // groups
-
-    def of_each_query(x):
-        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
-
-    far = decays.spread(fq) @ mixed.flatten(3, 4)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    score = (q @ k.mT) * form.scale
-    if balance is None:
-        o = (torch.where(seen, score, 0) * of_each_query(decays.weight.sum(-1))) @ v + form.scale * far
-    else:
-        b = of_each_query(balance.to(q.dtype))
-        o = join(score, seen, v, far, b, (place >= form.lag)[:, None, :, None, None])
-    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
-    return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-
-
-def join(score, seen, near_v, far, balance, has_far):
-    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
-    score, has_far = score.masked_fill(~seen, float("-inf")), has_far & (far[..., -1:] != 0)
-    largest = score.detach().amax(-1, keepdim=True)
-    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
-    shift = shift.masked_fill(shift == float("-inf"), 0)
-    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
-
-
-def by_block_and_group(x, groups, size, exact):
-    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
-    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
-    return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-
-
-def with_ones(v):
-    """A column of ones behind the values [.., V]: weights are then summed as values are."""
-    return torch.nn.functional.pad(v, (0, 1), value=1.0)
+    given = fq, mixed, valid, decays.weight, balance, sink, place, form
+    o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)
+    return o, summaries
 
 
 def sink_tokens(place, form):
@@ -200,28 +137,3 @@ def find_sinks(k, v, valid, form, sequence):
     first = torch.searchsorted(sequence, sequence) * form.block_size  # of the same sequence
     token = (first[:, None] + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return tuple(x[:, token] for x in (k, v, valid))
-
-
-def near_keys(k, v, valid, place, form):
-    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
-    keys, values, seen = [], [], []
-    size, lag, count = form.block_size, form.lag, place.shape[1]
-    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(lag)):
-        kept = max(count - back, 0)
-        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
-        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
-    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
-
-
-def with_sinks(near_k, near_v, seen, sink, place, form, exact):
-    """The window and, where a block's window does not reach them, the sinks."""
-    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, with_ones(v)))
-    count = near_k.shape[2]
-    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
-    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
-    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
-    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from .decays import Decays
-from .local import LocalForm, attend_local, attend_near_and_far, by_block_and_group, with_ones
+from .local import attend_local
 from .state import RowState
 from .torch_layout import TokenLayout, write
+from .torch_local import LocalForm, attend_near_and_far, by_block_and_group, with_ones
 
 
 @dataclass
@@ -112,7 +113,7 @@ class LocalState(RowState):
 
 def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
                    key_mask=None, starts=None):  # fmt: skip
-    """o [B, T, H, V], in the dtype of the sums, of T new tokens of every row; `state` goes on by them.
+    """o [B, T, H, V] (as in `local_attention`) of T new tokens of every row; `state` goes on by them.
 
     q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`; map_keys: from k to the far part's
     features. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
@@ -199,7 +200,7 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
     near_k, near_v = (by_block_and_group(x, groups, x.shape[1], exact) for x in (near_k, with_ones(near_v)))
     mixed, seen = state.running[:, :, None], seen[:, None, None]
-    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays, balance, form, block[:, None])
+    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, block[:, None])
     state.position.add_(real)
     torch.maximum(state.furthest, state.position, out=state.furthest)
     return torch.where(real.view(-1, 1, 1, 1), o, 0)

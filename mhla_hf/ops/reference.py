@@ -114,7 +114,7 @@ def local_reference(q, k, v, fq, fk, mixing, balance, form, *, key_mask=None, st
     blocks = Blocks.sequence(tokens, form.block_size)
     query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
     first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
-    position = (torch.arange(tokens) - first[:, None]).clamp(min=0)
+    position = (torch.arange(tokens, device=q.device) - first.to(q.device)[:, None]).clamp(min=0)
     if cu_seqlens is not None:
         position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
     distance = query_block[:, :, None] - key_block[:, None, :]

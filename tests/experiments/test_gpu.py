@@ -9,7 +9,7 @@ import torch
 
 from experiments import gpu, speed
 from experiments.docs import render_gpu
-from experiments.paper_shapes import DIT, WholeModel, model_cases, paper_cases, target_cases
+from experiments.paper_shapes import DIT, WholeModel, Window, model_cases, paper_cases, target_cases
 from mhla_hf import Blocks
 from mhla_hf.bench import FORWARD, TRAINING, Operator, run_bench
 from mhla_hf.checkpoints.machine import describe_run
@@ -26,10 +26,10 @@ def test_every_kind_of_call_has_a_definition(name):
 
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     """In the interpreter: right, wrong, failed and too late."""
-    monkeypatch.setattr(gpu, "SEQUENCE", SHORT)
+    monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
     rows = gpu.check_kernels("cpu", variants=FEW)
     assert [(row["kind"], row["dtype"]) for row in rows] == [
-        (kind, dtype) for dtype in ("bfloat16", "float32") for kind in ("sequence", "decoding")
+        (kind, dtype) for dtype in ("bfloat16", "float32") for kind in ("sequence", "window", "decoding")
     ]
     assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
     record = {"rows": [], "language": [], **describe_run("make gpu")}
@@ -38,7 +38,7 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     monkeypatch.setattr(gpu, "mhla", lambda *a, impl, **o: right(*a, impl=impl, **o) * (1.1 if impl == "torch" else 1))
     rows = gpu.check_kernels("cpu", impl="torch", variants=FEW)
     assert rows[0]["failed"] == "is wrong: output, dq, dk, dv, dmixing"
-    assert rows[1]["failed"].startswith("failed: TypeError")
+    assert rows[2]["failed"].startswith("failed: TypeError")
     assert "is wrong: output" in render_gpu(record | {"kernels": rows})
     assert gpu.check_kernels("cpu", limit=-1)[0]["failed"] == "not begun within -1 s"
 
@@ -127,3 +127,10 @@ def test_the_papers_shapes():
     assert len({case.name for case in cases}) == len(cases)
     for case in model_cases():
         assert case.operator.blocks.length == math.prod(case.grid) and case.operator.batch == case.batch
+
+
+def test_the_window_is_timed_beside_its_torch_form():
+    case = Window("window", Blocks.sequence(50, 16), 1, 2, (8, 8), causal=True, dtype="float32")
+    rows = run_bench([case], rounds=1, progress=False)["rows"]
+    assert [row["failed"] for row in rows] == [{}, {}] and 0 < rows[0]["error"]["mhla torch"] < 1e-5
+    assert all(set(row["ms"]) == {"sdpa", "mhla torch"} for row in rows)

@@ -36,22 +36,25 @@ def kernel_kind(
 
 @torch.compiler.assume_constant_result
 def kernel_fault(*kind) -> str | None:
-    """Why kernels of a `kernel_kind` cannot be trusted on its device; None if they can. Found out once.
+    """`known_fault` of a `kernel_kind`; not one tuple, for torch.compile runs this while it traces and takes none for it."""
+    return known_fault(small_call, kind)
 
-    Not one tuple, for torch.compile runs this while it traces and takes none for it.
-    """
-    if kind not in FAULTS_FOUND:
+
+def known_fault(call, kind) -> str | None:
+    """Why kernels of a kind cannot be trusted on its device, kind[0]; None if they can. Found out once, by a small call."""
+    named = call.__name__, *kind
+    if named not in FAULTS_FOUND:
         if is_capturing(kind[0]):
             return "a CUDA graph is being captured, and no such call came before it to check the Triton kernels"
-        FAULTS_FOUND[kind] = find_fault(*kind)
-    return FAULTS_FOUND[kind]
+        FAULTS_FOUND[named] = find_fault(call, *kind)
+    return FAULTS_FOUND[named]
 
 
-def find_fault(device, dtype, value_dtype, *kind) -> str | None:
-    """`kernel_fault`, by running them."""
+def find_fault(call, device, dtype, value_dtype, *kind) -> str | None:
+    """`known_fault`, by running them."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            got, want = small_call(device, dtype, value_dtype, *kind)
+            got, want = call(device, dtype, value_dtype, *kind)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -196,18 +196,20 @@ def triton_gradients(ctx, do, _):
     return *TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options), *[None] * 9
 
 
-def registered_operator(name, schema, function, fake):
+def registered_operator(name, schema, function, fake, gradients=None, keep=None):
     """The operator of that name in this version's namespace, registered unless an equal copy of this file has done so."""
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
         operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
-        if name == "forward":
-            operator.register_autograd(triton_gradients, setup_context=keep_for_backward)
+        if gradients is not None:
+            operator.register_autograd(gradients, setup_context=keep)
     return getattr(space, name)
 
 
 BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor, Tensor, Tensor, Tensor)"
 FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
 TRITON_BACKWARD = registered_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
-TRITON_FORWARD = registered_operator("forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake)
+TRITON_FORWARD = registered_operator(
+    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, keep_for_backward
+)

@@ -20,6 +20,7 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton.common import spell
 from mhla_hf.ops.triton.decode import triton_step
+from mhla_hf.ops.triton.local import local_forward
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
 
@@ -35,6 +36,7 @@ SHAPES = {  # blocks, widths, causal, normalize
     "sana": (GRID, (32, 32), False, True),
     "wan": (VIDEO, (128, 128), False, False),
 }
+WINDOWS = {"window-64": 64, "window-128": 128}  # heads of converted language models
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -88,6 +90,22 @@ def step(widths, dtype=torch.bfloat16):
     triton_step(q, k, v, torch.zeros(4, 4), state, 1.0, None, None)
 
 
+def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat16, batch=2, heads=4, groups=2):
+    """The launch of near and far attention, for Hedgehog features and two decays; without sinks, by decays alone."""
+    blocks, softmax = -(-tokens // size), sinks > 0
+    tokens = blocks * size
+    q, k, v, fq = (
+        torch.zeros(batch, tokens, n, w, dtype=dtype)
+        for n, w in ((heads, width), (groups, width), (groups, width), (heads, 2 * width))
+    )
+    mixed, shape = torch.zeros(batch, groups, blocks, 2, 2 * width, width + 1), (batch, *[blocks] * packed, sinks)
+    sink = [torch.zeros(*shape, groups, width, dtype=dtype)] * 2 + [torch.zeros(shape, dtype=torch.bool)]
+    learned = torch.zeros(heads, 2), torch.zeros(heads) if softmax else None
+    places = torch.zeros(batch, tokens, dtype=torch.bool), torch.zeros(1, blocks, dtype=torch.int64)
+    near = *(sink if softmax else [None] * 3), *places, size, 2 if softmax else 1
+    local_forward(q, k, v, fq, mixed, *learned, *near, 0.125, True, dtype)
+
+
 def spilled(compiled, chip):
     """Registers, and bytes of them that did not fit."""
     if chip.startswith("gfx"):
@@ -106,13 +124,15 @@ def main(*pairs):
     found = []
     compile_only(found)
     for shape, chip in (pair.split(":") for pair in pairs):
-        blocks, widths, causal, normalize = SHAPES[shape]
         driver.active.device = list(CHIPS).index(chip)
         torch.version.hip = "6" if chip.startswith("gfx") else None
         found.clear()
-        call(blocks, widths, causal, normalize)
-        if causal:
-            step(widths)
+        if shape in WINDOWS:
+            window(256, WINDOWS[shape])
+        else:
+            call(*SHAPES[shape])
+            if SHAPES[shape][2]:
+                step(SHAPES[shape][1])
         for name, compiled in dict(found).items():
             code = compiled.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
             cores = bool(re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma)", code))

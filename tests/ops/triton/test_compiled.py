@@ -9,8 +9,19 @@ import pytest
 
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
-SHAPES = ("causal-64", "causal-128", "lm-340m", "long-blocks", "dit", "dit-xl", "sana", "wan")
-FEW = ("causal-64:90", "dit:120", "long-blocks:gfx942")
+SHAPES = (
+    "causal-64",
+    "causal-128",
+    "lm-340m",
+    "long-blocks",
+    "dit",
+    "dit-xl",
+    "sana",
+    "wan",
+    "window-64",
+    "window-128",
+)
+FEW = ("causal-64:90", "dit:120", "long-blocks:gfx942", "window-64:90")
 ONE_COMPILATION = """# after TUNING, in its process
 kept = []
 def keep(self, key, signature, device, *rest):
@@ -42,6 +53,12 @@ for name, causal, padding, cuts in (
             counts.append(len(kept))
         assert counts[0] > before or name != "sequence"
         assert len(set(counts)) == 1, (name, normalize, counts, [kernel for kernel, _ in kept[counts[0] :]])
+for name, given in (("window", {}), ("packed", {"packed": True}), ("decays alone", {"sinks": 0})):
+    counts = []
+    for tokens, size in ((1, 64), (40, 64), (1000, 64), (4096, 64), (300, 256), (100, 16), (99, 33)):
+        window(tokens, 64, size=size, batch=1, **given)
+        counts.append(len(kept))
+    assert kept[-1][0] == "local_kernel" and len(set(counts)) == 1, (name, counts)
 """
 
 
@@ -107,7 +124,7 @@ def run(*arguments, **environment):
 def test_the_papers_shapes_compile():
     """A few of them; all below."""
     lines = run(HERE / "offline.py", *FEW).splitlines()
-    assert {":".join(line.split()[:2]) for line in lines} == set(FEW) and len(lines) == 2 * 7 + 5
+    assert {":".join(line.split()[:2]) for line in lines} == set(FEW) and len(lines) == 2 * 7 + 5 + 1
 
 
 @pytest.mark.slow

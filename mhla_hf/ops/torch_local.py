@@ -1,0 +1,129 @@
+"""What a block of tokens sees near and far (`local.py`), in PyTorch: also what the kernel's gradients are computed by."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .decays import spread
+from .reference import divide_or_zero
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """What stays the same for all calls of a layer.
+
+    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
+    back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
+    impl: as in `mhla`; behind a state, which has no "reference", that is "torch", and so is any for a single token.
+    unrounded: o in the dtype of the sums; else the kernel writes it in v's.
+    """
+
+    block_size: int
+    lag: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+    impl: str = "auto"
+    unrounded: bool = True
+
+
+def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
+    """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
+
+    q [B, T, H, D], k [B, T, G, D], fq [B, T, H, K], T at most M * C. v: as `blocked_values` gives it. mixed: running sums
+    [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
+    `attend_local`.
+    """
+    tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
+    q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
+    k = torch.where(valid[..., None, None], k, 0)
+    q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
+    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
+    if sink is not None:
+        k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
+    return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
+
+
+def blocked_values(v, valid, size, exact):
+    """Values [B, T, G, V] and a column of ones, zeros where not valid [B, M * C]: [B, G, M, C, V + 1]."""
+    v = torch.where(valid[..., None, None], resize_tokens(v, valid.shape[1]), 0)
+    return by_block_and_group(with_ones(v), v.shape[2], size, exact)
+
+
+def resize_tokens(x, count):
+    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
+    the last one again, for a graph in which padding by none is no case of its own."""
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    if x.shape[1] == count:
+        return x
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
+
+
+def by_block_and_group(x, groups, size, exact):
+    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
+    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+    return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+
+
+def with_ones(v):
+    """A column of ones behind the values [.., V]: weights are then summed as values are."""
+    return torch.nn.functional.pad(v, (0, 1), value=1.0)
+
+
+def near_keys(k, v, valid, place, form):
+    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
+    keys, values, seen = [], [], []
+    size, lag, count = form.block_size, form.lag, place.shape[1]
+    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
+    for back in reversed(range(lag)):
+        kept = max(count - back, 0)
+        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
+        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
+        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
+    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+
+
+def with_sinks(near_k, near_v, seen, sink, place, form, exact):
+    """The window and, where a block's window does not reach them, the sinks."""
+    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, with_ones(v)))
+    count = near_k.shape[2]
+    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
+    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
+    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
+    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
+
+
+def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
+    """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
+
+    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V + 1]; seen: bool [B, M, C, L]; mixed: running sums
+    [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
+    """
+    groups, size = q.shape[1], seen.shape[2]
+    share = weight.shape[0] // groups
+
+    def of_each_query(x):
+        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+
+    far = spread(fq, weight) @ mixed.flatten(3, 4)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    score = (q @ k.mT) * form.scale
+    if balance is None:
+        o = (torch.where(seen, score, 0) * of_each_query(weight.sum(-1))) @ v + form.scale * far
+    else:
+        b = of_each_query(balance.to(q.dtype))
+        o = join(score, seen, v, far, b, (place >= form.lag)[:, None, :, None, None])
+    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
+    return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
+
+
+def join(score, seen, near_v, far, balance, has_far):
+    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
+    score, has_far = score.masked_fill(~seen, float("-inf")), has_far & (far[..., -1:] != 0)
+    largest = score.detach().amax(-1, keepdim=True)
+    shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
+    shift = shift.masked_fill(shift == float("-inf"), 0)
+    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
