@@ -17,7 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*paddi
 RUN = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True}
 RUN |= {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "lr_scheduler_type": "constant"}
 TEXTS = [" ".join(f"number {i * j % 17}" for j in range(3 + 5 * (i % 3))) for i in range(8)]
-PAIRS = [{"prompt": f"say {i}", "chosen": f" number {i}", "rejected": " no, none of it"} for i in range(8)]
+LONG = "one number and another " * 8  # beyond the window, where MHLA has gradients
+PAIRS = [{"prompt": f"{LONG}{i}", "chosen": f" number {i}", "rejected": " no, none of it"} for i in range(8)]
 
 
 @pytest.fixture(scope="module")
