@@ -35,6 +35,7 @@ _PUBLIC = {
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
     "fit_decays": "convert.start",
+    "plan": "planning",
     "push": "share.push",
     "start_from_text": "training.start",
 }
