@@ -34,6 +34,7 @@ ROUNDS = 3  # of timing a length
 LONG, SECONDS = 1.0, 8.0  # how long a length may take before its next round, and all lengths, of prefill as of decoding
 REACH = 4  # times the longest length measured: beyond it no crossover is told
 MIB, GIB = 2**20, 2**30
+KINDS = ("softmax_ms", "mhla_ms")
 WORTH = 2  # times that the cache has to shrink by
 LITE = {  # of conversion/recipes/language_llama_lite.yaml, what memory and work depend on
     "stages": [
@@ -166,18 +167,24 @@ def time_layer(core, dtype, device, progress, command):
         device = choose_device(device)
     except ValueError:
         return {"unknown": f"the speed on {device!r} is not known: it is not here"}
-    core = copy.deepcopy(core).to_empty(device=device)
-    for module in core.modules():
-        for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
-            module.get_parameter(name).data.copy_(value)
+    core = started_core(core, device)
     bar = tqdm(total=2 * len(TIMED), desc="timing", disable=not progress)
     timed = {}
     with torch.inference_mode(), bar:
         for what, make in WORKS.items():
-            rows = time_lengths(lambda tokens, make=make: make(core.eval(), tokens, dtype, device), device, bar)
+            rows = time_lengths(lambda tokens, make=make: make(core, tokens, dtype, device), device, bar)
             known = REACH * rows[-1]["tokens"]
             timed[what] = {"rows": rows, "faster_from": crossover(rows), "known_to": known}
     return {**describe_run(command, device), **timed}
+
+
+def started_core(core, device):
+    """A copy of a core, with the weights that it starts from, in eval mode."""
+    core = copy.deepcopy(core).to_empty(device=device)
+    for module in core.modules():
+        for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
+            module.get_parameter(name).data.copy_(value)
+    return core.eval()
 
 
 def time_lengths(make, device, bar):
@@ -231,7 +238,7 @@ def decoding_work(core, tokens, dtype, device):
 
     def softmax():
         layer.keys, layer.values = past  # or each call would make it longer
-        sdpa_attention_forward(grouped, q, *layer.update(k, v), None)
+        return sdpa_attention_forward(grouped, q, *layer.update(k, v), None)
 
     return {"softmax": softmax, "mhla": lambda: core(*turned, cache=cache)}
 
@@ -275,7 +282,7 @@ def work_of(student, recipe, parameters, active, tflops):
             "moments": 8 * trained,
             "teacher": precision * parameters * stage.needs_teacher,
         }
-        flops = (6 * worked.get(stage.loss, active_parameters(student)) + 2 * taught) * tokens
+        flops = (6 * worked.get(stage.loss, active + student.num_parameters() - parameters) + 2 * taught) * tokens
         stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
     flops = sum(stage["flops"] for stage in stages)
     most = max(sum(stage["memory"].values()) for stage in stages)
@@ -332,7 +339,8 @@ def render_timing(timing, dtype):
         f"{'prefill, tokens':>16}{'softmax, ms':>13}{'MHLA, ms':>10}{'next token after':>18}{'softmax':>9}{'MHLA':>7}"
     ]
     for rows in itertools.zip_longest(*(timing[what]["rows"] for what in WORKS)):
-        (n, softmax, mhla), (after, *step) = ([f"{x:,.4g}" for x in row.values()] if row else [""] * 3 for row in rows)
+        cells = ([f"{row['tokens']:,}", *(f"{row[x]:,.3g}" for x in KINDS)] if row else [""] * 3 for row in rows)
+        (n, softmax, mhla), (after, *step) = cells
         lines.append(f"{n:>16}{softmax:>13}{mhla:>10}{after:>18}{step[0]:>9}{step[1]:>7}")
     machine = f"{timing['hardware']}, torch {timing['versions']['torch']}"
     lines.append(f"Attention of one layer, one sequence, {dtype}, not compiled; {machine}.")
