@@ -31,7 +31,8 @@ from .training.trainable import choose_trainable
 LENGTHS = (2048, 8192, 32768, 131072)  # at which the cache is told
 TIMED = tuple(256 << n for n in range(10))
 ROUNDS = 3  # of timing a length
-LONG, SECONDS = 1.0, 8.0  # how long a length may take before its next round, and all lengths, of prefill as of decoding
+LONG = 1.0  # seconds for a length, after which no further round begins
+SECONDS = 10.0  # for all lengths of prefill, and for all of decoding
 REACH = 4  # times the longest length measured: beyond it no crossover is told
 MIB, GIB = 2**20, 2**30
 KINDS = ("softmax_ms", "mhla_ms")
@@ -83,7 +84,7 @@ def plan(
     core = attentions[chosen[0]].mhla
     if not hasattr(core, "form"):
         raise ValueError(f'mixing_form: got {core.settings.mixing_form!r}, whose state grows; expected "decay"')
-    kept = {}
+    states, kept = {i: bytes_of_layer(attentions[i].mhla, student.dtype)[1] for i in chosen}, {}
     for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept.setdefault(reason, []).append(index)
@@ -95,9 +96,7 @@ def plan(
         "mhla_layers": chosen,
         "kept_layers": kept,
         "parameters": {"base": parameters, "added": student.num_parameters() - parameters},
-        "cache": compare_caches(
-            held, {i: bytes_of_layer(attentions[i].mhla, student.dtype)[1] for i in chosen}, context
-        ),
+        "cache": compare_caches(held, states, context),
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
         "distillation": work_of(student, recipe, parameters, active, tflops),
     }
@@ -173,8 +172,7 @@ def time_layer(core, dtype, device, progress, command):
     with torch.inference_mode(), bar:
         for what, make in WORKS.items():
             rows = time_lengths(lambda tokens, make=make: make(core, tokens, dtype, device), device, bar)
-            known = REACH * rows[-1]["tokens"]
-            timed[what] = {"rows": rows, "faster_from": crossover(rows), "known_to": known}
+            timed[what] = {"rows": rows, **crossover(rows)}
     return {**describe_run(command, device), **timed}
 
 
@@ -247,19 +245,21 @@ WORKS = {"prefill": prefill_work, "decoding": decoding_work}
 
 
 def crossover(rows):
-    """Tokens from which MHLA stays the faster one; None: more than REACH times the longest of `rows`."""
-    points = [(math.log(row["tokens"]), math.log(row["softmax_ms"] / row["mhla_ms"])) for row in rows]
-    slower = [place for place, (_, ahead) in enumerate(points) if ahead < 0]
+    """{"faster_from": tokens from which MHLA stays the faster one, or None, "known_to": tokens up to which that is known}.
+
+    Between two lengths, and beyond the longest by at most REACH times, the ratio of the times is taken for a line: softmax's
+    prefill per token and its next token grow with the length, MHLA's do not.
+    """
+    points = [(row["tokens"], row["softmax_ms"] / row["mhla_ms"] - 1) for row in rows]
+    longest, slower = rows[-1]["tokens"], [place for place, (_, ahead) in enumerate(points) if ahead < 0]
     if not slower:
-        return rows[0]["tokens"]
+        return {"faster_from": rows[0]["tokens"], "known_to": longest}
     first = min(slower[-1], len(points) - 2)
-    if first < 0:
-        return None
-    (x, ahead), (next_x, further) = points[first : first + 2]
+    (tokens, ahead), (more, further) = points[max(first, 0)], points[first + 1]
     if further <= ahead:
-        return None
-    found = math.exp(x - ahead * (next_x - x) / (further - ahead))
-    return round(found) if found <= REACH * rows[-1]["tokens"] else None
+        return {"faster_from": None, "known_to": longest}
+    found, reach = tokens - ahead * (more - tokens) / (further - ahead), REACH * longest
+    return {"faster_from": round(found) if found <= reach else None, "known_to": reach}
 
 
 def work_of(student, recipe, parameters, active, tflops):
@@ -299,7 +299,7 @@ def advise(record):
     slower = [what for what, tokens in known.items() if context < tokens]
     if times < WORTH:
         return (
-            f"Stay with softmax: {after} the conversion's cache is {times:.2f} times smaller, less than {WORTH} times."
+            f"Stay with softmax: {after} the cache would shrink by a factor of {times:.2f}, and {WORTH} is the least."
         )
     if len(slower) == len(WORKS):
         return f"Stay with softmax: {after} neither prefill nor decoding is faster with MHLA."
@@ -335,9 +335,10 @@ def render_timing(timing, dtype):
     """Lines on the time of one layer; none where nothing was timed."""
     if timing is None or "unknown" in timing:
         return [f"Time: {timing['unknown']}.", ""] if timing else []
-    lines = [
+    heads = (
         f"{'prefill, tokens':>16}{'softmax, ms':>13}{'MHLA, ms':>10}{'next token after':>18}{'softmax':>9}{'MHLA':>7}"
-    ]
+    )
+    lines = [heads]
     for rows in itertools.zip_longest(*(timing[what]["rows"] for what in WORKS)):
         cells = ([f"{row['tokens']:,}", *(f"{row[x]:,.3g}" for x in KINDS)] if row else [""] * 3 for row in rows)
         (n, softmax, mhla), (after, *step) = cells
