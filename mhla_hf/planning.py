@@ -331,6 +331,11 @@ def render_plan(record):
     return "\n".join([*lines, "", record["advice"]])
 
 
+def in_digits(number):
+    """Three digits of a number below a hundred, all before the point of others."""
+    return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
+
+
 def render_timing(timing, dtype):
     """Lines on the time of one layer; none where nothing was timed."""
     if timing is None or "unknown" in timing:
@@ -340,7 +345,7 @@ def render_timing(timing, dtype):
     )
     lines = [heads]
     for rows in itertools.zip_longest(*(timing[what]["rows"] for what in WORKS)):
-        cells = ([f"{row['tokens']:,}", *(f"{row[x]:,.3g}" for x in KINDS)] if row else [""] * 3 for row in rows)
+        cells = ([f"{row['tokens']:,}", *(in_digits(row[x]) for x in KINDS)] if row else [""] * 3 for row in rows)
         (n, softmax, mhla), (after, *step) = cells
         lines.append(f"{n:>16}{softmax:>13}{mhla:>10}{after:>18}{step[0]:>9}{step[1]:>7}")
     machine = f"{timing['hardware']}, torch {timing['versions']['torch']}"
@@ -354,11 +359,11 @@ def render_timing(timing, dtype):
 
 def render_work(work):
     """Lines on the distillation."""
-    lines = [f"{'distillation':>14}{'M trained':>11}{'M tokens':>10}{'GiB':>8}  of them"]
+    lines = [f"{'distillation':>14}{'trains, M':>11}{'tokens, M':>11}{'GiB':>7}  of which"]
     for stage in work["stages"]:
         memory = stage["memory"]
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
-        numbers = f"{stage['trained'] / 1e6:>11,.1f}{stage['tokens'] / 1e6:>10,.1f}{sum(memory.values()) / GIB:>8,.1f}"
+        numbers = f"{stage['trained'] / 1e6:>11,.1f}{stage['tokens'] / 1e6:>11,.1f}{sum(memory.values()) / GIB:>7,.1f}"
         lines.append(f"{stage['name']:>14}{numbers}  {parts}")
     hours = "" if work["hours"] is None else f", {work['hours']:,.1f} hours at {work['tflops']:g} TFLOP/s"
     return [*lines, f"In all {work['flops']:.2g} FLOPs{hours}; activations need memory of their own."]

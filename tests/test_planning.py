@@ -17,7 +17,7 @@ from mhla_hf.cli import main
 from mhla_hf.convert.transformers_models import NotConvertible
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.planning import advise, crossover, model_without_weights, render_plan
-from mhla_hf.speed import cache_bytes
+from mhla_hf.speed import DECODE, cache_bytes, measure_speed
 from mhla_hf.training.recipe import Recipe, read_recipe
 
 COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -226,6 +226,22 @@ def test_timed_work_is_attention():
         first, again = work["softmax"]()[0], work["softmax"]()[0]
     assert first.shape == (1, 1, SIZES["num_attention_heads"], SIZES["head_dim"])
     torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_whole_models_cross_where_the_plan_says():
+    """Of one layer with Llama-3.2-1B's heads: within 30 % of the plan's length softmax is faster before, MHLA after."""
+    small = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "dtype": "float32"}
+    config = config_of("Llama-3.2-1B", **small, bos_token_id=1, eos_token_id=2)
+    timing = planned(config, layers="all", timing=True, device="cpu")["timing"]
+    models = [AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    models = {"softmax": models[0], "mhla": mhla_hf.convert(models[1], layers="all").eval()}
+    for what, said in (("decoding", DECODE), ("prefill", "forward")):
+        crossing = timing[what]["faster_from"]
+        rows = measure_speed(models, [int(0.7 * crossing), int(1.3 * crossing)], decode_tokens=32, progress=False)
+        before, after = (row for row in rows if row["what"] == said)
+        print(what, crossing, before, after)
+        assert before["softmax_ms"] < before["mhla_ms"] and after["softmax_ms"] > after["mhla_ms"]
 
 
 def test_what_converts_to_nothing():
