@@ -29,6 +29,7 @@ _PUBLIC = {
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
     "analyze": "analysis",
+    "audit": "share.audit",
     "calibrate": "convert.start",
     "choose_layers": "convert.keep",
     "convert": "convert",

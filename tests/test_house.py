@@ -15,8 +15,8 @@ FLOORS = (
     {"training"},
     {"plots", "speed"},
     {"evaluation"},
-    {"share"},
     {"analysis", "bench"},
+    {"share"},
     {"_register", "cli", ""},
 )
 
