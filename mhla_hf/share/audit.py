@@ -4,7 +4,7 @@
 the code of a checkpoint are somebody's.
 """
 
-import math
+import json
 from pathlib import Path
 
 import torch
@@ -119,11 +119,13 @@ def run_check(name, what, measure, subject) -> dict:
         return row | {"verdict": NOT_APPLICABLE, "reason": str(reason)}
     except Exception as error:  # see the top of this file
         return row | {"verdict": FINDING, "reason": first_line(error)}
+    try:
+        json.dumps(row, allow_nan=False)
+    except ValueError:
+        return row | {"value": None, "stderr": None, "verdict": FINDING, "reason": "NaN or infinity", "details": {}}
     value, tolerance = row["value"], row["tolerance"]
     if isinstance(value, str) or isinstance(tolerance, str):
         return row
-    if not math.isfinite(value):
-        return row | {"value": None, "stderr": None, "verdict": FINDING, "reason": "it is no number", "details": {}}
     if tolerance is None:
         return row | {"verdict": MEASURED}
     return row if value <= tolerance else row | {"verdict": FINDING, "reason": f"{value:.3g} is more than {tolerance}"}
@@ -149,7 +151,7 @@ def render_audit(record) -> str:
         table = [[name, *(f"{gain:.2f}" for gain in own.values())] for name, own in gains.items()]
         lines += ["", render_rows(["recall by distance", *gains["model"]], table, left=1)]
     if written := details["writing"]:
-        said = "writing: of {texts} texts {same} are the teacher's own; all are {gap:+.2g} ± {gap_stderr:.2g} nats per token likelier"
+        said = "writing: {texts} texts, {same} of them the teacher's own; {gap:+.2g} ± {gap_stderr:.2g} nats per token beside it"
         lines += ["", said.format(**written)]
     found = [f"{FINDING}: {row['name']}: {row['reason']}" for row in record["checks"] if row["verdict"] == FINDING]
     reasons = {}
