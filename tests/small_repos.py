@@ -4,8 +4,9 @@ import hashlib
 import re
 
 from safetensors.torch import load_file, save_file
-from small_scores import make_result, small_tokenizer
+from small_scores import make_result, small_llama, small_tokenizer
 
+from experiments.demo.lookups import start_lookups
 from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.evaluation.records import Results
@@ -19,6 +20,14 @@ library_name: transformers
 
 # A model
 """
+
+
+def looking_llama():
+    """A Llama whose layers 0 and 1 look things up, as far back as it was made for, without any training."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512, "num_hidden_layers": 4}
+    model = small_llama(intermediate_size=256, attention_bias=True, initializer_range=0.02, **sizes)
+    start_lookups(model)
+    return model
 
 
 def save_model(folder, model, tokenizer=True):

@@ -24,7 +24,7 @@ from ..checkpoints.load import (
     load_tokenizer,
 )
 from ..checkpoints.machine import describe_run
-from ..evaluation.records import render_rows
+from ..evaluation.records import finite, render_rows
 from ..evaluation.subjects import check_writable, shown_path
 from ..training.data import place_of, read_text_file
 from .audit_checks import CHECKS, MOST, Audited, NotApplicable
@@ -71,6 +71,7 @@ def audit(
     record = {"format_version": FORMAT_VERSION, "model": shown_path(folder), "class": subject.config.architectures[0]}
     record |= {"fingerprint": fingerprint_folder(folder), "mhla": getattr(subject.config, "mhla", None)}
     record |= {"dtype": loaded and str(loaded.dtype).removeprefix("torch."), "tokens": loaded and subject.long}
+    record |= {"rounding": loaded and finite(subject.rounding)}
     record |= {"text": "the Python language reference" if text is None else shown_path(text)}
     record |= {"teacher": teacher and shown_path(teacher), "findings": count, "checks": rows}
     record |= describe_run(command, subject.device)
@@ -81,11 +82,12 @@ def audit(
 
 def _open(folder, text, tokens, device, trust_remote_code) -> Audited:
     """Everything but the weights. ValueError, OSError: it is no language model with a tokenizer, or there is no text."""
-    wanted = "expected the folder of a causal language model"
-    if is_pipeline(folder):
-        raise ValueError(f"folder {str(folder)!r} is a pipeline; {wanted}")
-    if not isinstance(place := check_model_name(folder), Path):
+    place, wanted = Path(folder), "expected the folder of a causal language model"
+    if not place.is_dir():
         raise ValueError(f"folder {str(folder)!r} is not here; {wanted}")
+    if is_pipeline(place):
+        raise ValueError(f"folder {str(folder)!r} is a pipeline; {wanted}")
+    check_model_name(place)
     config = load_config(place, trust_remote_code=trust_remote_code)
     named = (config.architectures or ["model of unknown class"])[0]
     if kind_of_class(named) != "language":
@@ -128,7 +130,9 @@ def run_check(name, what, measure, subject) -> dict:
         return row
     if tolerance is None:
         return row | {"verdict": MEASURED}
-    return row if value <= tolerance else row | {"verdict": FINDING, "reason": f"{value:.3g} is more than {tolerance}"}
+    return (
+        row if value <= tolerance else row | {"verdict": FINDING, "reason": f"{value:.3g} is more than {tolerance:.3g}"}
+    )
 
 
 def render_audit(record) -> str:
@@ -144,6 +148,8 @@ def render_audit(record) -> str:
         for row in record["checks"]
     ]
     lines += [render_rows(header, rows), "", "logits differ by: the most, as a share of the largest logit"]
+    if record["rounding"]:
+        lines[-1] += f"; {record['dtype']} alone, against float32: {record['rounding']:.2g}"
     details = {row["name"]: row["details"] for row in record["checks"]}
     if shares := details["far part"]:
         lines += ["", render_rows(["far part by layer", *shares], [["share", *map(_short, shares.values())]], left=1)]
@@ -151,15 +157,15 @@ def render_audit(record) -> str:
         table = [[name, *(f"{gain:.2f}" for gain in own.values())] for name, own in gains.items()]
         lines += ["", render_rows(["recall by distance", *gains["model"]], table, left=1)]
     if written := details["writing"]:
-        said = "writing: {texts} texts, {same} of them the teacher's own; {gap:+.2g} ± {gap_stderr:.2g} nats per token beside it"
+        said = "writing: {texts} texts, {same} the teacher's own; {gap:+.2g} ± {gap_stderr:.2g} nats per token"
         lines += ["", said.format(**written)]
     found = [f"{FINDING}: {row['name']}: {row['reason']}" for row in record["checks"] if row["verdict"] == FINDING]
     reasons = {}
     for row in record["checks"]:
         if row["verdict"] == NOT_APPLICABLE:
             reasons.setdefault(row["reason"], []).append(row["name"])
-    lines += ["", *(f"not applicable, as {reason}: {', '.join(names)}" for reason, names in reasons.items())]
-    lines += ["", *found, f"findings: {len(found)}"]
+    notes = [f"not applicable, as {reason}: {', '.join(names)}" for reason, names in reasons.items()]
+    lines += ["", *notes, *found, f"findings: {len(found)}"]
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """audit(): a good model passes, each damage is found by the check that is there for it, bad input is one sentence."""
 
+import copy
 import functools
 import inspect
 import json
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import shaken
-from small_repos import forge, save_carded, spoil
+from small_models import scratch_model, shaken
+from small_repos import forge, looking_llama, save_carded, save_model, spoil
 from small_scores import save_llama, small_llama
 from small_towers import softmax_tower
 from small_types import small_model_of
@@ -243,21 +244,45 @@ def test_learned_positions_end_where_they_end():
     assert bare(small_llama(), tokens=MOST).long == 4 * 192
 
 
-def test_recall_is_a_finding_below_the_teacher(monkeypatch):
-    model, teacher = small_llama(), small_llama(1)
-    gains = {model: 0.3, teacher: 0.7}
-    monkeypatch.setattr(audit_checks, "recall_gain", lambda model, ids, distance, rows: gains[model])
-    assert run("recall", bare(model))["verdict"] == "measured"
-    assert run("recall", bare(model, teacher=teacher))["verdict"] == "ok"
-    gains[teacher] = 1.2
-    row = run("recall", bare(model, teacher=teacher))
-    assert row["verdict"] == FINDING and row["reason"] == "0.9 is more than 0.5"
-    gains[model] = NAN
-    assert run("recall", bare(model))["verdict"] == FINDING
+def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch):
+    """In its window it recalls what its teacher does, beyond it nothing; with softmax in the layer that looks up, all."""
+    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
+    teacher = save_model(tmp_path / "teacher", (softmax := looking_llama()))
+    for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
+        converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32)
+        folder = save_model(tmp_path / name, converted)
+        options = ["--teacher", str(teacher), "--tokens", "512", "--json", str(tmp_path / "a.json"), "--quiet"]
+        assert main(["audit", str(folder), *options]) == code
+        record = json.loads((tmp_path / "a.json").read_text())
+        rows = {row["name"]: row for row in record["checks"]}
+        gains, writing = rows["recall"]["details"], rows["writing"]
+        assert [row["name"] for row in rows.values() if row["verdict"] == FINDING] == ["recall"] * code
+        assert gains["teacher"]["64"] > 0.6 and (gains["model"]["64"] < 0.2) == code
+        assert gains["model"]["32"] == pytest.approx(gains["teacher"]["32"], abs=0.05)
+        assert (writing["value"] < 0.9) == code and (writing["details"]["same"] == 16) != code
 
 
-def test_half_precision_has_its_own_tolerance():
-    assert [bare(small_llama().to(dtype)).tolerance for dtype in (torch.float32, torch.bfloat16)] == [1e-4, 2e-2]
+def test_a_teacher_without_numbers_is_a_finding_too(monkeypatch):
+    model = small_llama()
+    monkeypatch.setattr(audit_checks, "recall_gain", lambda model, ids, distance, rows: NAN if distance == 32 else 1.0)
+    row = run("recall", bare(model))
+    assert (row["verdict"], row["reason"], row["details"]) == (FINDING, "NaN or infinity", {})
+
+
+def test_the_dense_form_passes_what_applies():
+    subject = bare(scratch_model())
+    rows = {name: run(name, subject) for name in list(CHECKS)[4:13]}
+    assert [name for name, row in rows.items() if row["verdict"] == NOT_APPLICABLE] == ["state", "far part"]
+    assert FINDING not in [row["verdict"] for row in rows.values()]
+
+
+def test_half_precision_has_its_own_tolerance(shelf, tmp_path):
+    found, rows = verdicts(save_llama(tmp_path / "half", dtype=torch.bfloat16))
+    assert found == [] and rows["cache"]["tolerance"] == rows["long text"]["tolerance"] >= 0.02
+    assert rows["weights"]["value"] == "finite, bfloat16" and 1e-4 < rows["cache"]["value"] < 0.02
+    subject = bare(small_llama().to(torch.bfloat16))
+    subject.rounding = 0.03
+    assert subject.tolerance == pytest.approx(0.06) and bare(small_llama()).tolerance == 1e-4
 
 
 BAD = {  # the command's arguments -> what is said
