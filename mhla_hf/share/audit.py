@@ -5,6 +5,7 @@ the code of a checkpoint are somebody's.
 """
 
 import json
+import textwrap
 from pathlib import Path
 
 import torch
@@ -152,7 +153,8 @@ def render_audit(record) -> str:
         lines[-1] += f"; {record['dtype']} alone, against float32: {record['rounding']:.2g}"
     details = {row["name"]: row["details"] for row in record["checks"]}
     if shares := details["far part"]:
-        lines += ["", render_rows(["far part by layer", *shares], [["share", *map(_short, shares.values())]], left=1)]
+        said = ", ".join(f"{layer}: {share:.2f}" for layer, share in shares.items())
+        lines += ["", textwrap.fill(f"far part by layer: {said}", 120)]
     if gains := details["recall"]:
         table = [[name, *(f"{gain:.2f}" for gain in own.values())] for name, own in gains.items()]
         lines += ["", render_rows(["recall by distance", *gains["model"]], table, left=1)]
