@@ -88,7 +88,10 @@ def packed_difference(model, rows) -> float:
 def layer_bytes(model, ids, sizes, layers) -> list[int]:
     """Bytes that the cache holds for these layers after each piece of ids `[1, T]`; sizes: see `cached_logits`."""
     found = []
-    see = lambda cache: found.append(sum(cache_bytes(cache.layers[index]) for index in layers))  # noqa: E731
+
+    def see(cache):
+        found.append(sum(cache_bytes(cache.layers[index]) for index in layers))
+
     cached_logits(model, ids, sizes, at=torch.arange(0), see=see)
     return found
 
