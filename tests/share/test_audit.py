@@ -139,7 +139,7 @@ DAMAGED = {  # what is done -> the findings, and the words of the first
     "a weight is missing": (lose_a_weight, ["loads", "scores"], "lacks 1 of its weights, such as 'model.norm.weight'"),
     "other weights than were judged": (spoil(3.0), ["scores"], "was scored with other weights"),
     "the source was changed": (
-        change("modeling_mhla.py", "import math", "import math  # mine"), ["source", "loads elsewhere", "scores"],
+        change("modeling_mhla.py", "import copy", "import copy  # mine"), ["source", "loads elsewhere", "scores"],
         "the bundle was changed after it was made"),
     "the source is missing": (
         lambda folder: (folder / "modeling_mhla.py").unlink(), ["source", "loads elsewhere", "scores"],
