@@ -21,8 +21,13 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
     is that of one of them. rounds: of which the fastest counts.
 
     Returns a list of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length;
-    with decoding goes "<name>_mib", the MiB of the cache after the context.
+    with decoding goes "<name>_mib", the MiB of the cache after the context. ValueError: a model has not as many positions.
     """
+    for name, model in models.items():
+        limit = None if getattr(model.config, "rope_parameters", None) else model.config.max_position_embeddings
+        if limit is not None and max(lengths) + decode_tokens > limit:
+            what = f"and {decode_tokens} more, expected at most the {limit} positions of {name!r}"
+            raise ValueError(f"lengths: got {max(lengths)} tokens {what}.")
     random = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)

@@ -18,6 +18,11 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
+def worst(values) -> float:
+    """The largest, or NaN where one is."""
+    return float(torch.tensor(list(values)).max())
+
+
 @torch.no_grad()
 def whole_logits(model, ids, at=None, **given):
     """Logits fp32 `[B, T, vocabulary]` of one pass over ids `[B, T]` without a cache; at: the places to keep, or all."""
@@ -75,7 +80,7 @@ def batch_difference(model, rows) -> float:
     together = whole_logits(model, ids, **given), cached_logits(model, ids, pieces, **given)
     alone = [whole_logits(model, row[None])[0] for row in rows]
     found = [(logits[-len(row) :], row) for both in together for logits, row in zip(both, alone, strict=True)]
-    return max(difference(got, wanted) for got, wanted in found)
+    return worst(difference(got, wanted) for got, wanted in found)
 
 
 def packed_difference(model, rows) -> float:

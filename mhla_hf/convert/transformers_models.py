@@ -78,7 +78,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
     for index in settings.layers:
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
-    for name in ("attention_dropout", "attention_probs_dropout_prob"):
+    for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
 

@@ -49,10 +49,10 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
     """
 
     def __init__(self, config, *args, **kwargs):
-        if getattr(config, "mhla", None) is None:
-            what = "expected an MHLA configuration; use mhla_hf.convert(model) on a softmax model"
-            raise ValueError(f"config: got {type(config).__name__} without `mhla`, {what}.")
-        own, config.__class__ = type(config), type(config).__bases__[1]
+        if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
+            what = "with `mhla`; use mhla_hf.convert(model) on a softmax model"
+            raise ValueError(f"config: got {type(config).__name__}, expected {self.config_class.__name__} {what}.")
+        own, config.__class__ = type(config), self.config_class.__bases__[1]
         try:
             super().__init__(config, *args, **kwargs)
         finally:

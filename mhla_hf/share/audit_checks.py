@@ -26,6 +26,7 @@ from ..analysis.behavior import (
     takes,
     told_logs,
     whole_logits,
+    worst,
 )
 from ..analysis.measures import record_model
 from ..checkpoints.bundle import FILE_NAME, build_bundle, check_bundle
@@ -133,11 +134,6 @@ class Audited:
             wanted, got = (whole_logits(model, row).log_softmax(-1) for model in (self.teacher, self.model))
             found.append((mean_kl(wanted, got), float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
         return torch.tensor(found).unbind(1)
-
-
-def worst(values) -> float:
-    """The largest, or NaN where one is."""
-    return float(torch.tensor(list(values)).max())
 
 
 def mean_and_error(values: torch.Tensor) -> dict:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..checkpoints.files import read_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
@@ -121,6 +122,9 @@ def read_model(folder) -> tuple[str, str, dict]:
     index = read_json(Path(folder, PIPELINE))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     config = next((config for file in files if isinstance((config := read_json(file) or {}).get("mhla"), dict)), {})
+    base = str(config.get("model_type")).removeprefix("mhla_")
+    names = CONFIG_MAPPING[base].attribute_map if base in CONFIG_MAPPING else {}
+    config = {name: config[own] for name, own in names.items() if own in config} | config  # GPT-2 has other names
     if not config or not _count_layers(config):
         raise ValueError(f'{folder} holds no config.json with "mhla" settings: expected a saved MHLA model')
     config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(_count_layers(config))

@@ -19,6 +19,7 @@ from ..convert.start import mhla_layers
 from ..nn.settings import MHLASettings
 
 SETTINGS_FILE = "mhla.json"
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")  # two bases of a type differ in one of these
 
 
 def import_peft(base=None):
@@ -50,7 +51,13 @@ def save_adapter(peft_model, folder) -> None:
     if not hasattr(peft_model, "peft_config") or getattr(config, "mhla", None) is None:
         raise TypeError(f"peft_model: got {type(peft_model).__name__}, expected a PeftModel of a converted model.")
     peft_model.save_pretrained(folder)
-    write_json(Path(folder, SETTINGS_FILE), {"base_model_type": config.base_model_type, "mhla": config.mhla})
+    noted = {"base_model_type": config.base_model_type, "sizes": sizes_of(config), "mhla": config.mhla}
+    write_json(Path(folder, SETTINGS_FILE), noted)
+
+
+def sizes_of(config) -> dict[str, int]:
+    """By which an adapter knows its base among the others of its model type."""
+    return {name: getattr(config, name) for name in SIZES}
 
 
 def load_adapter(model, source, adapter_name: str = "default", *, revision: str | None = None, is_trainable=False):
@@ -77,6 +84,8 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
     own = getattr(base.config, "base_model_type", base.config.model_type)
     if own != noted["base_model_type"]:
         raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
+    if (sizes := sizes_of(base.config)) != noted["sizes"]:
+        raise ValueError(f"model: has the sizes {sizes}, expected {noted['sizes']}, the base of {str(source)!r}.")
     settings = MHLASettings.from_dict(noted["mhla"])
     if getattr(base.config, "mhla", None) is None:
         convert(base, settings)

@@ -58,6 +58,22 @@ def test_a_difference_is_a_share_of_the_largest_and_nan_is_not_hidden():
     assert torch.tensor(difference(torch.tensor([float("nan"), -4.0]), wanted)).isnan()
 
 
+class Spoiled(nn.Module):
+    """Says NaN of rows whose mask names padding, and of no other."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        logits = torch.ones(*input_ids.shape, 8)
+        if attention_mask is not None:
+            logits[~attention_mask.bool().all(1)] = float("nan")
+        return SimpleNamespace(logits=logits, past_key_values=None)
+
+
+def test_a_padded_row_of_nan_is_not_hidden_by_those_that_are_well():
+    assert torch.tensor(batch_difference(Spoiled(), ROWS)).isnan()
+
+
 @pytest.mark.parametrize("make", [softmax_model, lambda: converted_model(mixing_form="decay", local="softmax")])
 def test_what_must_be_the_same_is(make):
     model, ids = make(), ROWS[0][None]

@@ -132,3 +132,9 @@ def test_shared_keys_sinks_and_soft_caps_are_refused():
         with pytest.raises(ValueError) as error:
             mhla_hf.convert(model)
         one_sentence(error, reason)
+
+
+def test_dropout_that_a_conversion_loses_is_said_by_any_name(caplog):
+    mhla_hf.convert(small_model_of("gpt2"))
+    mhla_hf.convert(small_model_of("biogpt"))
+    assert "attn_pdrop=0.1" in caplog.text and "attention_probs_dropout_prob=0.1" in caplog.text

@@ -16,6 +16,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
 from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
+from small_types import small_model_of
 
 import mhla_hf
 from experiments.demo.text import make_tokenizer
@@ -24,7 +25,7 @@ from mhla_hf.evaluation.language import NOISE, load_tasks
 from mhla_hf.evaluation.records import Comparison, Results, paper_values, speed_of_records
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.speed import cache_bytes
+from mhla_hf.speed import cache_bytes, measure_speed
 
 SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
 
@@ -243,6 +244,12 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text
     assert "| speed |" not in text.split("## Speed and memory")[0] and "forward_ms_32" not in text.split("---")[1]
     check_card(folders[1])
+
+
+def test_no_time_beyond_the_positions_that_a_model_has():
+    with pytest.raises(ValueError) as caught:
+        measure_speed({"gpt": small_model_of("gpt2")}, [32, 120], decode_tokens=9)
+    assert str(caught.value) == "lengths: got 120 tokens and 9 more, expected at most the 128 positions of 'gpt'."
 
 
 def test_times_that_were_not_measured_together_are_not_compared(folders):

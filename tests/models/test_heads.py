@@ -7,7 +7,7 @@ import torch
 import transformers
 from elsewhere import run_elsewhere
 from safetensors.torch import save_file
-from small_models import SIZES, converted_model, scratch_model, shaken, softmax_model, tokens
+from small_models import SIZES, converted_model, one_sentence, scratch_model, shaken, softmax_model, tokens
 
 import mhla_hf
 from mhla_hf.models.families import auto_class_of
@@ -104,3 +104,11 @@ def test_a_converted_head_differs_from_its_base_in_its_layers_alone(tmp_path):
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     padded = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(mask, (4, 0))
     torch.testing.assert_close(model(padded[0], attention_mask=padded[1]).logits, model(ids).logits)
+
+
+def test_a_configuration_that_is_none_of_mhla_is_refused():
+    settings = converted_model().config.mhla
+    for config in (softmax_model().config, transformers.LlamaConfig(**CONFIG, mhla=settings)):
+        with pytest.raises(ValueError) as error:
+            mhla_hf.MHLALlamaForCausalLM(config)
+        one_sentence(error, "config: got LlamaConfig, expected MHLALlamaConfig")

@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from small_cards import TRAIN
 from small_repos import CARD, forge, save_carded, save_model, score, spoil
 from small_scores import make_result, small_llama
+from small_types import small_model_of
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import not_measured
+from mhla_hf.share.facts import not_measured, read_model
 from mhla_hf.share.folder_checks import stage_folder
 
 TOKEN = "hf_" + "aB3" * 12
@@ -180,3 +181,14 @@ def test_of_a_pipeline_the_files_of_its_components_go_out(shelf, tmp_path, unvis
     (shelf / "pipe" / "transformer" / "notes").write_text("mine")
     assert stage_folder(shelf / "pipe", tmp_path / "staged") == ("transformer/notes",)
     assert {"model_index.json", "transformer/config.json"} < set(inside(tmp_path / "staged"))
+
+
+def test_the_sizes_of_a_type_that_has_other_names_for_them(tmp_path):
+    mhla_hf.convert(small_model_of("gpt2")).save_pretrained(tmp_path)
+    kind, name, config = read_model(tmp_path)
+    assert (kind, name, config["num_hidden_layers"], config["hidden_size"]) == (
+        "language",
+        "MHLAGPT2LMHeadModel",
+        4,
+        32,
+    )

@@ -118,9 +118,11 @@ def test_bad_input(tmp_path):
     mhla_hf.save_adapter(trained_adapter(), tmp_path / "adapter")
     for model, said in (
         (softmax_model("qwen3"), "model: got a qwen3, expected a llama"),
+        (softmax_model(num_hidden_layers=5), "model: has the sizes {'num_hidden_layers': 5, "),
         (mhla_hf.convert(softmax_model(), layers=[1]), "converted with other settings"),
         (scratch_model(), "model: got a mhla, expected a llama"),
     ):
         with pytest.raises(ValueError) as error:
             mhla_hf.load_adapter(model, tmp_path / "adapter")
         one_sentence(error, said)
+        assert "sizes" not in said or getattr(model.config, "mhla", None) is None, "the model is unchanged"
