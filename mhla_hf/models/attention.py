@@ -6,9 +6,6 @@ module. What the base does not hand on (the padding of the batch, the cache, the
 arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
 """
 
-import functools
-import inspect
-
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -17,7 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import overlay_class, swap_attention
+from .overlay import attention_sizes, calls_interface, overlay_class, swap_attention
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
@@ -70,21 +67,6 @@ def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a decoder, by layer index: those that call transformers' attention interface, and MHLA's."""
     found = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     return {module.layer_idx: module for module in found if hasattr(module, "mhla") or calls_interface(type(module))}
-
-
-@functools.cache
-def calls_interface(attention_class: type) -> bool:
-    """Whether the forward of this class asks transformers for "the attention function", in the way all its models do."""
-    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
-
-
-def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
-    """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
-    heads = config.num_attention_heads
-    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
-    latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
-    return sizes | latent  # which differ in latent attention
 
 
 def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:

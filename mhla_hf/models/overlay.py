@@ -5,8 +5,11 @@ the base's plus `mhla.*` in each attention.
 """
 
 import copy
+import functools
+import inspect
 import sys
 import types
+from os.path import commonprefix
 
 import transformers
 from torch import nn
@@ -102,6 +105,21 @@ def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     return overlay_class(base, mixin, family.entry, __doc__=doc, config_class=config, source_entry=family.entry)
 
 
+@functools.cache
+def calls_interface(attention_class: type) -> bool:
+    """Whether the forward of this class asks transformers for "the attention function", in the way all its models do."""
+    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+
+
+def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
+    """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
+    heads = config.num_attention_heads
+    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
+    latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
+    return sizes | latent  # which differ in latent attention
+
+
 def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str) -> None:
     """Turn one attention module of transformers into MHLA, in place.
 
@@ -125,7 +143,7 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
             return overlay_config_class(family)
         if own in family.classes and own in base_classes(family):
             return overlay_model_class(family, base_classes(family)[own], model_mixin)
-        if own.endswith("Attention") and own.startswith(family.classes[0].removesuffix("LMHeadModel")):
+        if own.endswith("Attention") and own.startswith(commonprefix(family.classes)):
             module = sys.modules[next(iter(base_classes(family).values())).__module__]
             if hasattr(module, own):
                 return overlay_class(getattr(module, own), attention_mixin, family.entry)
