@@ -27,7 +27,8 @@ REFUSED = {  # why -> model types of causal and of masked language models
     ),
     "it has no softmax attention": "falcon_mamba fnet mamba mamba2 rwkv xlstm",
     "it is the decoder of an encoder and decoder": (
-        "bart bert-generation bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart whisper"
+        "bart bert-generation bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody "
+        "pegasus plbart whisper"
     ),
     "its scores have a relative position bias": "deberta deberta-v2 funnel mpnet",
     "its attention is an approximation already": "mra nystromformer yoso",

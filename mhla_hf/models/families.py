@@ -16,7 +16,7 @@ HEADS = {  # how a language model's class ends, and the Auto class that finds it
 }
 ENCODER_HEADS = {
     "ForMaskedLM": "AutoModelForMaskedLM",
-    **{head: auto for head, auto in HEADS.items() if head == "Model" or head.startswith("For") and "LM" not in head},
+    **{head: auto for head, auto in HEADS.items() if not head.endswith(("LM", "HeadModel", "TextModel"))},
     "ForMultipleChoice": "AutoModelForMultipleChoice",
 }
 IMAGE_HEADS = dict.fromkeys(("ForImageClassification", "WithTeacher"), "AutoModelForImageClassification")
@@ -50,6 +50,11 @@ class Family:
     prefix: int = 1
     axes: int = 2
     fixed_size: bool = False
+
+    @property
+    def stem(self) -> str:
+        """How the names of the base's classes begin."""
+        return min(self.classes, key=len).removesuffix("Model")
 
 
 def language_family(base: str, prefix: str) -> Family:

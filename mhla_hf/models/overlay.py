@@ -9,7 +9,6 @@ import functools
 import inspect
 import sys
 import types
-from os.path import commonprefix
 
 import transformers
 from torch import nn
@@ -143,7 +142,7 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
             return overlay_config_class(family)
         if own in family.classes and own in base_classes(family):
             return overlay_model_class(family, base_classes(family)[own], model_mixin)
-        if own.endswith("Attention") and own.startswith(commonprefix(family.classes)):
+        if own.endswith("Attention") and own.startswith(family.stem):
             module = sys.modules[next(iter(base_classes(family).values())).__module__]
             if hasattr(module, own):
                 return overlay_class(getattr(module, own), attention_mixin, family.entry)

@@ -1,7 +1,7 @@
 """MHLA over whole sequences: the core of encoders, where every token sees every other of its own row.
 
-Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of the
-mixing matrix: what a row gets depends on nothing that it is batched with.
+Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of
+the mixing matrix: what a row gets depends on nothing that it is batched with.
 """
 
 import torch
