@@ -25,7 +25,9 @@ def mhla_encoder_attention(module, query, key, value, attention_mask, scaling=No
     `attention_mask` is not read: `mhla_rows` says the same without T x T numbers.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
-        raise ValueError("cu_seq_lens_q: it came for an MHLA layer of an encoder, expected rows with an attention_mask.")
+        raise ValueError(
+            "cu_seq_lens_q: it came for an MHLA layer of an encoder, expected rows with an attention_mask."
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
     o = module.mhla(q, k, v, starts=starts, key_mask=key_mask, hidden_states=kwargs["mhla_hidden_states"])

@@ -163,4 +163,6 @@ def family_of_class(name: str) -> Family | None:
 
 def auto_class_of(name: str) -> str:
     """The Auto class of transformers that finds a model class of this name."""
-    return next((auto for end, auto in {**HEADS, **ENCODER_HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel")
+    return next(
+        (auto for end, auto in {**HEADS, **ENCODER_HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel"
+    )
