@@ -148,7 +148,7 @@ def what_is_lost(attention: torch.nn.Module, config, both_ways: bool) -> str | N
     whole = None if kind == "full_attention" else getattr(config, "sliding_window", None)
     window = getattr(attention, "sliding_window", whole) if getattr(attention, "is_sliding", True) else None
     if window is not None:
-        return f"it sees the last {window} tokens alone (sliding_window)"
+        return f"it sees {'its neighbors' if both_ways else f'the last {window} tokens'} alone (sliding_window)"
     if kind not in (None, "full_attention"):
         return f"its kind is {kind!r}"
     if getattr(attention, "is_kv_shared_layer", False) or getattr(attention, "store_full_length_kv", False):
