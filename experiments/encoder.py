@@ -5,11 +5,8 @@ converted and then distilled: its mean-pooled embeddings, and each token's, are 
 on held-out windows of 128 and of 512 tokens. Rows that the file has are not made again.
 """
 
-import argparse
-import functools
 import math
 import statistics
-import tempfile
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +15,6 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from mhla_hf.convert import convert
 
 from .demo.text import hold_out, make_tokenizer, read_text
-from .rows import add_rows, made, number, whole_seeds
 
 VOCAB, LENGTHS, TOKENS = 2048, (128, 512), 4096  # TOKENS: of a batch
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

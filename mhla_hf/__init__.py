@@ -28,6 +28,7 @@ _PUBLIC = {
     "MHLAVisionConfig": "models.vision_configuration",
     "MHLAVisionModel": "models.vision",
     "MHLAForImageClassification": "models.vision",
+    "adapter_config": "training.adapters",
     "analyze": "analysis",
     "calibrate": "convert.start",
     "choose_layers": "convert.keep",
@@ -35,7 +36,9 @@ _PUBLIC = {
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
     "fit_decays": "convert.start",
+    "load_adapter": "training.adapters",
     "push": "share.push",
+    "save_adapter": "training.adapters",
     "start_from_text": "training.start",
 }
 

@@ -46,6 +46,7 @@ def save_model(folder, records, *, layers=(1, 2), readme=None):
     folder.mkdir()
     config = {"model_type": "mhla_llama", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_mhla.MHLALlamaForCausalLM"}}
+    config |= {"architectures": ["MHLALlamaForCausalLM"]}
     config |= {"mhla": MHLASettings(layers=list(layers)).to_dict()}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.full((2,), records[0].value)}, folder / "model.safetensors")

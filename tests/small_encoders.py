@@ -29,7 +29,7 @@ def softmax_encoder(model_type: str, head: str = "Model", **overrides):
     sizes = {**SIZES, **(OWN_SIZES if model_type in SLIDING else {}), **overrides}
     torch.manual_seed(0)
     config = config_class(**{name: size for name, size in sizes.items() if name in known})
-    return base_classes(family)[family.stem + head](config).eval()
+    return base_classes(family)[family.classes[0].removesuffix("Model") + head](config).eval()
 
 
 def converted_encoder(model_type: str, head: str = "Model", layers="all", *, block_size=8, **settings):

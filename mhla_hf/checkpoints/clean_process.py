@@ -15,8 +15,6 @@ import torch
 
 from .load import missing_in_transformers
 
-# of transformers: a causal language model, an image classifier, a vision tower; of diffusers: one model, a pipeline
-KINDS = ("language", "image", "tower", "model", "pipeline")
 WITHHELD = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
@@ -25,7 +23,7 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
     """Load `folder` in a process where mhla_hf and triton cannot be imported, and say what it was like there.
 
     Args:
-        folder: a saved model. kind: one of `KINDS`.
+        folder: a saved model. kind: as `share/facts.py` names it.
         given: a safetensors file with `ids` [B, T] and the `logits` [B, T, vocabulary] they must give.
         prompt, new_tokens: text that a language model continues greedily. dtype: as torch names it, or "auto".
 

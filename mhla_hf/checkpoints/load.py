@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -47,10 +48,16 @@ def register_classes(config: type, classes) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register what a family of bases of transformers becomes: its configuration, body and heads."""
+    """Register what a family of bases of transformers becomes: its configuration, body and heads.
+
+    And with PEFT, where it is imported already, the base's default LoRA targets.
+    """
     module = importlib.import_module(f"..{family.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
     register_classes(classes[0].config_class, classes)
+    lora = sys.modules.get("peft.tuners.lora")
+    if lora is not None and family.base in (targets := lora.LoraModel.target_module_mapping):
+        targets.setdefault(f"mhla_{family.base}", targets[family.base])
 
 
 def register_type_of(source, **files) -> None:

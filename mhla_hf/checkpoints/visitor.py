@@ -17,13 +17,16 @@ import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-AUTOS = {"language": "AutoModelForCausalLM", "image": "AutoModelForImageClassification", "tower": "AutoModel"}
+AUTOS = {"language": "AutoModelForCausalLM", "image": "AutoModelForImageClassification"}
+AUTOS |= {"sequences": "AutoModelForSequenceClassification", "tokens": "AutoModelForTokenClassification"}
+AUTOS |= {"answers": "AutoModelForQuestionAnswering", "choices": "AutoModelForMultipleChoice"}
+AUTOS |= {"masked": "AutoModelForMaskedLM"}
 
 
 def load(folder):
     """A model of transformers, and what was wrong with its weights."""
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": asked["dtype"]}
-    model, loading = getattr(transformers, AUTOS[asked["kind"]]).from_pretrained(folder, **options)
+    model, loading = getattr(transformers, AUTOS.get(asked["kind"], "AutoModel")).from_pretrained(folder, **options)
     return model.eval(), {wrong: sorted(loading[f"{wrong}_keys"]) for wrong in ("missing", "unexpected")}
 
 
@@ -70,8 +73,8 @@ asked = json.loads(sys.argv[1])
 if asked["dtype"] != "auto":
     asked["dtype"] = getattr(torch, asked["dtype"])
 torch.set_num_threads(asked["threads"])
-kinds = {"language": language, "image": load, "tower": load, "model": diffusion, "pipeline": diffusion}
-loaded, report = kinds[asked["kind"]](asked["folder"])
+kinds = {"language": language, "model": diffusion, "pipeline": diffusion}
+loaded, report = kinds.get(asked["kind"], load)(asked["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
 report["imported"] = [name for name in ABSENT if sys.modules[name] is not None]
 print(json.dumps(report))

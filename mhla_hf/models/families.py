@@ -14,11 +14,8 @@ HEADS = {  # how a language model's class ends, and the Auto class that finds it
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }
-ENCODER_HEADS = {
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    **{head: auto for head, auto in HEADS.items() if not head.endswith(("LM", "HeadModel", "TextModel"))},
-    "ForMultipleChoice": "AutoModelForMultipleChoice",
-}
+ENCODER_HEADS = {head: auto for head, auto in HEADS.items() if not head.endswith(("LM", "HeadModel", "TextModel"))}
+ENCODER_HEADS |= {"ForMaskedLM": "AutoModelForMaskedLM", "ForMultipleChoice": "AutoModelForMultipleChoice"}
 IMAGE_HEADS = dict.fromkeys(("ForImageClassification", "WithTeacher"), "AutoModelForImageClassification")
 TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 
@@ -51,14 +48,10 @@ class Family:
     axes: int = 2
     fixed_size: bool = False
 
-    @property
-    def stem(self) -> str:
-        """How the names of the base's classes begin."""
-        return min(self.classes, key=len).removesuffix("Model")
 
-
-def language_family(base: str, prefix: str) -> Family:
+def language_family(base: str) -> Family:
     """A family of causal language models of transformers: a body and the heads on it, as far as it has them."""
+    prefix = SPELLED.get(base) or "".join(map(str.capitalize, base.removesuffix("_text").split("_")))
     defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax"}
     return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 
@@ -80,30 +73,27 @@ def diffusion_family(*classes: str, task: str, defaults: dict, entry: str = "con
     return Family(classes[0], classes, f"models.{entry}_transformer", task, defaults, **facts)
 
 
-LANGUAGE_PREFIXES = {  # model type in transformers -> how the names of its classes begin
-    "afmoe": "Afmoe", "apertus": "Apertus", "arcee": "Arcee", "aria_text": "AriaText", "axk1": "AXK1",
-    "bailing_hybrid": "BailingHybrid", "beam": "Beam", "biogpt": "BioGpt", "bitnet": "BitNet",
-    "cohere": "Cohere", "cohere2": "Cohere2", "cohere2_moe": "Cohere2Moe", "ctrl": "CTRL", "cwm": "Cwm",
-    "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "dots1": "Dots1",
-    "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "exaone4": "Exaone4",
-    "exaone_moe": "ExaoneMoe", "flex_olmo": "FlexOlmo", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
-    "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe",
-    "glm4_moe_lite": "Glm4MoeLite", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neox": "GPTNeoX",
-    "granite": "Granite", "granitemoe": "GraniteMoe", "granitemoehybrid": "GraniteMoeHybrid",
-    "granitemoeshared": "GraniteMoeShared", "helium": "Helium", "hunyuan_v1_dense": "HunYuanDenseV1",
-    "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "jais2": "Jais2",
-    "jetmoe": "JetMoe", "kimi_linear": "KimiLinear", "kolibri1": "Kolibri1", "laguna": "Laguna", "lfm2": "Lfm2",
-    "lfm2_moe": "Lfm2Moe", "lfm3": "Lfm3", "llama": "Llama", "llama4_text": "Llama4", "mellum": "Mellum",
-    "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2",
-    "minimax_m3_vl_text": "MiniMaxM3VL", "ministral": "Ministral", "ministral3": "Ministral3", "mistral": "Mistral",
-    "mixtral": "Mixtral", "modernbert-decoder": "ModernBertDecoder", "nanochat": "NanoChat", "olmo": "Olmo",
-    "olmo2": "Olmo2", "olmo3": "Olmo3", "olmo_hybrid": "OlmoHybrid", "olmoe": "Olmoe", "persimmon": "Persimmon",
-    "phi": "Phi", "phi3": "Phi3", "phimoe": "Phimoe", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3",
-    "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next",
-    "seed_oss": "SeedOss", "smollm3": "SmolLM3", "solar_open": "SolarOpen", "starcoder2": "Starcoder2",
-    "vaultgemma": "VaultGemma", "youtu": "Youtu",
+LANGUAGE_TYPES = (  # of transformers
+    "afmoe apertus arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
+    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text "
+    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid "
+    "granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kimi_linear kolibri1 laguna "
+    "lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral "
+    "ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe "
+    "qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
+    "vaultgemma youtu"
+)
+SPELLED = {  # where the names of their classes do not begin as the type does
+    "aria_text": "AriaText", "axk1": "AXK1", "biogpt": "BioGpt", "bitnet": "BitNet", "ctrl": "CTRL",
+    "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode",
+    "gpt_neox": "GPTNeoX", "granitemoe": "GraniteMoe", "granitemoehybrid": "GraniteMoeHybrid",
+    "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1",
+    "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "jetmoe": "JetMoe", "mimo_v2_flash": "MiMoV2Flash",
+    "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL",
+    "modernbert-decoder": "ModernBertDecoder", "nanochat": "NanoChat", "qwen3_5_moe_text": "Qwen3_5Moe",
+    "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "vaultgemma": "VaultGemma",
 }  # fmt: skip
-LANGUAGE = tuple(language_family(base, prefix) for base, prefix in LANGUAGE_PREFIXES.items())
+LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
 
 ENCODER_DEFAULTS = {"block_size": 16, "layers": "2/3"}
 ENCODER_PREFIXES = {

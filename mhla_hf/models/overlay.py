@@ -7,6 +7,7 @@ the base's plus `mhla.*` in each attention.
 import copy
 import functools
 import inspect
+import re
 import sys
 import types
 
@@ -65,6 +66,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         return [f"MHLA{name}" for name in base_classes(family_of_type(self.config.base_model_type))]
 
 
+MODEL_NAME = re.compile("(LMHead|Vision)?Model$")
 _OVERLAYS = {}  # every class that is made here, by what it is made of: each is made once
 
 
@@ -142,7 +144,7 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
             return overlay_config_class(family)
         if own in family.classes and own in base_classes(family):
             return overlay_model_class(family, base_classes(family)[own], model_mixin)
-        if own.endswith("Attention") and own.startswith(family.stem):
+        if own.endswith("Attention") and own.startswith(MODEL_NAME.sub("", family.classes[0])):
             module = sys.modules[next(iter(base_classes(family).values())).__module__]
             if hasattr(module, own):
                 return overlay_class(getattr(module, own), attention_mixin, family.entry)

@@ -95,7 +95,7 @@ class MHLASettings:
         rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
             paper's order; the denominator, if any, then uses the un-rotated ones).
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list (tuple, range) of layer indices.
-        impl: which implementation of the operator: "auto", "reference", "torch" or "triton".
+        impl: which implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
     """
 
     block_size: int = 64

@@ -14,7 +14,6 @@ import torch
 
 from .api import choose_implementation
 from .decays import Decays, decayed_sums
-from .reference import local_reference
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
 from .torch_local import LocalForm, blocked_values, by_block_and_group, near_and_far, resize_tokens
 from .triton.local import local_fault, local_kind, triton_near_and_far
@@ -33,9 +32,6 @@ def local_attention(
     key_mask, starts, cu_seqlens: as in `mhla`.
     """
     tokens, size = q.shape[1], form.block_size
-    if form.impl == "reference":
-        padding = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
-        return local_reference(q, k, v, fq, fk, decays.matrix((tokens + size - 1) // size), balance, form, **padding)
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     back = place = sequence = None
     if starts is not None:

@@ -14,7 +14,7 @@ class LocalForm:
 
     block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
     back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
-    impl: as in `mhla`; behind a state, which has no "reference", that is "torch", and so is any for a single token.
+    impl: "auto", "torch" or "triton", as in `mhla`; a single token behind a state is always torch.
     unrounded: o in the dtype of the sums; else the kernel writes it in v's.
     """
 

@@ -18,7 +18,7 @@ from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
-from ..models.families import family_of_class
+from ..models.families import auto_class_of, family_of_class
 from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"
@@ -34,11 +34,17 @@ GENERATION = re.compile(
     r"_(generation|gsm8k|ifeval|humaneval|mbpp|triviaqa|nq_open|coqa|drop|qasper|longbench|gov_report|samsum|qmsum"
     r"|multi_news|truthfulqa_gen|wmt)\d*_"
 )
-KINDS = {  # Auto class in auto_map -> kind of model, and what the Hub calls the thing that it does
+KINDS = {  # Auto class -> kind of model, and what the Hub calls the thing that it does
     "AutoModelForCausalLM": ("language", "text-generation"),
+    "AutoModelForSequenceClassification": ("sequences", "text-classification"),
+    "AutoModelForTokenClassification": ("tokens", "token-classification"),
+    "AutoModelForQuestionAnswering": ("answers", "question-answering"),
+    "AutoModelForMaskedLM": ("masked", "fill-mask"),
+    "AutoModelForMultipleChoice": ("choices", "multiple-choice"),
     "AutoModelForImageClassification": ("image", "image-classification"),
     "AutoModel": ("tower", "image-feature-extraction"),
 }
+BODY = ("body", "feature-extraction")  # of a language model or an encoder of text, AutoModel too
 
 
 @checked
@@ -71,7 +77,9 @@ class Person:
 class Facts:
     """All that a card shows.
 
-    kind: "language", "image" (classifier), "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline".
+    kind: "language", "sequences", "tokens", "answers" or "choices" (classifiers of language), "masked" (it fills in tokens),
+    "body" (of a language model, or an encoder of text), "image" (classifier), "tower" (image encoder), "model" (a
+    transformer of diffusers) or "pipeline".
     config: of a pipeline, that of its component with MHLA. models: label -> scores; "MHLA" the model's own (none: nothing
     was measured), "teacher" the softmax original's.
     """
@@ -97,7 +105,7 @@ class Facts:
     @property
     def task(self) -> str | None:
         """What the Hub calls the thing that the model does."""
-        return dict(KINDS.values()).get(self.kind) or (self.family and self.family.task)
+        return dict((*KINDS.values(), BODY)).get(self.kind) or (self.family and self.family.task)
 
     @property
     def kept(self) -> list[int]:
@@ -121,10 +129,13 @@ def read_model(folder) -> tuple[str, str, dict]:
     config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(_count_layers(config))
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
-    for auto, (kind, _) in KINDS.items():
-        if auto in (config.get("auto_map") or {}):
-            return kind, _class_name(config), config
-    raise ValueError(f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed")
+    if not config.get("auto_map"):
+        raise ValueError(
+            f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
+        )
+    kind, _ = KINDS[auto_class_of(_class_name(config))]
+    is_body = kind == "tower" and {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(config["auto_map"])
+    return BODY[0] if is_body else kind, _class_name(config), config
 
 
 def _class_name(config: dict) -> str:

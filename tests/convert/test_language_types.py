@@ -1,4 +1,7 @@
-"""Every model type of causal language models that converts does what one does; of these and of masked ones, others are refused."""
+"""Every model type of causal language models that converts does what a language model does, and every other is refused.
+
+So are those of masked language models that are not in tests/small_encoders.py.
+"""
 
 import itertools
 import json

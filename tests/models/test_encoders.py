@@ -81,7 +81,7 @@ def test_every_head_converts_and_is_found(model_type, tmp_path):
     family = next(family for family in ENCODERS if family.base == model_type)
     rows, mask = padded()
     for name, base in base_classes(family).items():
-        model = converted_encoder(model_type, name.removeprefix(family.stem))
+        model = converted_encoder(model_type, name.removeprefix(family.classes[0].removesuffix("Model")))
         given = (rows, mask)
         if name.endswith("MultipleChoice"):
             given = tuple(x[None] for x in given)

@@ -202,3 +202,12 @@ def test_all_or_nothing_under_random_faults(hub, shelf, seed):
     made, repo = send(shelf / "new", NAME, tags=["v1"]), hub.repos[NAME]
     assert held(repo) == held(repo, made.revision) == held(repo, "v1") == new
     assert sum(held(repo, oid) == new for oid in repo.commits) == 1
+
+
+def test_a_reward_model_is_shared_as_what_it_is(hub):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, num_labels=1, **sizes)
+    model = mhla_hf.MHLAForSequenceClassification(config)
+    made = push(model, "tester/reward", license="apache-2.0", progress=False)
+    card = hub.repos["tester/reward"].files(made.revision)["README.md"].decode()
+    assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card

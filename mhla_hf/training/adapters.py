@@ -1,0 +1,89 @@
+"""A conversion as a small PEFT adapter: LoRA on the base's projections, and the MHLA modules whole, without the base.
+
+    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # model: converted; train it with anything
+    mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
+    peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: softmax, this or a fine-tune of it
+
+What is loaded is a `PeftModel`: `set_adapter`, `merge_and_unload` and several adapters side by side are PEFT's.
+"""
+
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+
+from ..checkpoints.files import read_json, write_json
+from ..checkpoints.load import one_sentence, optional, register_family
+from ..convert import convert
+from ..convert.families import family_of
+from ..convert.start import mhla_layers
+from ..nn.settings import MHLASettings
+
+SETTINGS_FILE = "mhla.json"
+
+
+def import_peft(base=None):
+    """PEFT, which knows the default LoRA targets of the converted model `base`; ImportError in one sentence."""
+    with optional("an adapter", "peft", "peft"):
+        import peft
+    if base is not None:
+        register_family(family_of(base))
+    return peft
+
+
+def adapter_config(model, **lora):
+    """A `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved whole.
+
+    lora: arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base). TypeError: the
+    model has no MHLA layers.
+    """
+    mhla_layers(model)
+    saved = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
+    return import_peft(model).LoraConfig(modules_to_save=saved, **{"task_type": None, **lora})
+
+
+def save_adapter(peft_model, folder) -> None:
+    """Save the active adapters of a `PeftModel` and the settings of the conversion that they stand on.
+
+    peft_model: made by `get_peft_model(model, adapter_config(model))`. TypeError: it is none.
+    """
+    config = getattr(getattr(peft_model, "base_model", None), "config", None)
+    if not hasattr(peft_model, "peft_config") or getattr(config, "mhla", None) is None:
+        raise TypeError(f"peft_model: got {type(peft_model).__name__}, expected a PeftModel of a converted model.")
+    peft_model.save_pretrained(folder)
+    write_json(Path(folder, SETTINGS_FILE), {"base_model_type": config.base_model_type, "mhla": config.mhla})
+
+
+def load_adapter(model, source, adapter_name: str = "default", *, revision: str | None = None, is_trainable=False):
+    """Mount a saved adapter on its base or a fine-tune of it, which is converted on the way, in place.
+
+    Args:
+        model: a softmax language model, one that was converted with the same settings, or a `PeftModel` of one, which gets
+            one more adapter.
+        source: folder or Hub id of what `save_adapter` wrote. revision: of the Hub's.
+        adapter_name: by which PEFT knows it. is_trainable: whether its weights go on learning.
+
+    Returns the `PeftModel`, in eval mode unless trainable. ValueError: the adapter is none of MHLA, or another base's; the
+    model is then unchanged.
+    """
+    peft = import_peft()
+    folder = Path(source)
+    if not folder.is_dir():
+        with one_sentence(f"adapter {str(source)!r}: is no folder here and cannot be loaded from the Hub"):
+            folder = Path(hf_hub_download(str(source), SETTINGS_FILE, revision=revision)).parent
+    noted = read_json(folder / SETTINGS_FILE)
+    if noted is None:
+        raise ValueError(f"adapter {str(source)!r}: has no {SETTINGS_FILE}, expected one that save_adapter wrote.")
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    own = getattr(base.config, "base_model_type", base.config.model_type)
+    if own != noted["base_model_type"]:
+        raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
+    settings = MHLASettings.from_dict(noted["mhla"])
+    if getattr(base.config, "mhla", None) is None:
+        convert(base, settings)
+    elif MHLASettings.from_dict(base.config.mhla) != settings:
+        raise ValueError(f"model: was converted with other settings than {str(source)!r}, expected the same.")
+    where = {"revision": revision} if revision else {}
+    if isinstance(model, peft.PeftModel):
+        model.load_adapter(str(source), adapter_name, is_trainable=is_trainable, **where)
+        return model
+    return peft.PeftModel.from_pretrained(base, str(source), adapter_name, is_trainable=is_trainable, **where)

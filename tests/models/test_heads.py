@@ -1,0 +1,106 @@
+"""Bodies and heads of language models: fine-tuned, saved, loaded by each Auto class, here and where the package is not."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from elsewhere import run_elsewhere
+from safetensors.torch import save_file
+from small_models import SIZES, converted_model, scratch_model, shaken, softmax_model, tokens
+
+import mhla_hf
+from mhla_hf.models.families import auto_class_of
+
+HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CONFIG = {**SIZES, "num_hidden_layers": 2, "num_labels": 3}
+LABELS = {
+    "ForCausalLM": {"labels": tokens(2, 20)},
+    "ForSequenceClassification": {"labels": torch.tensor([0, 2])},
+    "ForTokenClassification": {"labels": tokens(2, 20) % 3},
+    "ForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([5, 9])},
+}
+VISITOR = """
+import torch, transformers
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+wanted, different = load_file("wanted.safetensors"), []
+for name in sorted(set(wanted) - {"ids"}):
+    auto = name.split("-")[-1]
+    model, info = getattr(transformers, auto).from_pretrained(name, trust_remote_code=True, output_loading_info=True)
+    with torch.no_grad():
+        equal = torch.equal(model.eval()(wanted["ids"])[0], wanted[name])
+    if not equal or info["missing_keys"] or info["unexpected_keys"]:
+        different.append(name)
+print(json.dumps([different, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
+"""
+
+
+def make(kind, head):
+    """A converted Llama or a model from scratch, with this head."""
+    if kind == "scratch":
+        config = scratch_model().config
+        config.num_labels = 3
+        return shaken(getattr(mhla_hf, f"MHLA{head}")(config))
+    torch.manual_seed(7)
+    base = getattr(transformers, f"Llama{head}")(transformers.LlamaConfig(**CONFIG))
+    return shaken(mhla_hf.convert(base, layers=[1], block_size=8))
+
+
+def train(model, **labels):
+    """A few steps; the loss falls."""
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for _ in range(4):
+        losses.append(model.train()(tokens(2, 20), **labels).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    return model.eval()
+
+
+@torch.no_grad()
+def first(model, ids):
+    return model.eval()(ids)[0].contiguous()
+
+
+def test_every_head_is_trained_saved_and_loaded_here_and_elsewhere(tmp_path):
+    wanted = {"ids": tokens(2, 20, seed=5)}
+    for kind in ("converted", "scratch"):
+        for head in HEADS:
+            model = make(kind, head)
+            if head in LABELS:
+                train(model, **LABELS[head])
+            auto = auto_class_of(type(model).__name__)
+            folder = f"{kind}-{head}-{auto}"
+            model.save_pretrained(tmp_path / folder)
+            loaded = getattr(transformers, auto).from_pretrained(tmp_path / folder)
+            wanted[folder] = first(model, wanted["ids"])
+            assert type(loaded) is type(model) and torch.equal(first(loaded, wanted["ids"]), wanted[folder])
+    save_file(wanted, tmp_path / "wanted.safetensors")
+    done = run_elsewhere(VISITOR, tmp_path, ("mhla_hf", "triton"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[], []]
+
+
+@pytest.mark.parametrize("make_model", [converted_model, scratch_model])
+def test_a_language_models_folder_is_also_a_body_and_a_reward_model(make_model, tmp_path):
+    model, ids = make_model(), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    body = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(first(body, ids), first(model.model, ids))
+    reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    assert first(reward, ids).shape == (2, 1) and torch.equal(first(reward.model, ids), first(body, ids))
+
+
+@torch.no_grad()
+def test_a_converted_head_differs_from_its_base_in_its_layers_alone(tmp_path):
+    """Its body's configuration is the MHLA one, so that masks are made for it."""
+    base = transformers.LlamaForSequenceClassification(softmax_model().config)
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    model = mhla_hf.convert(base, layers="all")
+    assert model.model.config is model.config and type(model).__name__ == "MHLALlamaForSequenceClassification"
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    padded = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(mask, (4, 0))
+    torch.testing.assert_close(model(padded[0], attention_mask=padded[1]).logits, model(ids).logits)

@@ -1,0 +1,126 @@
+"""A conversion saved without its base: trained through PEFT, mounted elsewhere, on the base and on a fine-tune of it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from small_models import one_sentence, scratch_model, softmax_model, tokens
+
+import mhla_hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+
+MOUNT = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+import mhla_hf
+torch.set_num_threads(1)
+ids, out = load_file("ids.safetensors")["ids"], {}
+for name in ("base", "tuned"):
+    model = mhla_hf.load_adapter(AutoModelForCausalLM.from_pretrained(name), "adapter")
+    with torch.no_grad():
+        out[name] = model(ids).logits.contiguous()
+        out[f"{name} merged"] = model.merge_and_unload()(ids).logits.contiguous()
+save_file(out, "out.safetensors")
+"""
+
+
+def trained_adapter(seed=0, **lora):
+    """A converted model with LoRA, a few steps in."""
+    torch.manual_seed(seed)
+    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
+    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=2, **lora))
+    trained = [name for name, value in peft_model.named_parameters() if value.requires_grad]
+    assert trained and all("lora_" in name or ".mhla.modules_to_save.default." in name for name in trained)
+    optimizer = torch.optim.Adam([x for x in peft_model.parameters() if x.requires_grad], lr=3e-2)
+    for step in range(3):
+        ids = tokens(2, 40, seed=10 * seed + step)
+        peft_model.train()(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return peft_model.eval()
+
+
+@torch.no_grad()
+def test_mounted_in_another_process_on_the_base_and_on_a_fine_tune(tmp_path):
+    with torch.enable_grad():
+        peft_model = trained_adapter()
+    mhla_hf.save_adapter(peft_model, tmp_path / "adapter")
+    softmax_model().save_pretrained(tmp_path / "base")
+    tuned = softmax_model()
+    for parameter in tuned.parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    tuned.save_pretrained(tmp_path / "tuned")
+    ids = tokens(2, 60, seed=5)
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    wanted = {"base": peft_model(ids).logits, "tuned": mhla_hf.load_adapter(tuned, tmp_path / "adapter")(ids).logits}
+    done = subprocess.run([sys.executable, "-c", MOUNT], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = load_file(tmp_path / "out.safetensors")
+    for name, logits in wanted.items():
+        assert torch.equal(out[name], logits)
+        torch.testing.assert_close(out[f"{name} merged"], logits, rtol=1e-4, atol=1e-4)
+    assert (out["tuned"] - out["base"]).abs().max() > 0.1
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(".lora_" in name or ".mhla." in name for name in held)
+
+
+def test_an_adapter_is_small_beside_a_base_of_usual_size():
+    """Counted on no data: the heads and widths of Llama-3.2-1B."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 128_256}
+    with torch.device("meta"):
+        base = softmax_model(**sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+        count = base.num_parameters()
+        model = mhla_hf.convert(base, layers="all")
+        peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))
+    trained = sum(value.numel() for value in peft_model.parameters() if value.requires_grad)
+    assert trained < 0.02 * count
+
+
+@torch.no_grad()
+def test_several_side_by_side(tmp_path):
+    ids, models = tokens(2, 40), {}
+    with torch.enable_grad():
+        for seed, name in enumerate(("first", "second")):
+            models[name] = trained_adapter(seed)
+            mhla_hf.save_adapter(models[name], tmp_path / name)
+    both = mhla_hf.load_adapter(softmax_model(), tmp_path / "first", "first")
+    assert mhla_hf.load_adapter(both, tmp_path / "second", "second") is both
+    for name in ("second", "first"):
+        both.set_adapter(name)
+        assert torch.equal(both(ids).logits, models[name](ids).logits)
+
+
+def test_peft_knows_the_targets_of_converted_models():
+    model = mhla_hf.convert(softmax_model())
+    peft_model = get_peft_model(model, LoraConfig(r=2))
+    assert {name.split(".")[-1] for name in peft_model.targeted_module_names} == {"q_proj", "v_proj"}
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(TypeError) as error:
+        mhla_hf.adapter_config(softmax_model())
+    one_sentence(error, "expected a language model with MHLA layers")
+    with pytest.raises(TypeError) as error:
+        mhla_hf.save_adapter(softmax_model(), tmp_path)
+    one_sentence(error, "peft_model: got LlamaForCausalLM")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.load_adapter(softmax_model(), tmp_path)
+    one_sentence(error, "has no mhla.json")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.load_adapter(softmax_model(), "nobody/nothing")
+    one_sentence(error, "'nobody/nothing': is no folder here")
+    mhla_hf.save_adapter(trained_adapter(), tmp_path / "adapter")
+    for model, said in (
+        (softmax_model("qwen3"), "model: got a qwen3, expected a llama"),
+        (mhla_hf.convert(softmax_model(), layers=[1]), "converted with other settings"),
+        (scratch_model(), "model: got a mhla, expected a llama"),
+    ):
+        with pytest.raises(ValueError) as error:
+            mhla_hf.load_adapter(model, tmp_path / "adapter")
+        one_sentence(error, said)
