@@ -10,7 +10,7 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertModel
 
 from mhla_hf.convert import convert
 
@@ -18,7 +18,7 @@ from .demo.text import hold_out, make_tokenizer, read_text
 
 VOCAB, LENGTHS, TOKENS = 2048, (128, 512), 4096  # TOKENS: of a batch
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-MASK, MASKED, LR, STEPS, STUDY_STEPS = VOCAB, 0.2, 2e-3, 600, 100
+LR, HEAT, STEPS, STUDY_STEPS = 1e-3, 0.1, 300, 100
 WHEN = ("before", "after")
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 DEFAULT = "MHLA, softmax in layer 0"
@@ -37,11 +37,11 @@ def windows(ids, length):
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-def batches(ids, steps, seed):
-    """Random rows of 128 tokens and, every other time, of 512."""
+def batches(ids, steps, seed, times=1):
+    """Random rows of `times` 128 tokens and, every other time, 512."""
     random = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        length = LENGTHS[step % 2]
+        length = times * LENGTHS[step % 2]
         begin = torch.randint(len(ids) - length, (TOKENS // length, 1), generator=random)
         yield ids[begin + torch.arange(length)]
 
@@ -60,13 +60,12 @@ def train(model, losses, steps, lr):
     return model.eval()
 
 
-def masked_losses(model, ids, steps, seed):
-    """Of filling in masked tokens."""
-    random = torch.Generator().manual_seed(seed)
-    for rows in batches(ids, steps, seed):
-        hidden = torch.rand(rows.shape, generator=random) < MASKED
-        logits = model.cls(model.bert(rows.masked_fill(hidden, MASK)).last_hidden_state[hidden])
-        yield F.cross_entropy(logits, rows[hidden])
+def contrastive_losses(model, ids, steps, seed):
+    """Of finding, for the first half of each row, its second half among those of the batch."""
+    for rows in batches(ids, steps, seed, 2):
+        pairs = F.normalize(model(rows.view(2 * len(rows), -1)).last_hidden_state.mean(1), dim=-1).unflatten(0, (-1, 2))
+        similar = pairs[:, 0] @ pairs[:, 1].T / HEAT
+        yield F.cross_entropy(similar, torch.arange(len(rows)))
 
 
 def distilled_losses(student, teacher, ids, steps, seed):
@@ -107,12 +106,12 @@ def make_teacher(folder, text, seed):
     kept, unseen = (torch.tensor(tokenizer(part)["input_ids"]) for part in parts)
     torch.manual_seed(seed)
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    model = BertForMaskedLM(BertConfig(vocab_size=VOCAB + 1, max_position_embeddings=LENGTHS[-1], **SIZES, **dropouts))
-    train(model, masked_losses(model, kept, STEPS, seed), STEPS, LR)
-    model.bert.save_pretrained(folder)
+    config = BertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTHS[-1], **SIZES, **dropouts)
+    model = BertModel(config, add_pooling_layer=False)
+    train(model, contrastive_losses(model, kept, STEPS, seed), STEPS, LR)
+    model.save_pretrained(folder)
     torch.save((kept, unseen), f"{folder}/tokens.pt")
-    with torch.no_grad():
-        return statistics.fmean(loss.item() for loss in masked_losses(model, unseen, 8, 10_000))
+    return model
 
 
 def make_row(job, folder):
@@ -124,7 +123,7 @@ def make_row(job, folder):
     )
     convert(student, **FORMS[job["form"]])
     before = compare(student, teacher, unseen)
-    train(student, distilled_losses(student, teacher, kept, STUDY_STEPS, job["seed"]), STUDY_STEPS, LR / 2)
+    train(student, distilled_losses(student, teacher, kept, STUDY_STEPS, job["seed"]), STUDY_STEPS, LR)
     return {**job, "before": before, "after": compare(student, teacher, unseen)}
 
 

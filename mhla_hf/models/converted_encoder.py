@@ -1,6 +1,6 @@
 """Converted encoders of text: `MHLABertModel`, `MHLABertForSequenceClassification`, ..., made on first use."""
 
-from .encoder_attention import MHLAEncoderMixer, install_encoder_mhla
+from .encoder_attention import MHLAEncoderMixer, forward_with_rows, install_encoder_mhla
 from .families import ENCODERS
 from .overlay import MHLAHeadMixin, overlay_named
 
@@ -10,6 +10,11 @@ class MHLAEncoderMixin(MHLAHeadMixin):
 
     install = staticmethod(install_encoder_mhla)
     _can_compile_fullgraph = True
+
+    @staticmethod
+    def members_over(base: type) -> dict:
+        """Of bodies and heads alike: a forward that says which tokens are padding."""
+        return {"forward": forward_with_rows(base.forward)}
 
 
 def __getattr__(name: str):

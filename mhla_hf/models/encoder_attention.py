@@ -62,9 +62,23 @@ def install_encoder_mhla(model: nn.Module, settings: MHLASettings) -> None:
         swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
     if len(settings.layers) == len(attentions):
         config._attn_implementation_internal = ENCODER_ATTENTION_NAME  # which makes no T x T mask
-    body = model.base_model
-    names = tuple(inspect.signature(type(body).forward).parameters)[1:]
-    body.register_forward_pre_hook(functools.partial(pass_rows, names=names), with_kwargs=True)
+    if (body := model.base_model) is not model:
+        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        body.register_forward_pre_hook(functools.partial(pass_rows, names=names), with_kwargs=True)
+
+
+def forward_with_rows(forward):
+    """The forward of a model that may be a body: then it runs `pass_rows` before, which no hook does for a caller of
+    `model.forward`, such as sentence-transformers."""
+    names = tuple(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def own_forward(self, *args, **kwargs):
+        if self.base_model is self:
+            args, kwargs = pass_rows(self, args, kwargs, names)
+        return forward(self, *args, **kwargs)
+
+    return own_forward
 
 
 def pass_rows(body: nn.Module, args: tuple, kwargs: dict, names: tuple):

@@ -61,6 +61,11 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             config.__class__ = own
         self.install(self, MHLASettings.from_dict(config.mhla))
 
+    @staticmethod
+    def members_over(base: type) -> dict:
+        """What the class made of `base` and this mixin has of its own."""
+        return {}
+
     def class_names(self) -> list[str]:
         """Of the body and the heads that the base's family has."""
         return [f"MHLA{name}" for name in base_classes(family_of_type(self.config.base_model_type))]
@@ -103,7 +108,8 @@ def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
         register_checkpoint_conversion_mapping(config.model_type, renames)
     doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
-    return overlay_class(base, mixin, family.entry, __doc__=doc, config_class=config, source_entry=family.entry)
+    members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, **mixin.members_over(base)}
+    return overlay_class(base, mixin, family.entry, **members)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Converted encoders of text: every type, rows padded on either side, heads, fine-tuning, saved and loaded."""
 
 import copy
+import inspect
 import json
 import pickle
 
@@ -12,6 +13,7 @@ from ops_cases import distance
 from safetensors.torch import save_file
 from small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
 from small_models import one_sentence
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
 import mhla_hf
@@ -50,7 +52,10 @@ def test_a_converted_encoder_of_this_type(model_type, tmp_path):
     assert model.config.mhla["num_blocks"] == 8
 
     rows, mask = padded()
-    output = model(rows, attention_mask=mask).last_hidden_state
+    assert inspect.signature(model.forward) == inspect.signature(soft.forward)
+    output = model.forward(
+        rows, attention_mask=mask
+    ).last_hidden_state  # as sentence-transformers calls it: without hooks
     for row, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
         alone = model(IDS[row : row + 1, :length]).last_hidden_state
         assert distance(output[row : row + 1, start : start + length], alone) < 1e-5
@@ -242,8 +247,7 @@ def test_what_a_layer_cannot_do_is_refused():
 
 def test_a_sentence_encoder(tmp_path):
     sentences = pytest.importorskip("sentence_transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     words = ["[PAD]", "[UNK]", *"abcdefgh"]
     own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -251,8 +255,8 @@ def test_a_sentence_encoder(tmp_path):
     model = converted_encoder("bert")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    part = sentences.models.Transformer(str(tmp_path))
-    encoder = sentences.SentenceTransformer(modules=[part, sentences.models.Pooling(32)], device="cpu")
+    part = modules.Transformer(str(tmp_path))
+    encoder = sentences.SentenceTransformer(modules=[part, modules.Pooling(32)], device="cpu")
     texts = ["a b c", "d e f g h a b", "h"]
     found = encoder.encode(texts, convert_to_tensor=True)
     for row, text in zip(found, texts, strict=True):
