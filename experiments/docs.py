@@ -15,8 +15,8 @@ from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.files import write_text
 from mhla_hf.convert.transformers_models import REFUSED
-from mhla_hf.models.families import LANGUAGE
-from mhla_hf.models.overlay import base_classes
+from mhla_hf.models.families import ENCODERS, LANGUAGE
+from mhla_hf.models.overlay import MODEL_NAME, base_classes
 from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit
@@ -67,11 +67,13 @@ def write_documents():
 
 
 def render_families(_):
-    """Every model type of causal language models that transformers has, and what comes of it."""
-    lines = ["| model type | heads |", "|---|---|"]
-    for family in LANGUAGE:
-        names = [name.removeprefix(family.classes[0].removesuffix("LMHeadModel")) for name in base_classes(family)]
-        lines.append(f"| `{family.base}` | {', '.join(names)} |")
+    """Every model type of causal and of masked language models that transformers has, and what comes of it."""
+    lines = []
+    for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
+        lines += ["", f"| {title} | heads |", "|---|---|"]
+        for family in families:
+            names = [name.removeprefix(MODEL_NAME.sub("", family.classes[0])) for name in base_classes(family)]
+            lines.append(f"| `{family.base}` | {', '.join(names)} |")
     lines += ["", "| refused, because | model types |", "|---|---|"]
     for reason, types in REFUSED.items():
         lines.append(f"| {reason} | {', '.join(f'`{one}`' for one in types.split())} |")

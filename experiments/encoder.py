@@ -10,15 +10,16 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertModel
+from transformers import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
 
 from mhla_hf.convert import convert
 
 from .demo.text import hold_out, make_tokenizer, read_text
 
-VOCAB, LENGTHS, TOKENS = 2048, (128, 512), 4096  # TOKENS: of a batch
+VOCAB, LENGTHS, TOKENS = 1024, (128, 512), 2048  # TOKENS: of a batch
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-LR, HEAT, STEPS, STUDY_STEPS = 1e-3, 0.1, 300, 100
+SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": LENGTHS[-1]}
+MASKED, LR, STEPS, STUDENT_LR, STUDENT_STEPS = 0.2, 2e-3, 600, 5e-4, 100
 WHEN = ("before", "after")
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 DEFAULT = "MHLA, softmax in layer 0"
@@ -37,11 +38,11 @@ def windows(ids, length):
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-def batches(ids, steps, seed, times=1):
-    """Random rows of `times` 128 tokens and, every other time, 512."""
+def batches(ids, steps, seed):
+    """Random rows of 128 tokens and, every other time, of 512."""
     random = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        length = times * LENGTHS[step % 2]
+        length = LENGTHS[step % 2]
         begin = torch.randint(len(ids) - length, (TOKENS // length, 1), generator=random)
         yield ids[begin + torch.arange(length)]
 
@@ -60,12 +61,13 @@ def train(model, losses, steps, lr):
     return model.eval()
 
 
-def contrastive_losses(model, ids, steps, seed):
-    """Of finding, for the first half of each row, its second half among those of the batch."""
-    for rows in batches(ids, steps, seed, 2):
-        pairs = F.normalize(model(rows.view(2 * len(rows), -1)).last_hidden_state.mean(1), dim=-1).unflatten(0, (-1, 2))
-        similar = pairs[:, 0] @ pairs[:, 1].T / HEAT
-        yield F.cross_entropy(similar, torch.arange(len(rows)))
+def masked_losses(model, ids, steps, seed):
+    """Of filling in masked tokens."""
+    random = torch.Generator().manual_seed(seed)
+    for rows in batches(ids, steps, seed):
+        hidden = torch.rand(rows.shape, generator=random) < MASKED
+        logits = model.lm_head(model.model(rows.masked_fill(hidden, VOCAB)).last_hidden_state[hidden])
+        yield F.cross_entropy(logits, rows[hidden])
 
 
 def distilled_losses(student, teacher, ids, steps, seed):
@@ -105,13 +107,15 @@ def make_teacher(folder, text, seed):
     tokenizer = make_tokenizer(parts[0], VOCAB, LENGTHS[-1])
     kept, unseen = (torch.tensor(tokenizer(part)["input_ids"]) for part in parts)
     torch.manual_seed(seed)
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = BertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTHS[-1], **SIZES, **dropouts)
-    model = BertModel(config, add_pooling_layer=False)
-    train(model, contrastive_losses(model, kept, STEPS, seed), STEPS, LR)
-    model.save_pretrained(folder)
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    config = EuroBertConfig(vocab_size=VOCAB + 1, mask_token_id=VOCAB, mask_token=VOCAB, **SIZES, **tokens)
+    model = EuroBertForMaskedLM(config)
+    train(model, masked_losses(model, kept, STEPS, seed), STEPS, LR)
+    with torch.no_grad():
+        loss = statistics.fmean(one.item() for one in masked_losses(model, unseen, 16, seed))
+    model.model.save_pretrained(folder)
     torch.save((kept, unseen), f"{folder}/tokens.pt")
-    return model
+    return loss
 
 
 def make_row(job, folder):
@@ -119,11 +123,11 @@ def make_row(job, folder):
     torch.set_num_threads(1)
     kept, unseen = torch.load(f"{folder}/{job['seed']}/tokens.pt")
     teacher, student = (
-        BertModel.from_pretrained(f"{folder}/{job['seed']}", add_pooling_layer=False).eval() for _ in range(2)
+        EuroBertModel.from_pretrained(f"{folder}/{job['seed']}").eval() for _ in range(2)
     )
     convert(student, **FORMS[job["form"]])
     before = compare(student, teacher, unseen)
-    train(student, distilled_losses(student, teacher, kept, STUDY_STEPS, job["seed"]), STUDY_STEPS, LR)
+    train(student, distilled_losses(student, teacher, kept, STUDENT_STEPS, job["seed"]), STUDENT_STEPS, STUDENT_LR)
     return {**job, "before": before, "after": compare(student, teacher, unseen)}
 
 
