@@ -20,6 +20,7 @@ import mhla_hf
 from mhla_hf.models.encoder_attention import encoder_attentions
 from mhla_hf.models.families import ENCODERS, auto_class_of
 from mhla_hf.models.overlay import base_classes
+from mhla_hf.share.facts import read_model
 
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
 LENGTHS, STARTS = (29, 11, 20), (0, 18, 5)  # whole, padded on the left, padded on both sides
@@ -85,6 +86,7 @@ def test_a_converted_encoder_of_this_type(model_type, tmp_path):
 def test_every_head_converts_and_is_found(model_type, tmp_path):
     family = next(family for family in ENCODERS if family.base == model_type)
     rows, mask = padded()
+    kinds = []
     for name, base in base_classes(family).items():
         model = converted_encoder(model_type, name.removeprefix(family.classes[0].removesuffix("Model")))
         given = (rows, mask)
@@ -94,8 +96,10 @@ def test_every_head_converts_and_is_found(model_type, tmp_path):
         model.save_pretrained(tmp_path / name)
         auto = getattr(transformers, auto_class_of(name))
         loaded = auto.from_pretrained(tmp_path / name)
+        kinds.append(read_model(tmp_path / name)[0])
         assert type(loaded) is type(model) and isinstance(loaded, base)
         assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
+    assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
     assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
 
 
@@ -227,6 +231,12 @@ def test_what_would_be_lost_is_refused():
     with pytest.raises(ValueError) as error:
         mhla_hf.convert(transformers.BertLMHeadModel(BertConfig(**softmax_encoder("bert").config.to_diff_dict())))
     one_sentence(error, "BertLMHeadModel", "BertForMaskedLM")
+
+
+def test_what_is_for_decoders_refuses_an_encoder():
+    with pytest.raises(TypeError) as error:
+        mhla_hf.calibrate(converted_encoder("bert"), [IDS])
+    one_sentence(error, "MHLABertModel", "a language model with MHLA layers")
 
 
 def test_what_a_layer_cannot_do_is_refused():
