@@ -22,6 +22,7 @@ from mhla_hf.speed import cache_bytes
 from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.report import render_report
+from .encoder import render_encoder
 from .forms import render_forms
 from .mqar import render_mqar
 from .speed import render_speed, speed_table
@@ -126,6 +127,7 @@ KINDS = {
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "forms": render_forms,
     "mqar": render_mqar,
+    "encoder": render_encoder,
     "speed": render_speed,
     "costs": lambda record: costs_table(record["rows"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",

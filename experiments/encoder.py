@@ -26,20 +26,9 @@ SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": LENGTHS[-1]}
 MASKED, LR, STEPS, STUDENT_LR, STUDENT_STEPS = 0.2, 2e-3, 450, 5e-4, 80
 WHEN = ("before", "after")
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
-RELU, HYBRID = {"feature_map": "relu"}, {"layers": "2/3"}
-FORMS = {
-    "plain linear": {**LINEAR, "layers": "all"},
-    "MHLA": {"layers": "all"},
-    "MHLA, relu": {**RELU, "layers": "all"},
-    "plain linear, softmax in layer 0": {**LINEAR, **HYBRID},
-    "MHLA, softmax in layer 0": HYBRID,
-    "MHLA, relu, softmax in layer 0": {**RELU, **HYBRID},
-}
-
-
-def windows(ids, length):
-    """The tokens `[N]` as rows `[N // length, length]`."""
-    return ids[: len(ids) // length * length].view(-1, length)
+KINDS = {"plain linear": LINEAR, "MHLA": {}, "MHLA, relu": {"feature_map": "relu"}}
+FORMS = {name: {**kind, "layers": "all"} for name, kind in KINDS.items()}
+FORMS |= {f"{name}, softmax in layer 0": {**kind, "layers": "2/3"} for name, kind in KINDS.items()}
 
 
 def batches(ids, steps, seed):
@@ -53,12 +42,8 @@ def batches(ids, steps, seed):
 
 def train(model, losses, steps, lr):
     """Take a step on each of the losses; what is new in MHLA layers learns ten times as fast."""
-    groups = {1: [], 10: []}
-    for name, parameter in model.named_parameters():
-        groups[10 if ".mhla." in name else 1].append(parameter)
-    groups = [{"params": parameters, "top": lr * times} for times, parameters in groups.items() if parameters]
+    groups = [{"params": [p], "top": lr * (10 if ".mhla." in name else 1)} for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
-    model.train()
     for step, loss in enumerate(losses, 1):
         for group in optimizer.param_groups:
             group["lr"] = group["top"] * min(step / 20, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -66,7 +51,6 @@ def train(model, losses, steps, lr):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model.eval()
 
 
 def masked_losses(model, ids, steps, seed):
@@ -88,24 +72,18 @@ def distilled_losses(student, teacher, ids, steps, seed):
         yield 2.0 - F.cosine_similarity(given, wanted, dim=-1).mean() - pooled.mean()
 
 
-def ranks(x):
-    """The rank of each number, `[N]`."""
-    return x.argsort().argsort().double()
-
-
 @torch.no_grad()
 def compare(student, teacher, ids):
     """Per length: cosine to the teacher's mean-pooled embeddings, and rank correlation of the similarities of all pairs."""
     found = {}
     for length in LENGTHS:
-        rows = windows(ids, length)
-        wanted, given = (
-            torch.cat([model(part).last_hidden_state.mean(1) for part in rows.split(8)]) for model in (teacher, student)
-        )
-        pairs = torch.ones(len(rows), len(rows)).triu(1).bool()
-        similar = [ranks((unit @ unit.T)[pairs]) for unit in (F.normalize(wanted, dim=-1), F.normalize(given, dim=-1))]
-        cosine = F.cosine_similarity(given, wanted, dim=-1).mean().item()
-        found[str(length)] = {"cosine": cosine, "rank": torch.corrcoef(torch.stack(similar))[0, 1].item()}
+        parts = ids[: len(ids) // length * length].view(-1, length).split(8)
+        pooled = [torch.cat([model(part)[0].mean(1) for part in parts]) for model in (teacher, student)]
+        units = [F.normalize(each, dim=-1) for each in pooled]
+        pairs = torch.ones(len(units[0]), len(units[0])).triu(1).bool()
+        ranks = [(unit @ unit.T)[pairs].argsort().argsort().double() for unit in units]
+        cosine = (units[0] * units[1]).sum(-1).mean().item()
+        found[str(length)] = {"cosine": cosine, "rank": torch.corrcoef(torch.stack(ranks))[0, 1].item()}
     return found
 
 
@@ -116,9 +94,8 @@ def make_teacher(folder, seed):
     kept, unseen = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in parts)
     torch.manual_seed(seed)
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-    model = EuroBertForMaskedLM(
-        EuroBertConfig(vocab_size=VOCAB + 1, mask_token_id=VOCAB, mask_token=VOCAB, **SIZES, **tokens)
-    )
+    tokens |= {"vocab_size": VOCAB + 1, "mask_token_id": VOCAB, "mask_token": VOCAB}
+    model = EuroBertForMaskedLM(EuroBertConfig(**SIZES, **tokens))
     train(model, masked_losses(model, kept, STEPS, seed), STEPS, LR)
     model.model.save_pretrained(folder)
     torch.save((kept, unseen), folder / "tokens.pt")
@@ -140,9 +117,7 @@ def make_row(job, folder):
 
 def describe(row):
     """One line of the log."""
-    said = [
-        f"{found[length]['cosine']:.4f} {found[length]['rank']:.3f}" for found in map(row.get, WHEN) for length in found
-    ]
+    said = [f"{one['cosine']:.4f} {one['rank']:.3f}" for when in WHEN for one in row[when].values()]
     return f"seed {row['seed']}, {row['form']}: {', '.join(said)}"
 
 
@@ -152,12 +127,9 @@ def render_encoder(record):
     kinds = [(when, str(length), kind) for when in WHEN for length in LENGTHS for kind in ("cosine", "rank")]
     heads = [f"{kind}, {length}, {when}" for when, length, kind in kinds]
     lines = [f"| attention | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
-    for form in FORMS:
+    for form in dict.fromkeys(row["form"] for row in rows):
         own = [row for row in rows if row["form"] == form]
-        cells = [
-            number([row[when][length][kind] for row in own], "{:.4f}") if own else "not run"
-            for when, length, kind in kinds
-        ]
+        cells = [number([row[when][length][kind] for row in own], "{:.4f}") for when, length, kind in kinds]
         lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{over}. {STUDENT_STEPS} steps of {TOKENS} tokens. {made(record)}"])
 
@@ -169,8 +141,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     jobs = [{"form": form, "seed": seed} for seed in range(given.seeds) for form in FORMS]
     with tempfile.TemporaryDirectory() as folder:
-        row, command = (
-            functools.partial(make_row, folder=folder),
+        command, row = (
             f"python -m experiments.encoder --seeds {given.seeds}",
+            functools.partial(make_row, folder=folder),
         )
         print(render_encoder(add_rows(given.out, row, jobs, describe, workers=1, command=command)))
