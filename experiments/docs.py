@@ -17,6 +17,7 @@ from mhla_hf.checkpoints.files import write_text
 from mhla_hf.convert.transformers_models import REFUSED
 from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.overlay import MODEL_NAME, base_classes
+from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit
@@ -129,6 +130,7 @@ KINDS = {
     "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,
+    "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),

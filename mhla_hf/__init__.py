@@ -37,6 +37,7 @@ _PUBLIC = {
     "evaluate": "evaluation.runner",
     "fit_decays": "convert.start",
     "load_adapter": "training.adapters",
+    "plan": "planning",
     "push": "share.push",
     "save_adapter": "training.adapters",
     "start_from_text": "training.start",

@@ -6,6 +6,7 @@ sentence on stderr, Ctrl-C with 130 and how to go on. `--debug` shows where an e
 
 import argparse
 import importlib
+import json
 import logging
 import os
 import shlex
@@ -65,6 +66,12 @@ BENCH = """\
 example:
   mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
 What whole models take to decode: mhla-hf evaluate MHLA SOFTMAX --recipe speed
+"""
+PLAN = """\
+example:
+  mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
+  mhla-hf plan DIR --context 8192 --layers all --no-timing --tflops 300 --json
+Where nothing of the model can convert, this says why, with exit code 1.
 """
 
 
@@ -143,6 +150,33 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     save_model(converted, out, tools, overwrite)
     further = "conversion/image_classifier.py" if image else f"mhla-hf distill {out} --teacher ..."
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now distill it: {further}")
+
+
+def plan_options(add):
+    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; only its config.json is read")
+    add("--context", required=True, type=int, help="tokens of the sequences that it is for")
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add("--recipe", metavar="YAML", help="of the distillation (default: conversion/recipes/language_llama_lite.yaml)")
+    add("--device", help="to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
+    add("--no-timing", action="store_false", dest="timing", help="time nothing")
+    add("--tflops", type=float, help="what the training machine does in a second, for hours")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+
+
+def run_plan(layers, settings, as_json, **options):
+    layers, settings = parse_layers(layers), parse_settings(settings)
+
+    from .convert.transformers_models import NotConvertible
+    from .planning import plan, render_plan
+
+    try:
+        record = plan(layers=layers, **options, **settings)
+    except NotConvertible as error:
+        print(f"mhla-hf plan: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    print(json.dumps(record, indent=2) if as_json else render_plan(record))
 
 
 def teach_options(add):
@@ -321,6 +355,7 @@ def run_bench(**options):
 
 COMMANDS = {
     "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "plan": (run_plan, plan_options, "Say from a configuration what a conversion would be.", PLAN),
     "teach": (run_teach, teach_options, "Write a teacher's likeliest next tokens, to distill without it.", TEACH),
     "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
     "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),

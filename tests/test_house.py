@@ -17,6 +17,7 @@ FLOORS = (
     {"evaluation"},
     {"share"},
     {"analysis", "bench"},
+    {"planning"},
     {"_register", "cli", ""},
 )
 

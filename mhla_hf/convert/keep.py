@@ -78,15 +78,21 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
         raise ValueError('cache_bytes: came for a dense mixing, whose state grows, expected mixing_form="decay".')
     if context < 1:
         raise ValueError(f"context: got {context}, expected the tokens at which cache_bytes count.")
-    key = torch.empty(1, 1, core.num_kv_heads, core.q_map.head_dim, dtype=model.dtype, device="meta")
-    value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
-    state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form).nbytes()
-    softmax = (key.nbytes + value.nbytes) * context
+    token, state = bytes_of_layer(core, model.dtype)
+    softmax = token * context
     left = cache_bytes - len(found) * state
     if softmax <= state or left < softmax - state:
         what = f"one softmax layer of {softmax} bytes at {context} tokens beside MHLA layers of {state}"
         raise ValueError(f"cache_bytes: got {cache_bytes}, expected {(len(found) - 1) * state + softmax}: {what}.")
     return left // (softmax - state)
+
+
+def bytes_of_layer(core: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of keys and values of one token, and of the state of one sequence of an MHLA layer by decays with this core."""
+    key = torch.empty(1, 1, core.num_kv_heads, core.q_map.head_dim, dtype=dtype, device="meta")
+    value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
+    state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form)
+    return key.nbytes + value.nbytes, state.nbytes()
 
 
 def keep_softmax(model, layers) -> None:

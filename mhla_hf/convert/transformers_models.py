@@ -54,6 +54,10 @@ REFUSED = {  # why -> model types of causal and of masked language models
 }
 
 
+class NotConvertible(ValueError):
+    """A model of a type, or with layers, that `convert` does not take, whatever its settings: one sentence."""
+
+
 def check_tower(settings: MHLASettings) -> None:
     """What only a vision tower refuses."""
     if settings.layout is None or len(settings.layout) != 2:
@@ -111,14 +115,20 @@ def convertible_family(model) -> Family:
         raise TypeError(f"model: got {type(model).__name__}, expected {what}.")
     if getattr(config, "mhla", None) is not None:
         raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax one.")
+    family = family_to_convert(model_type)
+    if type(model) not in (known := base_classes(family)).values():
+        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(known)}.")
+    return family
+
+
+def family_to_convert(model_type: str) -> Family:
+    """The family of a model type that converts. NotConvertible for others, with the reason."""
     family = family_of_type(model_type)
     if family is None:
         reason = next(
             (reason for reason, types in REFUSED.items() if model_type in types.split()), "it was never tried"
         )
-        raise ValueError(f"model: got model type {model_type!r}, expected another one: {reason}.")
-    if type(model) not in (known := base_classes(family)).values():
-        raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(known)}.")
+        raise NotConvertible(f"model: got model type {model_type!r}, expected another one: {reason}.")
     return family
 
 
@@ -129,7 +139,7 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict, both_wa
     able = [index for index in sorted(attentions) if index not in reasons]
     if not able:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
-        raise ValueError(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
+        raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
     if not isinstance(settings.layers, str):
         if wrong := [index for index in settings.layers if index not in able]:
             reason = reasons.get(wrong[0], "it has no softmax attention")
@@ -138,7 +148,7 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict, both_wa
     return [able[place] for place in settings.resolve_layers(len(able))]
 
 
-def what_is_lost(attention: torch.nn.Module, config, both_ways: bool) -> str | None:
+def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
     """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing.
 
     both_ways: it is a layer of an encoder, which sees earlier and later tokens.

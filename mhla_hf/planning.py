@@ -1,0 +1,370 @@
+"""plan(): what a conversion of a causal language model would be, from its configuration alone.
+
+The model is made on the meta device and converted there, so that no weight is loaded or drawn. What is real is the attention
+of one layer, while this machine times it.
+"""
+
+import copy
+import itertools
+import math
+from types import SimpleNamespace
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .bench import seconds_of
+from .checkpoints.load import choose_device, load_config, one_sentence
+from .checkpoints.machine import describe_run
+from .convert import convert
+from .convert.keep import bytes_of_layer
+from .convert.transformers_models import family_to_convert, what_is_lost
+from .models.attention import softmax_attentions
+from .models.cache import MHLACacheLayer
+from .models.families import ENCODERS, VISION
+from .nn.settings import is_whole
+from .training.recipe import Recipe, read_recipe
+from .training.trainable import choose_trainable
+
+LENGTHS = (2048, 8192, 32768, 131072)  # at which the cache is told
+TIMED = tuple(256 << n for n in range(10))
+ROUNDS = 3  # of timing a length
+LONG = 1.0  # seconds for a length, after which no further round begins
+SECONDS = 10.0  # for all lengths of prefill, and for all of decoding
+REACH = 4  # times the longest length measured: beyond it no crossover is told
+MIB, GIB = 2**20, 2**30
+KINDS = ("softmax_ms", "mhla_ms")
+WORTH = 2  # times that the cache has to shrink by
+LITE = {  # of conversion/recipes/language_llama_lite.yaml, what memory and work depend on
+    "stages": [
+        {"name": "transfer", "loss": "transfer", "trainable": "mhla", "steps": 2441, "lr": 1e-2, "seq_len": 1024},
+        {"name": "distil", "loss": "logits", "trainable": "attention", "steps": 4882, "lr": 1e-4, "seq_len": 1024},
+    ],
+    "run": {"mixed_precision": "bf16"},
+}
+
+
+def plan(
+    model, *, context, layers=None, recipe=None, device=None, timing=True, tflops=None, revision=None, progress=True,
+    command=None, **settings,
+):  # fmt: skip
+    """What a conversion would change: layers, parameters, cache, time, and what its distillation takes.
+
+    Args:
+        model: folder or Hub id (of which config.json is read, nothing else), or a configuration of transformers.
+        context: tokens of the sequences that the model is for, at least 1.
+        layers, settings: as `convert` takes them; `mixing_form="decay"` only, which is the default.
+        recipe: YAML file of the distillation; None: the lite one of `conversion/recipes`.
+        device: to time one layer's attention on, as torch names it; None: CUDA when there is one, else CPU. Of a device that
+            is not here nothing is known. timing: False times nothing.
+        tflops: what the training machine does in a second, in 1e12 operations; None: no hours are told.
+        revision: on the Hub. progress: show a bar on stderr. command: the shell line that repeats it.
+
+    Returns:
+        Plain values for JSON, which `render_plan` makes readable. Bytes are those of one sequence.
+
+    Raises:
+        NotConvertible: of this model type nothing converts, with the reason. ValueError, TypeError: one sentence.
+    """
+    if not is_whole(context, 1):
+        raise ValueError(f"context is {context!r}; expected the tokens of a sequence, a whole number of at least 1")
+    if tflops is not None and not tflops > 0:
+        raise ValueError(f"tflops is {tflops!r}; expected a number above 0")
+    recipe = Recipe(**LITE) if recipe is None else read_recipe(recipe)
+    if recipe.task != "language":
+        raise ValueError(f"recipe: it is for {recipe.task}; expected one for language")
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
+    student = model_without_weights(config)
+    attentions, held = softmax_attentions(student), cache_of_layers(student)
+    parameters, active = student.num_parameters(), active_parameters(student)
+    reasons = {index: what_is_lost(attention, config) for index, attention in attentions.items()}
+    chosen = convert(student, layers=layers, **settings).config.mhla["layers"]
+    core = attentions[chosen[0]].mhla
+    if not hasattr(core, "form"):
+        raise ValueError(f'mixing_form: got {core.settings.mixing_form!r}, whose state grows; expected "decay"')
+    states, kept = {i: bytes_of_layer(attentions[i].mhla, student.dtype)[1] for i in chosen}, {}
+    for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
+        reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
+        kept.setdefault(reason, []).append(index)
+    record = {
+        "model": None if isinstance(model, PreTrainedConfig) else str(model),
+        "model_type": config.model_type,
+        "context": context,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "mhla_layers": chosen,
+        "kept_layers": kept,
+        "parameters": {"base": parameters, "added": student.num_parameters() - parameters},
+        "cache": compare_caches(held, states, context),
+        "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
+        "distillation": work_of(student, recipe, parameters, active, tflops),
+    }
+    return record | {"advice": advise(record)}
+
+
+def model_without_weights(config):
+    """The causal language model of a configuration, on the meta device. NotConvertible, ValueError: one sentence."""
+    if getattr(config, "mhla", None) is not None:
+        raise ValueError(f"model: got {config.model_type!r}, an MHLA model already; expected a softmax one")
+    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
+        what = "a vision tower" if family in VISION else "an encoder of text"
+        raise ValueError(f"model: got {config.model_type!r}, {what}; expected a causal language model")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def active_parameters(model):
+    """The parameters that a token meets: of experts as many as it is sent to."""
+    config = model.config
+    sent = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = {getattr(config, name, None) for name in names if sent}
+    sizes = ((value.numel(), value.ndim == 3 and value.shape[0] in experts, len(value)) for value in model.parameters())
+    return sum(size * sent // count if routed else size for size, routed, count in sizes)
+
+
+def cache_of_layers(model):
+    """Of each layer's cache (bytes of a token, the most tokens that are kept, bytes beside these), one sequence.
+
+    Counted in the cache that the model itself fills with one token, without weights.
+    """
+    model.set_experts_implementation("batched_mm")  # others read how many tokens an expert got
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # in a mask of four axes nobody looks for padding
+    about = f"model: the cache of model type {model.config.model_type!r} cannot be counted without weights"
+    with one_sentence(about), torch.device("meta"), torch.no_grad():
+        cache = model.base_model(input_ids=ids, attention_mask=seen, use_cache=True).past_key_values
+    layers = []
+    for layer in cache.layers:
+        tensors = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        window = getattr(layer, "sliding_window", None)
+        most = math.inf if window is None else window - 1  # the newest token is not kept
+        layers.append((sum(x.nbytes for x in tensors), most, sum(x.nbytes for x in states if x is not None)))
+    return layers
+
+
+def compare_caches(held, states, context):
+    """Rows by length, and the length from which the conversion's cache is the smaller one.
+
+    held: as of `cache_of_layers`. states: bytes of the state of each layer that becomes MHLA, by its index.
+    """
+
+    def total(layers, tokens):
+        return sum(token * min(tokens, most) + beside for token, most, beside in layers)
+
+    converted = [(0, 0, states[index]) if index in states else layer for index, layer in enumerate(held)]
+    lengths = sorted({*LENGTHS, context})
+    rows = [{"tokens": n, "softmax": total(held, n), "mhla": total(converted, n)} for n in lengths]
+    smaller_from = sum(states.values()) // sum(held[index][0] for index in states) + 1
+    return {"rows": rows, "smaller_from": smaller_from}
+
+
+def time_layer(core, dtype, device, progress, command):
+    """How long softmax and `core` (on the meta device) take for a prompt and for the next token after it, and crossovers."""
+    try:
+        device = choose_device(device)
+    except ValueError:
+        return {"unknown": f"the speed on {device!r} is not known: it is not here"}
+    core = started_core(core, device)
+    bar = tqdm(total=2 * len(TIMED), desc="timing", disable=not progress)
+    timed = {}
+    with torch.inference_mode(), bar:
+        for what, make in WORKS.items():
+            rows = time_lengths(lambda tokens, make=make: make(core, tokens, dtype, device), device, bar)
+            timed[what] = {"rows": rows, **crossover(rows)}
+    return {**describe_run(command, device), **timed}
+
+
+def started_core(core, device):
+    """A copy of a core, with the weights that it starts from, in eval mode."""
+    core = copy.deepcopy(core).to_empty(device=device)
+    for module in core.modules():
+        for name, value in module.initial_values().items() if hasattr(module, "initial_values") else ():
+            module.get_parameter(name).data.copy_(value)
+    return core.eval()
+
+
+def time_lengths(make, device, bar):
+    """Rows of milliseconds by length, until MHLA is clearly ahead or the next one would exceed SECONDS.
+
+    make: from a length to {"softmax", "mhla": what is timed}; the two take turns, and the fastest turn of each counts.
+    """
+    rows, spent, expected = [], 0.0, 0.0
+    for tokens in TIMED:
+        bar.update()
+        if spent + expected > SECONDS:
+            continue
+        best, works, begun = {}, make(tokens), spent
+        for _ in range(ROUNDS):
+            took = {name: seconds_of(work, device) for name, work in works.items()}
+            best = {name: min(best.get(name, math.inf), seconds) for name, seconds in took.items()}
+            spent += sum(took.values())
+            if spent - begun > LONG:
+                break
+        rows.append({"tokens": tokens, **{f"{name}_ms": 1e3 * seconds for name, seconds in best.items()}})
+        expected = math.inf if best["softmax"] > 1.5 * best["mhla"] else 4 * best["softmax"] + 2 * best["mhla"]
+    return rows
+
+
+def operands(core, tokens, dtype, device):
+    """Random q `[1, H, T, K]`, k `[1, G, T, K]` and v `[1, G, T, V]` for a core."""
+    sizes = (core.num_heads, core.q_map.head_dim), (core.num_kv_heads, core.k_map.head_dim)
+    sizes = *sizes, (core.num_kv_heads, core.value_dim)
+    return [torch.randn(1, heads, tokens, width, dtype=dtype, device=device) for heads, width in sizes]
+
+
+def prefill_work(core, tokens, dtype, device):
+    """{"softmax", "mhla": a function that attends over a prompt and keeps it, as `generate` does by default}."""
+    q, k, v = operands(core, tokens, dtype, device)
+    grouped = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    return {
+        "softmax": lambda: sdpa_attention_forward(grouped, q, *DynamicLayer().update(k, v), None),
+        "mhla": lambda: core(*turned, cache=MHLACacheLayer()),
+    }
+
+
+def decoding_work(core, tokens, dtype, device):
+    """The same for one token behind `tokens` others."""
+    q, k, v = operands(core, 1, dtype, device)
+    grouped = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    past, layer, cache = operands(core, tokens, dtype, device)[1:], DynamicLayer(), MHLACacheLayer()
+    layer.update(*past)
+    core(*turned, cache=cache)  # the state is as large, and a step as long, after one token as after many
+
+    def softmax():
+        layer.keys, layer.values = past  # or each call would make it longer
+        return sdpa_attention_forward(grouped, q, *layer.update(k, v), None)
+
+    return {"softmax": softmax, "mhla": lambda: core(*turned, cache=cache)}
+
+
+WORKS = {"prefill": prefill_work, "decoding": decoding_work}
+
+
+def crossover(rows):
+    """{"faster_from": tokens from which MHLA stays the faster one, or None, "known_to": tokens up to which that is known}.
+
+    Between two lengths, and beyond the longest by at most REACH times, the ratio of the times is taken for a line: softmax's
+    prefill per token and its next token grow with the length, MHLA's do not.
+    """
+    points = [(row["tokens"], row["softmax_ms"] / row["mhla_ms"] - 1) for row in rows]
+    longest, slower = rows[-1]["tokens"], [place for place, (_, ahead) in enumerate(points) if ahead < 0]
+    if not slower:
+        return {"faster_from": rows[0]["tokens"], "known_to": longest}
+    first = min(slower[-1], len(points) - 2)
+    (tokens, ahead), (more, further) = points[max(first, 0)], points[first + 1]
+    if further <= ahead:
+        return {"faster_from": None, "known_to": longest}
+    found, reach = tokens - ahead * (more - tokens) / (further - ahead), REACH * longest
+    return {"faster_from": round(found) if found <= reach else None, "known_to": reach}
+
+
+def work_of(student, recipe, parameters, active, tflops):
+    """Memory and operations of each stage of a recipe, activations and attention's own products apart.
+
+    student: converted, on the meta device. parameters, active: of its original, and those that a token meets.
+    """
+    precision = 2 if recipe.run.get("mixed_precision") == "bf16" else 4  # bytes of the teacher's weights
+    converted = [module for module in student.modules() if hasattr(module, "mhla")]
+    worked = {"transfer": sum(x.numel() for module in converted for x in module.parameters())}
+    stages = []
+    for stage in recipe.stages:
+        choose_trainable(student, stage, {})
+        trained = sum(x.numel() for x in student.parameters() if x.requires_grad)
+        tokens = stage.steps * stage.batch_size * stage.seq_len
+        taught = active if stage.needs_teacher else 0
+        memory = {
+            "weights": 4 * student.num_parameters(),
+            "gradients": 4 * trained,
+            "moments": 8 * trained,
+            "teacher": precision * parameters * stage.needs_teacher,
+        }
+        flops = (6 * worked.get(stage.loss, active + student.num_parameters() - parameters) + 2 * taught) * tokens
+        stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
+    flops = sum(stage["flops"] for stage in stages)
+    most = max(sum(stage["memory"].values()) for stage in stages)
+    hours = None if tflops is None else flops / (tflops * 1e12) / 3600
+    return {"stages": stages, "memory": most, "flops": flops, "tflops": tflops, "hours": hours}
+
+
+def advise(record):
+    """One or two sentences."""
+    context, timing = record["context"], record["timing"] or {}
+    row = next(row for row in record["cache"]["rows"] if row["tokens"] == context)
+    times, after = row["softmax"] / row["mhla"], f"at {context:,} tokens"
+    known = {what: timing[what]["faster_from"] or timing[what]["known_to"] for what in WORKS if what in timing}
+    slower = [what for what, tokens in known.items() if context < tokens]
+    if times < WORTH:
+        return (
+            f"Stay with softmax: {after} the cache would shrink by a factor of {times:.2f}, and {WORTH} is the least."
+        )
+    if len(slower) == len(WORKS):
+        return f"Stay with softmax: {after} neither prefill nor decoding is faster with MHLA."
+    but = f"; {slower[0]} is slower" if slower else ""
+    won = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
+    how = "mhla-hf convert MODEL OUT --calibrate TEXT --keep auto --budget N"
+    return f"Convert: {after} {won} ({times:.2f} times smaller){but}. Let measurement choose the layers: {how}"
+
+
+def render_plan(record):
+    """The record as a page of text."""
+    chosen, kept, parameters = record["mhla_layers"], record["kept_layers"], record["parameters"]
+    count = len(chosen) + sum(map(len, kept.values()))
+    added = parameters["added"] / parameters["base"]
+    lines = [
+        f"{record['model'] or record['model_type']}: {record['dtype']}, sequences of {record['context']:,} tokens",
+        "",
+        f"{len(chosen)} of {count} layers become MHLA: {', '.join(map(str, chosen))}",
+        *(f"{len(layers)} stay what they are: {', '.join(map(str, layers))} ({why})" for why, layers in kept.items()),
+        f"{parameters['added']:,} parameters are added to {parameters['base']:,} ({added:.2%})",
+        "",
+        f"{'cache, tokens':>14}{'softmax, MiB':>14}{'converted, MiB':>16}{'times smaller':>15}",
+    ]
+    for row in record["cache"]["rows"]:
+        sizes = f"{row['softmax'] / MIB:>14,.1f}{row['mhla'] / MIB:>16,.1f}{row['softmax'] / row['mhla']:>15.2f}"
+        lines.append(f"{row['tokens']:>14,}{sizes}")
+    lines += [f"The conversion's is the smaller one from {record['cache']['smaller_from']:,} tokens on.", ""]
+    lines += [*render_timing(record["timing"], record["dtype"]), *render_work(record["distillation"])]
+    return "\n".join([*lines, "", record["advice"]])
+
+
+def in_digits(number):
+    """Three digits of a number below a hundred, all before the point of others."""
+    return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
+
+
+def render_timing(timing, dtype):
+    """Lines on the time of one layer; none where nothing was timed."""
+    if timing is None or "unknown" in timing:
+        return [f"Time: {timing['unknown']}.", ""] if timing else []
+    heads = (
+        f"{'prefill, tokens':>16}{'softmax, ms':>13}{'MHLA, ms':>10}{'next token after':>18}{'softmax':>9}{'MHLA':>7}"
+    )
+    lines = [heads]
+    for rows in itertools.zip_longest(*(timing[what]["rows"] for what in WORKS)):
+        cells = ([f"{row['tokens']:,}", *(in_digits(row[x]) for x in KINDS)] if row else [""] * 3 for row in rows)
+        (n, softmax, mhla), (after, *step) = cells
+        lines.append(f"{n:>16}{softmax:>13}{mhla:>10}{after:>18}{step[0]:>9}{step[1]:>7}")
+    machine = f"{timing['hardware']}, torch {timing['versions']['torch']}"
+    lines.append(f"Attention of one layer, one sequence, {dtype}, not compiled; {machine}.")
+    for what in WORKS:
+        tokens, known = timing[what]["faster_from"], timing[what]["known_to"]
+        beyond = f"slower up to {known:,} tokens, and what comes after is beyond what was measured"
+        lines.append(f"With MHLA {what} is {f'faster from {tokens:,} tokens on' if tokens else beyond}.")
+    return [*lines, ""]
+
+
+def render_work(work):
+    """Lines on the distillation."""
+    lines = [f"{'distillation':>14}{'trains, M':>11}{'tokens, M':>11}{'GiB':>7}  of which"]
+    for stage in work["stages"]:
+        memory = stage["memory"]
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
+        numbers = f"{stage['trained'] / 1e6:>11,.1f}{stage['tokens'] / 1e6:>11,.1f}{sum(memory.values()) / GIB:>7,.1f}"
+        lines.append(f"{stage['name']:>14}{numbers}  {parts}")
+    hours = "" if work["hours"] is None else f", {work['hours']:,.1f} hours at {work['tflops']:g} TFLOP/s"
+    return [*lines, f"In all {work['flops']:.2g} FLOPs{hours}; activations need memory of their own."]

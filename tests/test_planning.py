@@ -1,0 +1,307 @@
+"""plan(): what it counts is what real models hold, from configurations alone, and its advice follows from the numbers."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import yaml
+from small_models import SIZES, one_sentence, softmax_model
+from small_types import small_model_of
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfig
+
+import mhla_hf
+from experiments.docs import ROOT
+from mhla_hf import planning
+from mhla_hf.cli import main
+from mhla_hf.convert.transformers_models import NotConvertible
+from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.planning import advise, crossover, model_without_weights, render_plan
+from mhla_hf.speed import DECODE, cache_bytes, measure_speed
+from mhla_hf.training.recipe import Recipe, read_recipe
+
+COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
+LARGE = {  # as their config.json says it
+    "Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001, **COMMON,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000, "bos_token_id": 151643, "eos_token_id": 151645, "use_sliding_window": False, **COMMON,
+    },
+    "Mixtral-8x7B": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": None, "num_local_experts": 8,
+        "num_experts_per_tok": 2, **COMMON,
+    },
+}  # fmt: skip
+COUNTED = {  # parameters, those that a token meets, bytes of a token's keys and values: 2 * layers * heads * width * 2
+    "Llama-3.2-1B": (1_235_814_400, 1_235_814_400, 2 * 16 * 8 * 64 * 2),
+    "Qwen3-8B": (8_190_735_360, 8_190_735_360, 2 * 36 * 8 * 128 * 2),
+    "Mixtral-8x7B": (46_702_792_704, 12_879_925_248, 2 * 32 * 8 * 128 * 2),
+}
+QUIET = {"timing": False, "progress": False}
+
+
+def config_of(name, **changes):
+    values = {**LARGE[name], **changes}
+    return AutoConfig.for_model(**values)
+
+
+def planned(model, context=8192, **options):
+    return mhla_hf.plan(model, context=context, **{**QUIET, **options})
+
+
+def row_at(record, tokens):
+    return next(row for row in record["cache"]["rows"] if row["tokens"] == tokens)
+
+
+@pytest.mark.parametrize("name", list(LARGE))
+def test_a_large_model_without_its_weights(name):
+    """A model of one layer with the same heads, really converted and run, has what each layer of the large one has."""
+    record, config = planned(config_of(name), 5000), config_of(name)
+    layers = [index for index in range(config.num_hidden_layers) if index % 3]
+    assert record["mhla_layers"] == layers and record["dtype"] == "bfloat16"
+    assert record["kept_layers"] == {"by the choice of layers": list(range(0, config.num_hidden_layers, 3))}
+    parameters, active, token = COUNTED[name]
+    small = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    small["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
+    small = config_of(name, **small, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(small).eval()
+    before = model.num_parameters()
+    mhla_hf.convert(model, layers="all")
+    added = (model.num_parameters() - before) * len(layers)
+    assert record["parameters"] == {"base": parameters, "added": added}
+    with torch.no_grad():
+        state = cache_bytes(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True).past_key_values)
+    kept = config.num_hidden_layers - len(layers)
+    for tokens in (2048, 5000, 131072):
+        converted = token * kept // config.num_hidden_layers * tokens + state * len(layers)
+        assert row_at(record, tokens) == {"tokens": tokens, "softmax": token * tokens, "mhla": converted}
+    one = token // config.num_hidden_layers
+    assert one * (record["cache"]["smaller_from"] - 1) <= state < one * record["cache"]["smaller_from"]
+    transfer, distil = record["distillation"]["stages"]
+    assert transfer["trained"] == added and transfer["tokens"] == 2441 * 8 * 1024
+    total, teacher = parameters + added, 2 * parameters
+    trained = distil["trained"]
+    wanted = {"weights": 4 * total, "gradients": 4 * trained, "moments": 8 * trained, "teacher": teacher}
+    assert distil["memory"] == wanted
+    assert record["distillation"]["memory"] == sum(wanted.values())
+    assert distil["flops"] == (6 * (active + added) + 2 * active) * 4882 * 8 * 1024
+    assert transfer["flops"] == (6 * trained + 2 * active) * transfer["tokens"]  # the same attentions run
+
+
+@pytest.mark.parametrize("name", ["cohere2", "deepseek_v3", "gemma4_text", "gpt2", "lfm2_moe", "qwen3_next"])
+def test_windows_latents_and_states_are_counted_as_real_caches_hold_them(name):
+    model, tokens = small_model_of(name), 60
+    record = planned(model.config, tokens, layers="all", block_size=16)
+    held = []
+    for convert in (False, True):
+        if convert:
+            mhla_hf.convert(model, layers="all", block_size=16)
+        with torch.no_grad():
+            cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+        held.append(sum(map(bytes_held, cache.layers)))
+    assert row_at(record, tokens) == {"tokens": tokens, "softmax": held[0], "mhla": held[1]}
+    assert record["mhla_layers"] == model.config.mhla["layers"]
+    every = itertools.chain(record["mhla_layers"], *record["kept_layers"].values())
+    assert sorted(every) == list(range(model.config.num_hidden_layers))
+
+
+def bytes_held(layer):
+    """What a layer's cache says it holds; a window is a view of what it was cut from."""
+    if isinstance(layer, MHLACacheLayer):
+        return layer.state.nbytes()
+    states = [x for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()]
+    states += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return sum(x.nbytes for x in states if x is not None)
+
+
+def test_why_layers_stay():
+    kept = planned(small_model_of("cohere2").config, layers="all")["kept_layers"]
+    assert kept == {"it sees the last 16 tokens alone (sliding_window)": [0, 1, 2]}
+    assert planned(small_model_of("lfm2_moe").config)["kept_layers"] == {
+        "it has no softmax attention": [0, 2], "by the choice of layers": [1],
+    }  # fmt: skip
+
+
+def test_the_configuration_stays_as_it_was():
+    config = config_of("Mixtral-8x7B")
+    before = config.to_dict()
+    planned(config)
+    assert config.to_dict() == before
+
+
+def test_the_recipe_without_a_name_is_the_lite_one():
+    lite, own = read_recipe(ROOT / "conversion/recipes/language_llama_lite.yaml"), Recipe(**planning.LITE)
+    for wanted, stage in zip(lite.stages, own.stages, strict=True):
+        for name in ("name", "loss", "trainable", "steps", "batch_size", "seq_len"):
+            assert getattr(stage, name) == getattr(wanted, name)
+    assert own.run["mixed_precision"] == lite.run["mixed_precision"]
+    full = planned(config_of("Llama-3.2-1B"), recipe=ROOT / "conversion/recipes/language_llama_full.yaml", tflops=100)
+    work = full["distillation"]
+    assert work["stages"][1]["trained"] == sum(full["parameters"].values())
+    assert work["hours"] == pytest.approx(work["flops"] / 1e14 / 3600)
+    assert f"{work['hours']:,.1f} hours at 100 TFLOP/s" in render_plan(full)
+
+
+def rows_of(softmax, mhla, lengths):
+    return [{"tokens": n, "softmax_ms": softmax(n), "mhla_ms": mhla(n)} for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found", "known"),
+    [
+        ([256, 512, 1024, 2048, 8192], 3000, 32768),  # between
+        ([256, 512, 1024], 3000, 4096),  # beyond, by less than four times
+        ([256, 512], None, 2048),
+        ([256], None, 256),  # one length has no direction
+        ([4096, 8192], 4096, 8192),  # all faster
+    ],
+)
+def test_crossover(lengths, found, known):
+    rows = rows_of(lambda n: 1e-6 * n * n, lambda n: 3e-3 * n, lengths)
+    assert crossover(rows) == {"faster_from": found, "known_to": known}
+
+
+def test_no_crossover_where_the_distance_grows():
+    assert crossover(rows_of(lambda n: n, lambda n: n * n, [256, 512])) == {"faster_from": None, "known_to": 512}
+
+
+def test_what_is_faster_for_a_while_only_is_not_counted():
+    rows = [{"tokens": n, "softmax_ms": s, "mhla_ms": 1.0} for n, s in ((256, 2.0), (512, 0.5), (1024, 2.0))]
+    assert crossover(rows)["faster_from"] == 683
+
+
+def test_advice(monkeypatch):
+    def timed(prefill, decoding):
+        rows = rows_of(lambda n: 1.0, lambda n: 2.0, [256])
+        each = {"rows": rows, "known_to": 1024}
+        made = {"prefill": {**each, "faster_from": prefill}, "decoding": {**each, "faster_from": decoding}}
+        made |= {"hardware": "abacus", "versions": {"torch": "2"}}
+        monkeypatch.setattr(planning, "time_layer", lambda *arguments: made)
+        return planned(config_of("Llama-3.2-1B"), timing=True)
+
+    good = timed(6000, 2000)
+    assert good["advice"].startswith(
+        "Convert: at 8,192 tokens 10 MHLA layers save 148.6 MiB of cache (2.38 times smaller)."
+    )
+    assert "--calibrate TEXT --keep auto" in good["advice"]
+    assert "prefill is slower" in timed(9000, 2000)["advice"]
+    assert "slower" not in timed(None, 2000)["advice"]  # not known there
+    neither = timed(9000, 9000)
+    assert neither["advice"] == "Stay with softmax: at 8,192 tokens neither prefill nor decoding is faster with MHLA."
+    page = render_plan(timed(6000, None))
+    assert "With MHLA prefill is faster from 6,000 tokens on." in page
+    assert "With MHLA decoding is slower up to 1,024 tokens, and what comes after is beyond what was measured." in page
+    short = planned(config_of("Llama-3.2-1B"), 2048)
+    assert advise(short).startswith("Stay with softmax: at 2,048 tokens the cache would shrink by a factor of 1.81,")
+
+
+def test_a_layer_is_timed(monkeypatch):
+    monkeypatch.setattr(planning, "TIMED", (32, 64))
+    config = softmax_model().config
+    record = planned(config, timing=True, device="cpu", block_size=8)
+    for what in ("prefill", "decoding"):
+        found = record["timing"][what]
+        assert [row["tokens"] for row in found["rows"]] in ([32, 64], [32])
+        assert all(value > 0 for row in found["rows"] for value in row.values())
+        assert found.items() >= crossover(found["rows"]).items()
+    assert "MHLA, ms" in render_plan(record) and record["timing"]["hardware"] in render_plan(record)
+
+
+def test_timed_work_is_attention():
+    """Softmax over all tokens before, itself included; MHLA with a window over all of them gives the same."""
+    student = model_without_weights(softmax_model().config)
+    core = mhla_hf.convert(student, layers="all", block_size=64).model.layers[0].self_attn.mhla
+    core = planning.started_core(core, "cpu")
+    with torch.no_grad():
+        work = planning.prefill_work(core, 40, torch.float32, "cpu")
+        torch.testing.assert_close(work["softmax"]()[0], work["mhla"](), rtol=1e-5, atol=1e-5)
+        work = planning.decoding_work(core, 40, torch.float32, "cpu")
+        first, again = work["softmax"]()[0], work["softmax"]()[0]
+    assert first.shape == (1, 1, SIZES["num_attention_heads"], SIZES["head_dim"])
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_whole_models_cross_where_the_plan_says():
+    """Of one layer with Llama-3.2-1B's heads: within 30 % of the plan's length softmax is faster before, MHLA after."""
+    small = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "dtype": "float32"}
+    config = config_of("Llama-3.2-1B", **small, bos_token_id=1, eos_token_id=2)
+    timing = planned(config, layers="all", timing=True, device="cpu")["timing"]
+    models = [AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    models = {"softmax": models[0], "mhla": mhla_hf.convert(models[1], layers="all").eval()}
+    for what, said in (("decoding", DECODE), ("prefill", "forward")):
+        crossing = timing[what]["faster_from"]
+        rows = measure_speed(models, [int(0.7 * crossing), int(1.3 * crossing)], decode_tokens=32, progress=False)
+        before, after = (row for row in rows if row["what"] == said)
+        print(what, crossing, before, after)
+        assert before["softmax_ms"] < before["mhla_ms"] and after["softmax_ms"] > after["mhla_ms"]
+
+
+def test_what_converts_to_nothing():
+    with pytest.raises(NotConvertible) as error:
+        planned(BloomConfig())
+    one_sentence(error, "'bloom'", "its attention does not call transformers' attention interface")
+    with pytest.raises(NotConvertible) as error:
+        planned(softmax_model("mistral", sliding_window=16).config)
+    one_sentence(error, "it sees the last 16 tokens alone")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config_of("Llama-3.2-1B").save_pretrained("llama")
+    BloomConfig().save_pretrained("bloom")
+    ViTConfig().save_pretrained("vit")
+    mhla_hf.convert(softmax_model()).config.save_pretrained("mhla")
+    capture = tmp_path / "damaged"
+    capture.mkdir()
+    (capture / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("llama", 2, "the following arguments are required: --context"),
+        ("llama --context 0", 2, "context is 0; expected the tokens of a sequence"),
+        ("llama --context many", 2, "argument --context: invalid int value"),
+        ("nowhere/at/all --context 9", 2, "model 'nowhere/at/all': its configuration cannot be loaded"),
+        ("nobody/nothing --context 9", 2, "model 'nobody/nothing': its configuration cannot be loaded"),
+        ("damaged --context 9", 2, "model 'damaged': its configuration cannot be loaded"),
+        ("vit --context 9", 2, "got 'vit', a vision tower; expected a causal language model"),
+        ("mhla --context 9", 2, "an MHLA model already"),
+        ("llama --context 9 --layers half", 2, "layers is 'half'"),
+        ("llama --context 9 --layers 16", 2, "layers: got layer 16"),
+        ("llama --context 9 --set mixing_form=softmax", 2, "mixing_form: got 'softmax', whose state grows"),
+        ("llama --context 9 --set colour=red", 2, "'colour'"),
+        ("llama --context 9 --tflops 0", 2, "tflops is 0.0; expected a number above 0"),
+        ("llama --context 9 --recipe none.yaml", 2, "'none.yaml' is not a file"),
+        ("bloom --context 9", 1, "got model type 'bloom'"),
+    ],
+)
+def test_bad_input_is_one_sentence(folders, capsys, line, code, said):
+    assert main(["plan", *line.split(), "--quiet", "--no-timing"]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1 and err.startswith("mhla-hf plan: ")
+
+
+def test_from_the_shell(folders, capsys):
+    line = ["plan", "llama", "--context", "8192", "--quiet"]
+    assert main([*line, "--no-timing"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("llama: bfloat16, sequences of 8,192 tokens\n") and "10 of 16 layers become MHLA" in page
+    assert "8,192         256.0           107.4           2.38" in page and "next token" not in page
+    assert main([*line, "--device", "abacus", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["timing"] == {"unknown": "the speed on 'abacus' is not known: it is not here"}
+    assert "Time: the speed on 'abacus' is not known: it is not here.\n" in render_plan(record)
+    recipe = yaml.safe_load((ROOT / "conversion/recipes/dit_distil.yaml").read_text(encoding="utf-8"))
+    assert recipe["task"] == "diffusion"
+    assert main([*line, "--no-timing", "--recipe", str(ROOT / "conversion/recipes/dit_distil.yaml")]) == 2
+    assert "recipe: it is for diffusion; expected one for language" in capsys.readouterr().err
