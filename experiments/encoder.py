@@ -26,7 +26,8 @@ SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": LENGTHS[-1]}
 MASKED, LR, STEPS, STUDENT_LR, STUDENT_STEPS = 0.2, 2e-3, 450, 5e-4, 80
 WHEN = ("before", "after")
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
-KINDS = {"plain linear": LINEAR, "MHLA": {}, "MHLA, relu": {"feature_map": "relu"}}
+SMALL = {"block_size": 16}
+KINDS = {"plain linear": LINEAR, "MHLA": SMALL, "MHLA, relu": {**SMALL, "feature_map": "relu"}, "MHLA, blocks of 64": {}}
 FORMS = {name: {**kind, "layers": "all"} for name, kind in KINDS.items()}
 FORMS |= {f"{name}, softmax in layer 0": {**kind, "layers": "2/3"} for name, kind in KINDS.items()}
 
@@ -127,7 +128,7 @@ def render_encoder(record):
     kinds = [(when, str(length), kind) for when in WHEN for length in LENGTHS for kind in ("cosine", "rank")]
     heads = [f"{kind}, {length}, {when}" for when, length, kind in kinds]
     lines = [f"| attention | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
-    for form in dict.fromkeys(row["form"] for row in rows):
+    for form in sorted({row["form"] for row in rows}, key=list(FORMS).index):
         own = [row for row in rows if row["form"] == form]
         cells = [number([row[when][length][kind] for row in own], "{:.4f}") for when, length, kind in kinds]
         lines.append(f"| {form} | {' | '.join(cells)} |")

@@ -95,7 +95,7 @@ SPELLED = {  # where the names of their classes do not begin as the type does
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
 
-ENCODER_DEFAULTS = {"block_size": 16, "layers": "2/3"}
+ENCODER_DEFAULTS = {"layers": "2/3"}
 ENCODER_PREFIXES = {
     "albert": "Albert", "bert": "Bert", "camembert": "Camembert", "data2vec-text": "Data2VecText",
     "distilbert": "DistilBert", "electra": "Electra", "ernie": "Ernie", "eurobert": "EuroBert", "gte": "Gte",
