@@ -30,6 +30,7 @@ _PUBLIC = {
     "MHLAForImageClassification": "models.vision",
     "adapter_config": "training.adapters",
     "analyze": "analysis",
+    "audit": "share.audit",
     "calibrate": "convert.start",
     "choose_layers": "convert.keep",
     "convert": "convert",

@@ -62,6 +62,12 @@ example:
   mhla-hf card out/mhla --shelve model_cards/demo              its facts and its card into this repository
   mhla-hf card model_cards                      render every card anew; --check: say which differs
 """
+AUDIT = """\
+example:
+  mhla-hf audit out/mhla --teacher out/teacher --json out/audit.json
+  mhla-hf audit out/mhla --text notes.txt --tokens 1024          a large model on a CPU: shorter texts
+Exit code 0: nothing was found, 1: something was, 2: there was nothing to audit.
+"""
 BENCH = """\
 example:
   mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
@@ -337,6 +343,25 @@ def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, comma
         print(card.write_card(folder, name=hub_id, compared=compared, **options))
 
 
+def audit_options(add):
+    add("folder", metavar="FOLDER", help="a saved causal language model, MHLA or any other, with its tokenizer")
+    add("--teacher", metavar="BASE", help="folder or Hub id of the model that it was made from")
+    add("--text", metavar="FILE", help="text to run it on (default: the Python language reference)")
+    add("--tokens", type=int, help="at once at most (default: 4 times the trained length, at most 8192)")
+    add("--json", metavar="OUT", dest="out", help="JSON file to write")
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    add("--trust-remote-code", action="store_true", help="run source from the folder that this mhla_hf did not make")
+
+
+def run_audit(**options):
+    from .share.audit import audit, render_audit
+
+    record = audit(**options)
+    print(render_audit(record))
+    if record["findings"]:
+        raise SystemExit(1)
+
+
 def bench_options(add):
     add("--device", default="cpu", help="as torch names it (default: cpu)")
     add("--threads", type=int, default=1, help="CPU threads (default: 1)")
@@ -362,6 +387,7 @@ COMMANDS = {
     "card": (run_card, card_options, "Write a model's card from its scores, or check one.", CARD),
     "push": (run_push, push_options, "Share a model on the Hub: checked whole, then one commit.", PUSH),
     "analyze": (run_analyze, analyze_options, "Look at attention: rank, entropy, maps, learned mixing.", ANALYZE),
+    "audit": (run_audit, audit_options, "Look for what is wrong with a language model or its card.", AUDIT),
     "bench": (run_bench, bench_options, "Time the operator, after checking that it is right.", BENCH),
 }
 
@@ -418,7 +444,8 @@ def parse_value(text):
 
 
 def main(argv=None):
-    """Run the command; returns the exit code: 0, 2 for bad input (one sentence on stderr), 130 after Ctrl-C."""
+    """Run the command; returns the exit code: 0, 1 where a bench or an audit found something, 2 for bad input (one sentence
+    on stderr), 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         given = vars(build_parser().parse_args(argv))

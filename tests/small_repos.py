@@ -1,7 +1,13 @@
 """Small saved models with everything that a push asks for: source, weights, tokenizer, scores, card."""
 
-from small_scores import make_result, small_tokenizer
+import hashlib
+import re
 
+from safetensors.torch import load_file, save_file
+from small_scores import make_result, small_llama, small_tokenizer
+
+from experiments.demo.lookups import start_lookups
+from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import write_card
@@ -14,6 +20,14 @@ library_name: transformers
 
 # A model
 """
+
+
+def looking_llama():
+    """A Llama whose layers 0 and 1 look things up, as far back as it was made for, without any training."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512, "num_hidden_layers": 4}
+    model = small_llama(intermediate_size=256, attention_bias=True, initializer_range=0.02, **sizes)
+    start_lookups(model)
+    return model
 
 
 def save_model(folder, model, tokenizer=True):
@@ -37,3 +51,29 @@ def save_carded(folder, model, name="tester/mhla", tasks=("heldout_recall", "hel
     score(save_model(folder, model), tasks)
     write_card(folder, name=name, license="apache-2.0")
     return folder
+
+
+def forge(folder):
+    """Code that mhla_hf did not make, under a hash that fits it."""
+    source = folder / "modeling_mhla.py"
+    text = source.read_text() + "print('mine')\n"
+    made = re.search(r"\nsha256: (\w+)\n", text)[1]
+    lines = ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
+    for line in lines:
+        text = text.replace(line.format(made), line.format("package"))
+    forged = hashlib.sha256(text.encode()).hexdigest()[:12]
+    for line in lines:
+        text = text.replace(line.format("package"), line.format(forged), 1)
+    assert check_bundle(text)["sha256"] == forged
+    source.write_text(text)
+
+
+def spoil(value, name="model.norm.weight"):
+    """What puts a value into a weight of the model in a folder."""
+
+    def carry_out(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name].view(-1)[-1] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return carry_out

@@ -15,8 +15,8 @@ FLOORS = (
     {"training"},
     {"plots", "speed"},
     {"evaluation"},
-    {"share"},
     {"analysis", "bench"},
+    {"share"},
     {"planning"},
     {"_register", "cli", ""},
 )

@@ -38,14 +38,18 @@ def make_batch(model, tools, data, samples: int, length: int):
     return {"pixel_values": pixels.to(model.device)}, f"{samples} images of {name}"
 
 
+def default_text() -> str:
+    """The end of the Python language reference, a text that every Python has."""
+    return "\n\n".join(topics.values())[-DEFAULT_TEXT:]
+
+
 def read_text(model, tokenizer, data, samples: int, length: int):
     """Token ids int64 `[samples, length]` of a text (None: the end of the Python language reference), and its name."""
     if length > (limit := getattr(model.config, "max_position_embeddings", length)):
         raise ValueError(f"length: got {length}, expected at most the {limit} positions of {type(model).__name__}")
     name = "pydoc_data.topics" if data is None else Path(data).name
     if data is None:
-        text = "\n\n".join(topics.values())[-DEFAULT_TEXT:]
-        data = tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
+        data = tokenizer(default_text(), return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
     return open_text(data, tokenizer).reader(length, seed=0, stage=0).take(samples)[0], name
 
 

@@ -145,7 +145,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
         text = start(["--help"], place).communicate()[0]
         took.append(time.perf_counter() - started)
     assert min(took) < 1.0
-    for command in ("convert", "plan", "distill", "evaluate", "push", "bench"):
+    for command in ("convert", "plan", "distill", "evaluate", "push", "audit", "bench"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0

@@ -1,7 +1,6 @@
 """What is refused before the first byte goes out: one thing is wrong with a good folder, and one sentence says which."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -9,13 +8,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from small_cards import TRAIN
-from small_repos import CARD, save_carded, save_model, score
+from small_repos import CARD, forge, save_carded, save_model, score, spoil
 from small_scores import make_result, small_llama
 
 import mhla_hf
-from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share import folder_checks
 from mhla_hf.share.card import check_card, write_card
@@ -48,36 +46,12 @@ def folder(shelf, tmp_path, unvisited):
     return shutil.copytree(shelf / "model", tmp_path / "mhla")
 
 
-def forge(folder):
-    """Code that mhla_hf did not make, under a hash that fits it."""
-    source = folder / "modeling_mhla.py"
-    text = source.read_text() + "print('mine')\n"
-    made = re.search(r"\nsha256: (\w+)\n", text)[1]
-    lines = ("\nsha256: {}\n", '\nNAMESPACE = "{}"\n')
-    for line in lines:
-        text = text.replace(line.format(made), line.format("package"))
-    forged = hashlib.sha256(text.encode()).hexdigest()[:12]
-    for line in lines:
-        text = text.replace(line.format("package"), line.format(forged), 1)
-    assert check_bundle(text)["sha256"] == forged
-    source.write_text(text)
-
-
 def put(file, data):
     return lambda folder: (folder / file).write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
 def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
-
-
-def spoil(value):
-    def carry_out(folder):
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.norm.weight"].view(-1)[5] = value
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return carry_out
 
 
 def shard_outside(folder):
