@@ -27,7 +27,12 @@ MASKED, LR, STEPS, STUDENT_LR, STUDENT_STEPS = 0.2, 2e-3, 450, 5e-4, 80
 WHEN = ("before", "after")
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 SMALL = {"block_size": 16}
-KINDS = {"plain linear": LINEAR, "MHLA": SMALL, "MHLA, relu": {**SMALL, "feature_map": "relu"}, "MHLA, blocks of 64": {}}
+KINDS = {
+    "plain linear": LINEAR,
+    "MHLA": SMALL,
+    "MHLA, relu": {**SMALL, "feature_map": "relu"},
+    "MHLA, blocks of 64": {},
+}
 FORMS = {name: {**kind, "layers": "all"} for name, kind in KINDS.items()}
 FORMS |= {f"{name}, softmax in layer 0": {**kind, "layers": "2/3"} for name, kind in KINDS.items()}
 

@@ -6,6 +6,9 @@ module. What the base does not hand on (the padding of the batch, the cache, the
 arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
 """
 
+import functools
+import inspect
+
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -85,19 +88,33 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
-    model.base_model.register_forward_pre_hook(pass_padding, with_kwargs=True)
+    if (body := model.base_model) is not model:
+        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        body.register_forward_pre_hook(functools.partial(pass_padding, names=names), with_kwargs=True)
 
 
-BODY_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+def forward_with_padding(forward):
+    """The forward of a model that may be a body: then it runs `pass_padding` before, which no hook does for a caller of
+    `model.forward`, such as sentence-transformers."""
+    names = tuple(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def own_forward(self, *args, **kwargs):
+        if self.base_model is self:
+            args, kwargs = pass_padding(self, args, kwargs, names)
+        return forward(self, *args, **kwargs)
+
+    return own_forward
 
 
-def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
-    """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
+def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
+    """Before a body runs, whose forward takes `names`: say which tokens are padding, or where packed sequences begin, to the
+    layers below.
 
     Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
     positions from the first real token where the caller gave none, so that a padded row equals the row alone.
     """
-    kwargs = {**dict(zip(BODY_ARGUMENTS, args, strict=False)), **kwargs}
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
     if inputs is None:
