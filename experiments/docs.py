@@ -15,14 +15,15 @@ from mhla_hf import convert
 from mhla_hf.bench import render_bench
 from mhla_hf.checkpoints.files import write_text
 from mhla_hf.convert.transformers_models import REFUSED
-from mhla_hf.models.families import LANGUAGE
-from mhla_hf.models.overlay import base_classes
+from mhla_hf.models.families import ENCODERS, LANGUAGE
+from mhla_hf.models.overlay import MODEL_NAME, base_classes
 from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.report import render_report
+from .encoder import render_encoder
 from .forms import render_forms
 from .mqar import render_mqar
 from .speed import render_speed, speed_table
@@ -68,11 +69,13 @@ def write_documents():
 
 
 def render_families(_):
-    """Every model type of causal language models that transformers has, and what comes of it."""
-    lines = ["| model type | heads |", "|---|---|"]
-    for family in LANGUAGE:
-        names = [name.removeprefix(family.classes[0].removesuffix("LMHeadModel")) for name in base_classes(family)]
-        lines.append(f"| `{family.base}` | {', '.join(names)} |")
+    """Every model type of causal and of masked language models that transformers has, and what comes of it."""
+    lines = []
+    for title, families in (("model type", LANGUAGE), ("encoder", ENCODERS)):
+        lines += ["", f"| {title} | heads |", "|---|---|"]
+        for family in families:
+            names = [name.removeprefix(MODEL_NAME.sub("", family.classes[0])) for name in base_classes(family)]
+            lines.append(f"| `{family.base}` | {', '.join(names)} |")
     lines += ["", "| refused, because | model types |", "|---|---|"]
     for reason, types in REFUSED.items():
         lines.append(f"| {reason} | {', '.join(f'`{one}`' for one in types.split())} |")
@@ -125,6 +128,7 @@ KINDS = {
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "forms": render_forms,
     "mqar": render_mqar,
+    "encoder": render_encoder,
     "speed": render_speed,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),

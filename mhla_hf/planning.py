@@ -23,7 +23,7 @@ from .convert.keep import bytes_of_layer
 from .convert.transformers_models import family_to_convert, what_is_lost
 from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
-from .models.families import VISION
+from .models.families import ENCODERS, VISION
 from .nn.settings import is_whole
 from .training.recipe import Recipe, read_recipe
 from .training.trainable import choose_trainable
@@ -107,8 +107,9 @@ def model_without_weights(config):
     """The causal language model of a configuration, on the meta device. NotConvertible, ValueError: one sentence."""
     if getattr(config, "mhla", None) is not None:
         raise ValueError(f"model: got {config.model_type!r}, an MHLA model already; expected a softmax one")
-    if family_to_convert(config.model_type) in VISION:
-        raise ValueError(f"model: got {config.model_type!r}, a vision tower; expected a causal language model")
+    if (family := family_to_convert(config.model_type)) in (*ENCODERS, *VISION):
+        what = "a vision tower" if family in VISION else "an encoder of text"
+        raise ValueError(f"model: got {config.model_type!r}, {what}; expected a causal language model")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).eval()
 

@@ -15,14 +15,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.families import DIFFUSION, VISION
+from ..models.families import DIFFUSION, ENCODERS, VISION
 
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
 COMMON = ("torch", "numpy", "safetensors", "huggingface_hub")  # what every user of either library has
 LANGUAGE_ENTRIES = ("models.language", "models.converted_local", "models.converted_dense")
-ENTRIES = dict.fromkeys((*LANGUAGE_ENTRIES, "models.vision", *(each.entry for each in VISION)), ("transformers",))
+OTHER_ENTRIES = ("models.vision", *(each.entry for each in (*ENCODERS, *VISION)))
+ENTRIES = dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), ("transformers",))
 ENTRIES |= {family.entry: ("diffusers",) for family in DIFFUSION}
 
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..models.families import VISION, Family, auto_class_of, family_of_type
+from ..models.families import ENCODERS, VISION, Family, auto_class_of, family_of_type
 from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from .files import read_json
@@ -173,14 +173,14 @@ def kind_of_class(name: str) -> str | None:
 
 
 def is_classifier_name(name, revision=None) -> bool:
-    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is a bare tower."""
+    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is an encoder."""
     try:
         config = load_config(name, revision=revision)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
         return False
     named = (config.architectures or [""])[0]
-    if kind_of_class(named) != "images" and family_of_type(config.model_type) in VISION:
-        wanted = "a causal language model, an image classifier or a pipeline; mhla_hf.convert takes vision towers"
+    if kind_of_class(named) != "images" and family_of_type(config.model_type) in (*ENCODERS, *VISION):
+        wanted = "a causal language model, an image classifier or a pipeline; mhla_hf.convert takes encoders"
         raise ValueError(f"model {str(name)!r} is a {named or config.model_type}; expected {wanted}")
     return kind_of_class(named) == "images"
 

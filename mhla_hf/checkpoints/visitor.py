@@ -19,7 +19,8 @@ from safetensors.torch import load_file  # noqa: E402
 
 AUTOS = {"language": "AutoModelForCausalLM", "image": "AutoModelForImageClassification"}
 AUTOS |= {"sequences": "AutoModelForSequenceClassification", "tokens": "AutoModelForTokenClassification"}
-AUTOS |= {"answers": "AutoModelForQuestionAnswering"}
+AUTOS |= {"answers": "AutoModelForQuestionAnswering", "choices": "AutoModelForMultipleChoice"}
+AUTOS |= {"masked": "AutoModelForMaskedLM"}
 
 
 def load(folder):

@@ -24,9 +24,9 @@ def convert(model, settings: MHLASettings | None = None, *, layers=None, **overr
     `mhla_hf.distill`. Only Sana is the same at once: its attention is linear already, and its mixing starts uniform.
 
     Args:
-        model: a causal language model or a vision tower or classifier of transformers, a transformer of diffusers, or a
-            pipeline with one or two, of the families in `models/families.py`. A tower inside a larger model, such as
-            `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger model's folder would load as
+        model: a causal language model, an encoder of text, a vision tower or classifier of transformers, a transformer of
+            diffusers, or a pipeline with one or two, of the families in `models/families.py`. A tower inside a larger model,
+            such as `CLIPModel.vision_model`, is saved by its own `save_pretrained`: the larger model's folder would load as
             softmax, with a warning of unexpected weights.
         settings: all choices at once. Default: those of the family's record, in layers "2/3" for language models (models
             without any softmax layer lose recall).

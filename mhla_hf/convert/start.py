@@ -47,7 +47,8 @@ class SoftmaxCore(nn.Module):
 def mhla_layers(model) -> dict[int, nn.Module]:
     """The attention modules of a language model that are MHLA, by layer index. TypeError, one sentence, without any."""
     found = softmax_attentions(model) if isinstance(model, nn.Module) else {}
-    found = {index: attention for index, attention in found.items() if hasattr(attention, "mhla")}
+    causal = {index: attention for index, attention in found.items() if getattr(attention, "is_causal", True)}
+    found = {index: attention for index, attention in causal.items() if hasattr(attention, "mhla")}
     if not found:
         raise TypeError(f"model: got {type(model).__name__}, expected a language model with MHLA layers.")
     return found

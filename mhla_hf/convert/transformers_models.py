@@ -1,4 +1,4 @@
-"""convert() for a language model or vision tower of transformers."""
+"""convert() for a language model, an encoder or a vision tower of transformers."""
 
 import copy
 import logging
@@ -9,39 +9,42 @@ import torch
 from ..checkpoints.load import register_family
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
-from ..models.families import VISION, Family, family_of_type
+from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
+from ..models.families import ENCODERS, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
 from ..models.overlay import base_classes
 from ..nn.core import check_causal
+from ..nn.sequence import check_encoder
 from ..nn.settings import MHLASettings
 from .families import mhla_class
 from .steps import chosen_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
-REFUSED = {  # why -> model types of causal language models
+REFUSED = {  # why -> model types of causal and of masked language models
     "its attention does not call transformers' attention interface": (
-        "big_bird bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj longcat_flash megatron-bert mpt mvp "
-        "openai-gpt prophetnet reformer rembert roformer trocr xglm xlm xlnet"
+        "big_bird bloom codegen convbert cpmant falcon flaubert gpt_neo gpt_neox_japanese gptj ibert longcat_flash luke "
+        "megatron-bert mpt mvp openai-gpt prophetnet reformer rembert roformer squeezebert tapas trocr xglm xlm xlnet"
     ),
-    "it has no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "it has no softmax attention": "falcon_mamba fnet mamba mamba2 rwkv xlstm",
     "it is the decoder of an encoder and decoder": (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart whisper"
+        "bart bert-generation bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody "
+        "pegasus plbart whisper"
     ),
-    "it is an encoder": (
-        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
-        "xlm-roberta-xl xmod"
-    ),
+    "its scores have a relative position bias": "deberta deberta-v2 funnel mpnet",
+    "its attention is an approximation already": "mra nystromformer yoso",
+    "its attention is narrower than its layers": "mobilebert",
+    "it reads more than text, or proteins": "esm esmc layoutlm neomme perceiver",
     "its layers keep from attention what padding needs": "nemotron opt stablelm",
     "its attention has sinks or a sliding window in every layer": (
         "flint gpt_oss granite_swa granitemoe_swa moshi recurrent_gemma"
     ),
-    "its attention is sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4",
+    "its attention is sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 longformer",
     "its attention is not one softmax": "diffllama doge",
     "attention and a recurrent part share a layer's cache": "falcon_h1 hrm_text inkling2_text inkling_text zaya",
     "its own cached and whole forward passes differ, so the conversion cannot be checked": "bamba jamba nemotron_h",
     "it sees more than text; its language model has a type of its own": (
-        "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize "
-        "phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
+        "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama modernvbert "
+        "moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp ultravbert"
     ),
     "its classes are another type's": "gpt-sw3 internlm3 iquestcoder",
     "no small model of it could be built to try": (
@@ -66,15 +69,20 @@ def check_tower(settings: MHLASettings) -> None:
 def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
     """The work of `convert` for a model of transformers."""
     family = convertible_family(model)
-    language = (softmax_attentions, install_by_form, check_causal)
-    find, install, check = (grid_attentions, install_grid_mhla, check_tower) if family in VISION else language
+    find, install, check = softmax_attentions, install_by_form, check_causal
+    if family in VISION:
+        find, install, check = grid_attentions, install_grid_mhla, check_tower
+    elif family in ENCODERS:
+        find, install, check = encoder_attentions, install_encoder_mhla, check_encoder
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
     check(settings)
     config = model.config
     attentions = find(model)
-    settings = replace(settings, layers=choose_convertible(settings, config, attentions))
+    if family in ENCODERS:
+        settings = replace(settings, num_blocks=-(-config.max_position_embeddings // settings.block_size))
+    settings = replace(settings, layers=choose_convertible(settings, config, attentions, family in ENCODERS))
     for index in settings.layers:
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
@@ -124,9 +132,10 @@ def family_to_convert(model_type: str) -> Family:
     return family
 
 
-def choose_convertible(settings: MHLASettings, config, attentions: dict) -> list[int]:
+def choose_convertible(settings: MHLASettings, config, attentions: dict, both_ways: bool) -> list[int]:
     """The layers that become MHLA: of those that lose nothing by it. ValueError, one sentence: there are none, or others."""
-    reasons = {index: reason for index, attention in attentions.items() if (reason := what_is_lost(attention, config))}
+    lost = {index: what_is_lost(attention, config, both_ways) for index, attention in attentions.items()}
+    reasons = {index: reason for index, reason in lost.items() if reason}
     able = [index for index in sorted(attentions) if index not in reasons]
     if not able:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
@@ -139,14 +148,17 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict) -> list
     return [able[place] for place in settings.resolve_layers(len(able))]
 
 
-def what_is_lost(attention: torch.nn.Module, config) -> str | None:
-    """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing."""
+def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
+    """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing.
+
+    both_ways: it is a layer of an encoder, which sees earlier and later tokens.
+    """
     types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)
     kind = types[index] if types and index < len(types) else None
     whole = None if kind == "full_attention" else getattr(config, "sliding_window", None)
     window = getattr(attention, "sliding_window", whole) if getattr(attention, "is_sliding", True) else None
     if window is not None:
-        return f"it sees the last {window} tokens alone (sliding_window)"
+        return f"it sees {'its neighbors' if both_ways else f'the last {window} tokens'} alone (sliding_window)"
     if kind not in (None, "full_attention"):
         return f"its kind is {kind!r}"
     if getattr(attention, "is_kv_shared_layer", False) or getattr(attention, "store_full_length_kv", False):
@@ -155,6 +167,8 @@ def what_is_lost(attention: torch.nn.Module, config) -> str | None:
         return "it has attention sinks"
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         return "its scores have a soft cap"
+    if both_ways:
+        return "it sees earlier tokens alone (is_decoder=True)" if getattr(config, "is_decoder", False) else None
     if hasattr(attention, "layer_idx") and False in (getattr(x, "is_causal", True) for x in (attention, config)):
         return "it looks both ways (is_causal=False)"
     return None

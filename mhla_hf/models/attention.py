@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import overlay_class, swap_attention
+from .overlay import attention_sizes, calls_interface, overlay_class, swap_attention
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
@@ -72,21 +72,6 @@ def softmax_attentions(model: nn.Module) -> dict[int, nn.Module]:
     return {module.layer_idx: module for module in found if hasattr(module, "mhla") or calls_interface(type(module))}
 
 
-@functools.cache
-def calls_interface(attention_class: type) -> bool:
-    """Whether the forward of this class asks transformers for "the attention function", in the way all its models do."""
-    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
-
-
-def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
-    """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
-    heads = config.num_attention_heads
-    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
-    latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
-    return sizes | latent  # which differ in latent attention
-
-
 def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.Module]) -> None:
     """Turn the attention modules that `settings.layers` lists into MHLA, in place; `model` is a body, or a head on one.
 
@@ -103,19 +88,33 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
-    model.base_model.register_forward_pre_hook(pass_padding, with_kwargs=True)
+    if (body := model.base_model) is not model:
+        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        body.register_forward_pre_hook(functools.partial(pass_padding, names=names), with_kwargs=True)
 
 
-BODY_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+def forward_with_padding(forward):
+    """The forward of a model that may be a body: then it runs `pass_padding` before, which no hook does for a caller of
+    `model.forward`, such as sentence-transformers."""
+    names = tuple(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def own_forward(self, *args, **kwargs):
+        if self.base_model is self:
+            args, kwargs = pass_padding(self, args, kwargs, names)
+        return forward(self, *args, **kwargs)
+
+    return own_forward
 
 
-def pass_padding(body: nn.Module, args: tuple, kwargs: dict):
-    """Before a body runs: say which tokens are padding, or where packed sequences begin, to the layers below.
+def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
+    """Before a body runs, whose forward takes `names`: say which tokens are padding, or where packed sequences begin, to the
+    layers below.
 
     Adds `mhla_padding`, a pair (first real token of each row `[B]`, real tokens `[B, T]`), or `cu_seq_lens_q`; and counts
     positions from the first real token where the caller gave none, so that a padded row equals the row alone.
     """
-    kwargs = {**dict(zip(BODY_ARGUMENTS, args, strict=False)), **kwargs}
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
     if inputs is None:

@@ -5,7 +5,7 @@ from torch import nn
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
-from .attention import MHLAMixer, install_mhla
+from .attention import MHLAMixer, forward_with_padding, install_mhla
 from .families import LANGUAGE
 from .overlay import MHLAHeadMixin, overlay_named
 
@@ -19,6 +19,11 @@ class MHLALanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
     install = staticmethod(install_by_form)
+
+    @staticmethod
+    def members_over(base: type) -> dict:
+        """Of bodies and heads alike: a forward that says which tokens are padding."""
+        return {"forward": forward_with_padding(base.forward)}
 
     def entry_to_save(self) -> str:
         """A checkpoint carries one form and nothing of the other."""

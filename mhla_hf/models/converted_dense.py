@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..nn.core import MHLA
-from .attention import MHLAMixer, install_mhla
+from .attention import MHLAMixer, forward_with_padding, install_mhla
 from .families import LANGUAGE
 from .overlay import MHLAHeadMixin, overlay_named
 
@@ -12,6 +12,11 @@ class MHLADenseLanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
     install = staticmethod(partial(install_mhla, core_class=MHLA))
+
+    @staticmethod
+    def members_over(base: type) -> dict:
+        """Of bodies and heads alike: a forward that says which tokens are padding."""
+        return {"forward": forward_with_padding(base.forward)}
 
 
 def __getattr__(name: str):

@@ -14,6 +14,8 @@ HEADS = {  # how a language model's class ends, and the Auto class that finds it
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
 }
+ENCODER_HEADS = {head: auto for head, auto in HEADS.items() if not head.endswith(("LM", "HeadModel", "TextModel"))}
+ENCODER_HEADS |= {"ForMaskedLM": "AutoModelForMaskedLM", "ForMultipleChoice": "AutoModelForMultipleChoice"}
 IMAGE_HEADS = dict.fromkeys(("ForImageClassification", "WithTeacher"), "AutoModelForImageClassification")
 TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 
@@ -54,6 +56,12 @@ def language_family(base: str) -> Family:
     return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 
 
+def encoder_family(base: str, prefix: str) -> Family:
+    """A family of encoders of text of transformers, where every token sees every other: a body and the heads on it."""
+    classes = tuple(prefix + head for head in ENCODER_HEADS)
+    return Family(base, classes, "models.converted_encoder", "feature-extraction", ENCODER_DEFAULTS)
+
+
 def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
     """A family of vision towers of transformers."""
     defaults = {"layout": [4, 4], "feature_map": "relu"}
@@ -86,6 +94,16 @@ SPELLED = {  # where the names of their classes do not begin as the type does
     "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "vaultgemma": "VaultGemma",
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
+
+ENCODER_DEFAULTS = {"layers": "2/3"}
+ENCODER_PREFIXES = {
+    "albert": "Albert", "bert": "Bert", "camembert": "Camembert", "data2vec-text": "Data2VecText",
+    "distilbert": "DistilBert", "electra": "Electra", "ernie": "Ernie", "eurobert": "EuroBert", "gte": "Gte",
+    "jina_embeddings_v3": "JinaEmbeddingsV3", "modernbert": "ModernBert", "nomic_bert": "NomicBert",
+    "roberta": "Roberta", "roberta-prelayernorm": "RobertaPreLayerNorm", "roc_bert": "RoCBert",
+    "ultrabert": "Ultrabert", "xlm-roberta": "XLMRoberta", "xlm-roberta-xl": "XLMRobertaXL", "xmod": "Xmod",
+}  # fmt: skip
+ENCODERS = tuple(encoder_family(base, prefix) for base, prefix in ENCODER_PREFIXES.items())
 
 VISION = (
     vision_family("vit", "ViTModel", "ViTForImageClassification"),
@@ -120,12 +138,12 @@ DIFFUSION = (
     diffusion_family("PixArtTransformer2DModel", task="text-to-image", defaults=IMAGE_DEFAULTS, conditions=TEXT),
     DIT,
 )
-FAMILIES = (*LANGUAGE, *VISION, *DIFFUSION)
+FAMILIES = (*LANGUAGE, *ENCODERS, *VISION, *DIFFUSION)
 
 
 def family_of_type(model_type: str | None) -> Family | None:
     """The family of a model type of transformers; None for any other."""
-    return next((family for family in (*LANGUAGE, *VISION) if family.base == model_type), None)
+    return next((family for family in (*LANGUAGE, *ENCODERS, *VISION) if family.base == model_type), None)
 
 
 def family_of_class(name: str) -> Family | None:
@@ -135,4 +153,6 @@ def family_of_class(name: str) -> Family | None:
 
 def auto_class_of(name: str) -> str:
     """The Auto class of transformers that finds a model class of this name."""
-    return next((auto for end, auto in {**HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel")
+    return next(
+        (auto for end, auto in {**HEADS, **ENCODER_HEADS, **IMAGE_HEADS}.items() if name.endswith(end)), "AutoModel"
+    )

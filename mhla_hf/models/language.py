@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, mhla_attention, pass_padding
+from .attention import ATTENTION_NAME, forward_with_padding, mhla_attention
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .pretrained import MHLAPreTrainedMixin
@@ -113,8 +113,9 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
-        self.register_forward_pre_hook(pass_padding, with_kwargs=True)
         self.post_init()
+
+    forward = forward_with_padding(LlamaModel.forward)
 
 
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):

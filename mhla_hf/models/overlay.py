@@ -5,6 +5,8 @@ the base's plus `mhla.*` in each attention.
 """
 
 import copy
+import functools
+import inspect
 import re
 import sys
 import types
@@ -59,6 +61,11 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             config.__class__ = own
         self.install(self, MHLASettings.from_dict(config.mhla))
 
+    @staticmethod
+    def members_over(base: type) -> dict:
+        """What the class made of `base` and this mixin has of its own."""
+        return {}
+
     def class_names(self) -> list[str]:
         """Of the body and the heads that the base's family has."""
         return [f"MHLA{name}" for name in base_classes(family_of_type(self.config.base_model_type))]
@@ -101,7 +108,23 @@ def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
         register_checkpoint_conversion_mapping(config.model_type, renames)
     doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
-    return overlay_class(base, mixin, family.entry, __doc__=doc, config_class=config, source_entry=family.entry)
+    members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, **mixin.members_over(base)}
+    return overlay_class(base, mixin, family.entry, **members)
+
+
+@functools.cache
+def calls_interface(attention_class: type) -> bool:
+    """Whether the forward of this class asks transformers for "the attention function", in the way all its models do."""
+    return "attention_interface" in inspect.unwrap(attention_class.forward).__code__.co_varnames
+
+
+def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
+    """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
+    heads = config.num_attention_heads
+    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
+    latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
+    return sizes | latent  # which differ in latent attention
 
 
 def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str) -> None:

@@ -137,13 +137,13 @@ class MHLACore(nn.Module):
         return o
 
 
-def check_causal(settings: MHLASettings) -> None:
-    """One sentence if `settings` are not those of a causal model."""
+def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
+    """One sentence if `settings` are not those of a causal model, or of another one of sequences, named `model`."""
     if settings.normalize == "official":
-        raise ValueError('normalize: got "official", expected true or false for a causal model.')
+        raise ValueError(f'normalize: got "official", expected true or false for {model}.')
     for name in ("layout", "cpe"):
         if getattr(settings, name):
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for a causal model.")
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
 
 
 class MHLA(MHLACore):

@@ -68,7 +68,7 @@ class MHLASettings:
     Args:
         block_size: tokens in a block of a sequence (the paper's chunk; 64 in section 5.4).
         num_blocks: side M of the learned mixing matrix. Longer sequences work: rows beyond M repeat the last row by
-            distance and continue it with a geometric tail (`Mixing`).
+            distance and continue it with a geometric tail (`Mixing`). Of an encoder: as many as its longest input has.
         layout: blocks per axis of a grid of tokens, for images [rows, columns] and video [frames, rows, columns]; then
             block_size and num_blocks have no meaning. None: the tokens are a sequence.
         feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),

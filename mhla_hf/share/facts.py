@@ -40,10 +40,12 @@ KINDS = {  # Auto class -> kind of model, and what the Hub calls the thing that 
     "AutoModelForSequenceClassification": ("sequences", "text-classification"),
     "AutoModelForTokenClassification": ("tokens", "token-classification"),
     "AutoModelForQuestionAnswering": ("answers", "question-answering"),
+    "AutoModelForMaskedLM": ("masked", "fill-mask"),
+    "AutoModelForMultipleChoice": ("choices", "multiple-choice"),
     "AutoModelForImageClassification": ("image", "image-classification"),
     "AutoModel": ("tower", "image-feature-extraction"),
 }
-BODY = ("body", "feature-extraction")  # of a language model, AutoModel too
+BODY = ("body", "feature-extraction")  # of a language model or an encoder of text, AutoModel too
 
 
 @checked
@@ -76,8 +78,9 @@ class Person:
 class Facts:
     """All that a card shows.
 
-    kind: "language", "sequences", "tokens" or "answers" (classifiers of language), "body" (of a language model), "image"
-    (classifier), "tower" (image encoder), "model" (a transformer of diffusers) or "pipeline".
+    kind: "language", "sequences", "tokens", "answers" or "choices" (classifiers of language), "masked" (it fills in tokens),
+    "body" (of a language model, or an encoder of text), "image" (classifier), "tower" (image encoder), "model" (a
+    transformer of diffusers) or "pipeline".
     config: of a pipeline, that of its component with MHLA. models: label -> scores; "MHLA" the model's own (none: nothing
     was measured), "teacher" the softmax original's.
     """
@@ -135,7 +138,7 @@ def read_model(folder) -> tuple[str, str, dict]:
             f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
         )
     kind, _ = KINDS[auto_class_of(_class_name(config))]
-    is_body = kind == "tower" and "AutoModelForCausalLM" in config["auto_map"]
+    is_body = kind == "tower" and {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(config["auto_map"])
     return BODY[0] if is_body else kind, _class_name(config), config
 
 

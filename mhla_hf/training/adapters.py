@@ -69,8 +69,8 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
         source: folder or Hub id of what `save_adapter` wrote. revision: of the Hub's.
         adapter_name: by which PEFT knows it. is_trainable: whether its weights go on learning.
 
-    Returns the `PeftModel`, in eval mode unless trainable. ValueError: the adapter is none of MHLA, or another base's; the
-    model is then unchanged.
+    Returns the `PeftModel`, in eval mode unless trainable. ValueError: the adapter is none of MHLA, or another base's, or
+    its name is taken; the model is then unchanged.
     """
     peft = import_peft()
     folder = Path(source)
@@ -80,7 +80,10 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
     noted = read_json(folder / SETTINGS_FILE)
     if noted is None:
         raise ValueError(f"adapter {str(source)!r}: has no {SETTINGS_FILE}, expected one that save_adapter wrote.")
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    mounted = model.peft_config if isinstance(model, peft.PeftModel) else ()
+    if adapter_name in mounted:
+        raise ValueError(f"adapter_name: got {adapter_name!r}, which the model has already; expected another name.")
+    base = model.get_base_model() if mounted else model
     own = getattr(base.config, "base_model_type", base.config.model_type)
     if own != noted["base_model_type"]:
         raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
@@ -92,7 +95,7 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
     elif MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: was converted with other settings than {str(source)!r}, expected the same.")
     where = {"revision": revision} if revision else {}
-    if isinstance(model, peft.PeftModel):
+    if mounted:
         model.load_adapter(str(source), adapter_name, is_trainable=is_trainable, **where)
         return model
     return peft.PeftModel.from_pretrained(base, str(source), adapter_name, is_trainable=is_trainable, **where)

@@ -3,6 +3,7 @@
 import diffusers
 import pytest
 import transformers
+from small_encoders import softmax_encoder
 from small_models import FAMILIES as LANGUAGE_ROWS
 from small_models import softmax_model
 from small_towers import TOWERS, softmax_tower
@@ -27,17 +28,17 @@ def test_every_family_has_a_row_in_the_tests():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.base)
 def test_a_record_names_classes_that_exist(family):
     library = diffusers if family in DIFFUSION else transformers
-    for name in base_classes(family) if family in LANGUAGE else family.classes:
+    for name in family.classes if family in DIFFUSION else base_classes(family):
         made = mhla_class(family, getattr(library, name))
         assert issubclass(made, getattr(library, name)) and getattr(mhla_hf, made.__name__) is made
         assert family_of_class(name) is family_of_class(made.__name__) is family
     MHLASettings(**family.defaults)
 
 
-@pytest.mark.parametrize("name", ["llama", "ViTModel", "wan"])
+@pytest.mark.parametrize("name", ["llama", "bert", "ViTModel", "wan"])
 def test_a_model_is_of_its_family_before_and_after(name):
-    make = {"llama": softmax_model, "ViTModel": softmax_tower, "wan": tiny_transformer}[name]
-    model = make(name)
+    makers = {"llama": softmax_model, "bert": softmax_encoder, "ViTModel": softmax_tower, "wan": tiny_transformer}
+    model = makers[name](name)
     family = family_of(model)
     assert type(model).__name__ in family.classes
     assert family_of(mhla_hf.convert(model)) is family

@@ -1,4 +1,7 @@
-"""Every model type of causal language models that converts does what a language model does, and every other is refused."""
+"""Every model type of causal language models that converts does what a language model does, and every other is refused.
+
+So are those of masked language models that are not in tests/small_encoders.py.
+"""
 
 import itertools
 import json
@@ -7,10 +10,11 @@ import pytest
 import torch
 from elsewhere import run_elsewhere
 from safetensors.torch import save_file
+from small_encoders import ENCODER_TYPES
 from small_models import one_sentence, shaken, softmax_model
 from small_types import TYPES, small_model_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import mhla_hf
 from mhla_hf.convert.transformers_models import REFUSED
@@ -94,7 +98,8 @@ def test_every_type_loads_where_the_package_is_not(tmp_path):
 
 def test_every_other_type_is_refused_for_a_reason():
     refused = [model_type for types in REFUSED.values() for model_type in types.split()]
-    assert sorted([*refused, *TYPES]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "each is in one place"
+    there_are = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    assert sorted([*refused, *TYPES, *ENCODER_TYPES]) == sorted(there_are), "each is in one place"
     model = softmax_model()
     for reason, types in REFUSED.items():
         model.config.__class__ = type("Config", (LlamaConfig,), {"model_type": types.split()[0]})

@@ -8,6 +8,7 @@ import transformers
 from elsewhere import run_elsewhere
 from safetensors.torch import save_file
 from small_models import SIZES, converted_model, one_sentence, scratch_model, shaken, softmax_model, tokens
+from small_types import small_model_of
 
 import mhla_hf
 from mhla_hf.models.families import auto_class_of
@@ -112,3 +113,21 @@ def test_a_configuration_that_is_none_of_mhla_is_refused():
         with pytest.raises(ValueError) as error:
             mhla_hf.MHLALlamaForCausalLM(config)
         one_sentence(error, "config: got LlamaConfig, expected MHLALlamaConfig")
+
+
+BODIES = {
+    "llama": lambda: mhla_hf.convert(transformers.LlamaModel(softmax_model().config), layers="all", block_size=8),
+    "gpt2": lambda: mhla_hf.convert(small_model_of("gpt2").transformer, layers=[1], block_size=8),
+    "scratch": lambda: scratch_model().model,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", BODIES)
+def test_padding_is_seen_whoever_calls_forward(kind):
+    """sentence-transformers calls the body's `forward` itself, which runs no hook."""
+    body, ids = shaken(BODIES[kind]()).eval(), tokens(2, 20)
+    padded, mask = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
+    whole = body(ids)[0]
+    for run in (body, body.forward):
+        torch.testing.assert_close(run(padded, attention_mask=mask)[0][:, 4:], whole)

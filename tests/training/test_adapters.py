@@ -94,6 +94,9 @@ def test_several_side_by_side(tmp_path):
     for name in ("second", "first"):
         both.set_adapter(name)
         assert torch.equal(both(ids).logits, models[name](ids).logits)
+    with pytest.raises(ValueError) as error:
+        mhla_hf.load_adapter(both, tmp_path / "second", "first")
+    one_sentence(error, "adapter_name: got 'first', which the model has already")
 
 
 def test_peft_knows_the_targets_of_converted_models():

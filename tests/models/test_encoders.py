@@ -1,0 +1,274 @@
+"""Converted encoders of text: every type, rows padded on either side, heads, fine-tuning, saved and loaded."""
+
+import copy
+import inspect
+import json
+import pickle
+
+import pytest
+import torch
+import transformers
+from elsewhere import run_elsewhere
+from ops_cases import distance
+from safetensors.torch import save_file
+from small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
+from small_models import one_sentence
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
+
+import mhla_hf
+from mhla_hf.models.encoder_attention import encoder_attentions
+from mhla_hf.models.families import ENCODERS, auto_class_of
+from mhla_hf.models.overlay import base_classes
+from mhla_hf.share.facts import read_model
+
+IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
+LENGTHS, STARTS = (29, 11, 20), (0, 18, 5)  # whole, padded on the left, padded on both sides
+
+
+def padded(ids=IDS):
+    """The rows of `ids` cut to `LENGTHS`, at `STARTS`, and their mask."""
+    rows, mask = torch.full_like(ids, PAD), torch.zeros_like(ids)
+    for row, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
+        rows[row, start : start + length] = ids[row, :length]
+        mask[row, start : start + length] = 1
+    return rows, mask
+
+
+def hidden(model, ids, **arguments):
+    """What the last layer says."""
+    return model(ids, output_hidden_states=True, **arguments).hidden_states[-1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ENCODER_TYPES)
+def test_a_converted_encoder_of_this_type(model_type, tmp_path):
+    """Each row of a padded batch equals the row alone, all equals the definition, only MHLA is new, saved equals itself."""
+    soft = softmax_encoder(model_type)
+    model = converted_encoder(model_type)
+    before, after = soft.state_dict(), model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert all(".mhla." in key for key in after.keys() - before.keys())
+    assert model.config.mhla["layers"] == [i for i in encoder_attentions(soft) if i != 1 or model_type not in SLIDING]
+    assert model.config.mhla["num_blocks"] == 8
+
+    rows, mask = padded()
+    assert inspect.signature(model.forward) == inspect.signature(soft.forward)
+    output = model.forward(
+        rows, attention_mask=mask
+    ).last_hidden_state  # as sentence-transformers calls it: without hooks
+    for row, (length, start) in enumerate(zip(LENGTHS, STARTS, strict=True)):
+        alone = model(IDS[row : row + 1, :length]).last_hidden_state
+        assert distance(output[row : row + 1, start : start + length], alone) < 1e-5
+        assert distance(soft(IDS[row : row + 1, :length]).last_hidden_state, alone) > 1e-3, "MHLA changes nothing"
+    right = torch.arange(29) < torch.tensor(LENGTHS)[:, None]
+    output = model(IDS.where(right, PAD), attention_mask=right.long()).last_hidden_state
+    assert distance(output[2:, :20], alone) < 1e-5
+
+    reference = copy.deepcopy(model)
+    for attention in encoder_attentions(reference).values():
+        if hasattr(attention, "mhla"):
+            attention.mhla.settings.impl = "reference"
+    real = mask.bool()
+    expected = reference(rows, attention_mask=mask).last_hidden_state[real]
+    assert distance(model(rows, attention_mask=mask).last_hidden_state[real], expected) < 1e-5
+
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="these are no weights of a softmax model"):
+        type(soft).from_pretrained(tmp_path)
+    loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and type(loaded) is type(model)
+    assert torch.equal(loaded.eval()(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_every_head_converts_and_is_found(model_type, tmp_path):
+    family = next(family for family in ENCODERS if family.base == model_type)
+    rows, mask = padded()
+    kinds = []
+    for name, base in base_classes(family).items():
+        model = converted_encoder(model_type, name.removeprefix(family.classes[0].removesuffix("Model")))
+        given = (rows, mask)
+        if name.endswith("MultipleChoice"):
+            given = tuple(x[None] for x in given)
+        output = model(given[0], attention_mask=given[1])[0]
+        model.save_pretrained(tmp_path / name)
+        auto = getattr(transformers, auto_class_of(name))
+        loaded = auto.from_pretrained(tmp_path / name)
+        kinds.append(read_model(tmp_path / name)[0])
+        assert type(loaded) is type(model) and isinstance(loaded, base)
+        assert torch.equal(loaded.eval()(given[0], attention_mask=given[1])[0], output)
+    assert kinds == ["body", "sequences", "tokens", "answers", "masked", "choices"], "what they are shared as"
+    assert set(loaded.config.auto_map) == {"AutoConfig", *map(auto_class_of, base_classes(family))}
+
+
+VISITOR = """
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+torch.set_num_threads(1)
+wanted = load_file("wanted.safetensors")
+for name in ("bert", "modernbert"):
+    for auto in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
+        model = auto.from_pretrained(name, trust_remote_code=True).eval()
+        assert type(model).__module__.startswith("transformers_modules"), type(model)
+        with torch.no_grad():
+            output = model(wanted["rows"], attention_mask=wanted["mask"])[0]
+        if f"{name} {auto.__name__}" in wanted:
+            assert torch.equal(output, wanted[f"{name} {auto.__name__}"]), (name, auto)
+    model.save_pretrained("again")
+print([name for name in ("mhla_hf", "triton", "diffusers") if sys.modules[name]])
+"""
+
+
+@torch.no_grad()
+def test_bit_equal_where_the_package_is_not(tmp_path):
+    rows, mask = padded()
+    wanted = {"rows": rows, "mask": mask}
+    heads = {"bert": ("ForSequenceClassification", AutoModelForSequenceClassification)}
+    heads["modernbert"] = ("ForMaskedLM", AutoModelForMaskedLM)
+    for name, (head, auto) in heads.items():
+        model = converted_encoder(name, head, gate=True)
+        wanted[f"{name} {auto.__name__}"] = model(rows, attention_mask=mask)[0].contiguous()
+        model.save_pretrained(tmp_path / name)
+    save_file(wanted, tmp_path / "wanted.safetensors")
+    done = run_elsewhere(VISITOR, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert"])
+def test_fine_tuning_a_classifier(model_type, tmp_path):
+    """A step lowers the loss, reaches all that is new, is the same with checkpointed layers, and is saved bit for bit."""
+    model = converted_encoder(model_type, "ForSequenceClassification", per_head=True)
+    rows, mask = padded()
+    given = {"attention_mask": mask, "labels": torch.tensor([0, 1, 1])}
+    loss = model(rows, **given).loss
+    loss.backward()
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert all(first[name].abs().sum() > 0 for name, _ in model.named_parameters() if ".mhla." in name)
+    model.zero_grad()
+    again = copy.deepcopy(model).train()
+    for module in again.modules():
+        module.p = 0.0 if isinstance(module, torch.nn.Dropout) else getattr(module, "p", None)
+    again.activation_checkpointing_enable()
+    again(rows, **given).loss.backward()
+    for name, p in again.named_parameters():
+        if name in first:
+            torch.testing.assert_close(p.grad, first[name], rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p -= 1e-2 * first.get(name, torch.zeros(()))
+        assert model(rows, **given).loss < loss
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+        for other in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(rows, **given).logits, model(rows, **given).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["roberta", "modernbert"])
+def test_what_a_caller_may_give(model_type):
+    """Embeddings in place of ids, positions of their own, arguments by place, a row that is all padding, half precision."""
+    model = converted_encoder(model_type)
+    rows, mask = padded()
+    output = model(rows, mask).last_hidden_state[mask.bool()]
+    embeds = model.get_input_embeddings()(rows)
+    assert distance(model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state[mask.bool()], output) < 1e-6
+    mask[1] = 0
+    assert model(rows, mask).last_hidden_state.isfinite().all()
+    half = copy.deepcopy(model).bfloat16()
+    assert distance(half(IDS).last_hidden_state, model(IDS).last_hidden_state) < 3e-2
+    assert encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()
+
+
+def test_compiles_as_one_graph():
+    model, (rows, mask) = converted_encoder("bert", layers=[0, 2]), padded()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for arguments in ({}, {"attention_mask": mask}):
+            found = compiled(rows, **arguments).last_hidden_state
+            assert distance(found, model(rows, **arguments).last_hidden_state) < 1e-6
+
+
+def test_no_mask_of_all_pairs_where_no_layer_is_softmax(monkeypatch):
+    model, (rows, mask) = converted_encoder("bert"), padded()
+    seen = []
+    core = encoder_attentions(model)[0]
+    core.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True)
+    model(rows, attention_mask=mask)
+    assert seen == [None]
+
+
+SETTINGS = {
+    "layout": ({"layout": [4]}, "expected none for an encoder"),
+    "cpe": ({"cpe": 3}, "expected none for an encoder"),
+    "normalize": ({"normalize": "official"}, "for an encoder"),
+    "mixing_form": ({"mixing_form": "decay"}, "for an encoder"),
+    "rope": ({"rope": "after"}, 'expected "before"'),
+    "layers": ({"layers": [3]}, "layer 3"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_other_models_are_refused(name):
+    arguments, words = SETTINGS[name]
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(softmax_encoder("bert"), **arguments)
+    one_sentence(error, name, words)
+
+
+def test_what_would_be_lost_is_refused():
+    for extra in ({}, {"add_cross_attention": True}):
+        with pytest.raises(ValueError) as error:
+            mhla_hf.convert(softmax_encoder("bert", is_decoder=True, **extra))
+        one_sentence(error, "'bert'", "it sees earlier tokens alone (is_decoder=True)")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(softmax_encoder("modernbert"), layers=[1])
+    one_sentence(error, "layer 1", "it sees its neighbors alone (sliding_window)")
+    with pytest.raises(ValueError) as error:
+        mhla_hf.convert(transformers.BertLMHeadModel(BertConfig(**softmax_encoder("bert").config.to_diff_dict())))
+    one_sentence(error, "BertLMHeadModel", "BertForMaskedLM")
+
+
+def test_what_is_for_decoders_refuses_an_encoder():
+    with pytest.raises(TypeError) as error:
+        mhla_hf.calibrate(converted_encoder("bert"), [IDS])
+    one_sentence(error, "MHLABertModel", "a language model with MHLA layers")
+
+
+def test_what_a_layer_cannot_do_is_refused():
+    model = converted_encoder("bert")
+    for arguments, words in (
+        ({"attention_mask": torch.ones(3, 1, 29, 29)}, ("attention_mask", "4 axes", "[batch, length]")),
+        ({"cu_seq_lens_q": torch.tensor([0, 29])}, ("cu_seq_lens_q", "attention_mask")),
+    ):
+        with pytest.raises(ValueError) as error:
+            model(IDS, **arguments)
+        one_sentence(error, *words)
+    embeds = torch.zeros(1, 65, 32)
+    model = converted_encoder("modernbert")
+    with pytest.raises(ValueError) as error:
+        model(inputs_embeds=embeds)
+    one_sentence(error, "65 tokens", "64")
+
+
+def test_a_sentence_encoder(tmp_path):
+    sentences = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    words = ["[PAD]", "[UNK]", *"abcdefgh"]
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="[PAD]", unk_token="[UNK]")
+    model = converted_encoder("bert")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    part = modules.Transformer(str(tmp_path))
+    encoder = sentences.SentenceTransformer(modules=[part, modules.Pooling(32)], device="cpu")
+    texts = ["a b c", "d e f g h a b", "h"]
+    found = encoder.encode(texts, convert_to_tensor=True)
+    for row, text in zip(found, texts, strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        assert distance(row, model(ids).last_hidden_state.mean(1)[0]) < 1e-5

@@ -1,0 +1,53 @@
+"""The core of encoders against its definition, written out over all pairs of tokens."""
+
+import pytest
+import torch
+from ops_cases import distance
+
+from mhla_hf.nn.sequence import SequenceMHLA
+from mhla_hf.nn.settings import MHLASettings
+
+STARTS, ENDS, LENGTH, BLOCK = (0, 7, 3, 12), (19, 19, 11, 12), 19, 4  # the last row is all padding
+
+
+def defined(core, q, k, v):
+    """o `[B, T, H, V]` by T x T weights, with blocks counted from the first real token of each row."""
+    matrix = core.mixing(core.mixing.layout)
+    q, k = core.q_map(q), core.k_map(k)
+    o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=v.dtype)
+    for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
+        for head in range(q.shape[2]):
+            own = matrix if matrix.dim() == 2 else matrix[head]
+            for t in range(start, end):
+                weights = torch.stack(
+                    [
+                        own[(t - start) // BLOCK, (s - start) // BLOCK] * (q[row, t, head] @ k[row, s, head])
+                        for s in range(start, end)
+                    ]
+                )
+                scale = weights.sum() if core.settings.normalize else q.shape[-1] ** 0.5
+                o[row, t, head] = weights @ v[row, start:end, head] / scale
+    return o
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"per_head": True, "feature_map": "relu"}, {"normalize": False, "mixing_form": "direct"}]
+)
+def test_every_token_sees_its_own_row(settings):
+    core = SequenceMHLA(
+        MHLASettings(block_size=BLOCK, num_blocks=6, **settings),
+        num_heads=2, num_kv_heads=2, key_dim=5, value_dim=3, hidden_size=6,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        core.mixing.weight.copy_(torch.rand(core.mixing.weight.shape))
+    q, k, v = (torch.randn(4, LENGTH, 2, width, dtype=torch.float64, requires_grad=True) for width in (5, 5, 3))
+    place = torch.arange(LENGTH)
+    real = torch.stack([(place >= start) & (place < end) for start, end in zip(STARTS, ENDS, strict=True)])
+    o, expected = core(q, k, v, starts=torch.tensor(STARTS), key_mask=real), defined(core, q, k, v)
+    assert distance(o[real], expected[real]) < 1e-7  # the mixing is fp32
+    pull = torch.randn(o.shape, dtype=o.dtype)
+    inputs = (q, k, v, core.mixing.weight)
+    for found, wanted in zip(
+        *(torch.autograd.grad((x * pull)[real].sum(), inputs) for x in (o, expected)), strict=True
+    ):
+        assert distance(found, wanted) < 1e-6
