@@ -80,8 +80,8 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
     noted = read_json(folder / SETTINGS_FILE)
     if noted is None:
         raise ValueError(f"adapter {str(source)!r}: has no {SETTINGS_FILE}, expected one that save_adapter wrote.")
-    mounted = model.peft_config if isinstance(model, peft.PeftModel) else ()
-    if adapter_name in mounted:
+    mounted = isinstance(model, peft.PeftModel)
+    if mounted and adapter_name in model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model has already; expected another name.")
     base = model.get_base_model() if mounted else model
     own = getattr(base.config, "base_model_type", base.config.model_type)
