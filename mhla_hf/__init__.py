@@ -1,7 +1,8 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
 Importing this registers the commonest model types with transformers' Auto classes, which imports torch and transformers;
-the names below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help` imports neither.
+the names below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help`
+imports neither.
 """
 
 import contextlib

@@ -10,6 +10,8 @@ import time
 import torch
 from tqdm import tqdm
 
+from .training.data import last_position
+
 WARM_UP = 64
 DECODE = "decode, per token"
 
@@ -24,8 +26,7 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
     with decoding goes "<name>_mib", the MiB of the cache after the context. ValueError: a model has not as many positions.
     """
     for name, model in models.items():
-        limit = None if getattr(model.config, "rope_parameters", None) else model.config.max_position_embeddings
-        if limit is not None and max(lengths) + decode_tokens > limit:
+        if max(lengths) + decode_tokens > (limit := last_position(model.config)):
             what = f"and {decode_tokens} more, expected at most the {limit} positions of {name!r}"
             raise ValueError(f"lengths: got {max(lengths)} tokens {what}.")
     random = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ own `labels` say -100.
 
 import hashlib
 import itertools
+from math import inf
 from pathlib import Path
 
 import numpy
@@ -19,6 +20,12 @@ from .tasks import Reader
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DOCUMENTS_AT_ONCE = 32
+
+
+def last_position(config) -> float:
+    """Tokens that a language model can take at once: without RoPE, whose positions go on, as many as it has positions."""
+    endless = getattr(config, "rope_parameters", None) is not None
+    return inf if endless else getattr(config, "max_position_embeddings", inf)
 
 
 def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimum.quanto import freeze, qint8, quantize
+from small_types import small_model_of
 from torch import nn
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
 
+import mhla_hf
 from mhla_hf.training import language
 from mhla_hf.training.language import DistillStep, next_token
 from mhla_hf.training.loop import Stage, distill
@@ -42,6 +44,13 @@ CASES = {
     "short for the second stage": (
         lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, which is shorter than one sequence .seq_len 64.",
+    ),
+    "positions": (
+        lambda lab: {
+            "student": mhla_hf.convert(small_model_of("gpt2")),
+            "stages": [Stage("a", "lm", 1, 1e-3, seq_len=129)],
+        },
+        "seq_len is 129; expected at most the 128 positions of the student",
     ),
     "vocabulary": ({"data": torch.arange(90)}, "gives tokens 0 to 89; the model knows 0 to 63"),
     "precision": ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; expected one of .'no', 'bf16'"),
