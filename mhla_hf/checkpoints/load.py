@@ -63,7 +63,7 @@ def register_family(family: Family) -> None:
 def register_type_of(source, **files) -> None:
     """Register the family of a converted model in a folder or on the Hub, if it is of one; files: as `from_pretrained`."""
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **files)
-    family = family_of_type(config.get("model_type", "").removeprefix("mhla_"))
+    family = family_of_type((config.get("model_type") or "").removeprefix("mhla_"))
     if config.get("mhla") is not None and family is not None:
         register_family(family)
 
