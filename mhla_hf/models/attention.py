@@ -6,9 +6,6 @@ module. What the base does not hand on (the padding of the batch, the cache, the
 arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
 """
 
-import functools
-import inspect
-
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
@@ -17,7 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
-from .overlay import attention_sizes, calls_interface, overlay_class, swap_attention
+from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
@@ -88,23 +85,7 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         swap_attention(attention, mixed, core, ATTENTION_NAME)
     if len(chosen) == config.num_hidden_layers:
         config._attn_implementation_internal = ATTENTION_NAME
-    if (body := model.base_model) is not model:
-        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
-        body.register_forward_pre_hook(functools.partial(pass_padding, names=names), with_kwargs=True)
-
-
-def forward_with_padding(forward):
-    """The forward of a model that may be a body: then it runs `pass_padding` before, which no hook does for a caller of
-    `model.forward`, such as sentence-transformers."""
-    names = tuple(inspect.signature(forward).parameters)[1:]
-
-    @functools.wraps(forward)
-    def own_forward(self, *args, **kwargs):
-        if self.base_model is self:
-            args, kwargs = pass_padding(self, args, kwargs, names)
-        return forward(self, *args, **kwargs)
-
-    return own_forward
+    prepare_inner_body(model, pass_padding)
 
 
 def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):

@@ -5,9 +5,9 @@ from torch import nn
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
-from .attention import MHLAMixer, forward_with_padding, install_mhla
+from .attention import MHLAMixer, install_mhla, pass_padding
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, overlay_named
+from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
 
 
 def install_by_form(model: nn.Module, settings: MHLASettings) -> None:
@@ -23,7 +23,7 @@ class MHLALanguageMixin(MHLAHeadMixin):
     @staticmethod
     def members_over(base: type) -> dict:
         """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_with_padding(base.forward)}
+        return {"forward": forward_preparing(base.forward, pass_padding)}
 
     def entry_to_save(self) -> str:
         """A checkpoint carries one form and nothing of the other."""

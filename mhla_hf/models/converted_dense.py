@@ -3,9 +3,9 @@
 from functools import partial
 
 from ..nn.core import MHLA
-from .attention import MHLAMixer, forward_with_padding, install_mhla
+from .attention import MHLAMixer, install_mhla, pass_padding
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, overlay_named
+from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
 
 
 class MHLADenseLanguageMixin(MHLAHeadMixin):
@@ -16,7 +16,7 @@ class MHLADenseLanguageMixin(MHLAHeadMixin):
     @staticmethod
     def members_over(base: type) -> dict:
         """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_with_padding(base.forward)}
+        return {"forward": forward_preparing(base.forward, pass_padding)}
 
 
 def __getattr__(name: str):

@@ -1,8 +1,8 @@
 """Converted encoders of text: `MHLABertModel`, `MHLABertForSequenceClassification`, ..., made on first use."""
 
-from .encoder_attention import MHLAEncoderMixer, forward_with_rows, install_encoder_mhla
+from .encoder_attention import MHLAEncoderMixer, install_encoder_mhla, pass_rows
 from .families import ENCODERS
-from .overlay import MHLAHeadMixin, overlay_named
+from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
 
 
 class MHLAEncoderMixin(MHLAHeadMixin):
@@ -14,7 +14,7 @@ class MHLAEncoderMixin(MHLAHeadMixin):
     @staticmethod
     def members_over(base: type) -> dict:
         """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_with_rows(base.forward)}
+        return {"forward": forward_preparing(base.forward, pass_rows)}
 
 
 def __getattr__(name: str):

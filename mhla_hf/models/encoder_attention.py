@@ -4,9 +4,6 @@ As in language models the base keeps its projections and its RoPE and calls "the
 converted modules alone. Which tokens are padding travels from the body to the layers as a keyword argument (`pass_rows`).
 """
 
-import functools
-import inspect
-
 import torch
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
@@ -14,7 +11,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..nn.sequence import SequenceMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
-from .overlay import attention_sizes, calls_interface, overlay_class, swap_attention
+from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
 
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
@@ -62,23 +59,7 @@ def install_encoder_mhla(model: nn.Module, settings: MHLASettings) -> None:
         swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
     if len(settings.layers) == len(attentions):
         config._attn_implementation_internal = ENCODER_ATTENTION_NAME  # which makes no T x T mask
-    if (body := model.base_model) is not model:
-        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
-        body.register_forward_pre_hook(functools.partial(pass_rows, names=names), with_kwargs=True)
-
-
-def forward_with_rows(forward):
-    """The forward of a model that may be a body: then it runs `pass_rows` before, which no hook does for a caller of
-    `model.forward`, such as sentence-transformers."""
-    names = tuple(inspect.signature(forward).parameters)[1:]
-
-    @functools.wraps(forward)
-    def own_forward(self, *args, **kwargs):
-        if self.base_model is self:
-            args, kwargs = pass_rows(self, args, kwargs, names)
-        return forward(self, *args, **kwargs)
-
-    return own_forward
+    prepare_inner_body(model, pass_rows)
 
 
 def pass_rows(body: nn.Module, args: tuple, kwargs: dict, names: tuple):

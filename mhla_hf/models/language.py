@@ -26,9 +26,10 @@ from transformers.models.llama.modeling_llama import (
 
 from ..nn.core import MHLA
 from ..nn.settings import MHLASettings
-from .attention import ATTENTION_NAME, forward_with_padding, mhla_attention
+from .attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
+from .overlay import forward_preparing
 from .pretrained import MHLAPreTrainedMixin
 
 
@@ -115,7 +116,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    forward = forward_with_padding(LlamaModel.forward)
+    forward = forward_preparing(LlamaModel.forward, pass_padding)
 
 
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):

@@ -127,6 +127,32 @@ def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
     return sizes | latent  # which differ in latent attention
 
 
+def forward_preparing(forward, prepare):
+    """The forward of a model that may be a body: then `prepare` is called before, as by `prepare_inner_body`.
+
+    A hook would not do: callers of `model.forward`, such as sentence-transformers, run none.
+    """
+    names = tuple(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def own_forward(self, *args, **kwargs):
+        if self.base_model is self:
+            args, kwargs = prepare(self, args, kwargs, names)
+        return forward(self, *args, **kwargs)
+
+    return own_forward
+
+
+def prepare_inner_body(model: nn.Module, prepare) -> None:
+    """Call `prepare(body, args, kwargs, names)`, which gives both anew, before the body of a head runs.
+
+    names: of the arguments of the body's forward.
+    """
+    if (body := model.base_model) is not model:
+        names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        body.register_forward_pre_hook(functools.partial(prepare, names=names), with_kwargs=True)
+
+
 def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str) -> None:
     """Turn one attention module of transformers into MHLA, in place.
 
