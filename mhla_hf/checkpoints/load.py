@@ -5,7 +5,6 @@ one sentence that names the model.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import re

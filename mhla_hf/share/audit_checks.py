@@ -40,10 +40,7 @@ from .facts import PERSON_FILE, read_records
 from .folder_checks import check_weights
 
 MOST = 8192  # tokens of a long text at most
-EXACT, HALF = (
-    1e-4,
-    2e-2,
-)  # tolerances of a difference of logits, in float32 and (see `tolerance`) in bfloat16 or float16
+EXACT, HALF = 1e-4, 2e-2  # tolerances of a difference of logits: float32; bfloat16 and float16 (see `tolerance`)
 FALL = 0.5  # nats per recalled token that a model may be below its teacher
 RECALL_TOKENS = 4096  # of one distance, in as many texts as that makes, at most 8
 ROWS, PROMPTS, WRITTEN = 4, 16, 32  # texts beside a teacher; prompts, and the tokens that follow each
