@@ -18,6 +18,10 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --target $(VENV)/torch-fidelity torch-fidelity
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	touch $@
+
 demo: $(VENV)/.demo  ## train, convert, distill, judge, load elsewhere: everything lands in out/
 	$(BIN)/python -m experiments.demo $(ARGS)
 
@@ -33,6 +37,7 @@ test-slow: $(VENV)/.test  ## the long ones, by hand
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -44,9 +49,10 @@ bench: $(VENV)/.demo  ## the operator against SDPA and plain linear attention, o
 gpu: $(VENV)/.demo  ## on a GPU, ten minutes: every kernel against fp64, then every speed; fills docs/performance.md
 	$(BIN)/python -m experiments.gpu $(ARGS)
 
-docs: $(VENV)/.demo  ## every table of README and docs, and every card, rendered anew from what was measured
+docs: $(VENV)/.docs  ## every table and card rendered anew from what was measured, then the site, into site/
 	$(BIN)/python -m experiments.docs
 	$(BIN)/mhla-hf card model_cards
+	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) out build dist site *.egg-info

@@ -1,8 +1,8 @@
 """DiT with MHLA, from scratch or from a pretrained one: load, convert, train, judge, card.
 
     torchrun --nproc_per_node 8 conversion/dit.py --data LATENTS --out out/dit-s                       from scratch
-    torchrun --nproc_per_node 8 conversion/dit.py --recipe conversion/recipes/dit_finetune.yaml --data LATENTS --out out/xl
-    python conversion/dit.py --recipe conversion/recipes/dit_distil.yaml --out out/dit                 without any data
+    torchrun --nproc_per_node 8 conversion/dit.py --recipe dit_finetune --data LATENTS --out out/xl
+    python conversion/dit.py --recipe dit_distil --out out/dit                 without any data
 
 From scratch the base gives VAE and noise schedule only. Latents stand beside `class_labels`; without them the softmax
 original samples its own classes. The steps are in `journey.py`; a small real one is `experiments/digits_dit.py`.
@@ -15,7 +15,7 @@ from mhla_hf.cli import script
 
 def main(arguments=None):
     """Run the script; returns the trained pipeline."""
-    return run(__doc__, "dit_paper.yaml", arguments)
+    return run(__doc__, "dit_paper", arguments)
 
 
 if __name__ == "__main__":

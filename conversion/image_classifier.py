@@ -1,9 +1,9 @@
 """An image classifier from scratch with the paper's settings, or a pretrained one (or a vision tower) distilled from itself.
 
-    python conversion/image_classifier.py --images FOLDER_OR_DATASET --out out/mine --model google/vit-base-patch16-224
-    python conversion/image_classifier.py --recipe conversion/recipes/image_deit_tiny_scratch.yaml --images DATA --out out/t
-    python conversion/image_classifier.py --recipe conversion/recipes/image_features.yaml --images DATA --out out/tower
-    torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --images imagenet/ --out out/t
+    python conversion/image_classifier.py --data FOLDER_OR_DATASET --out out/mine --model google/vit-base-patch16-224
+    python conversion/image_classifier.py --recipe image_deit_tiny_scratch --data DATA --out out/t
+    python conversion/image_classifier.py --recipe image_features --data DATA --out out/tower
+    torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --data imagenet/ --out out/t
 
 A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
 on. The classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has
@@ -15,7 +15,6 @@ import argparse
 import copy
 import shlex
 import sys
-from pathlib import Path
 
 import torch
 import transformers
@@ -26,8 +25,6 @@ from mhla_hf.cli import script
 from mhla_hf.models.families import VISION, family_of_type
 from mhla_hf.training.pictures import open_pictures
 from mhla_hf.training.recipe import read_recipe
-
-RECIPES = Path(__file__).parent / "recipes"
 
 
 def from_scratch(settings, pictures):
@@ -45,7 +42,7 @@ def load_softmax(name, classes):
         if "ForImageClassification" not in named:
             raise ValueError(
                 f"model: {name!r} is a {named}, which has no classes; expected an image classifier, or a recipe with the "
-                "losses transfer and features, such as conversion/recipes/image_features.yaml"
+                "losses transfer and features, such as image_features"
             )
         return AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
     kind = getattr(config, "vision_config", config).model_type
@@ -59,17 +56,19 @@ def load_softmax(name, classes):
 def main(arguments=None):
     """Run the script; returns the trained model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=RECIPES / "image_distil.yaml", help="YAML file of stages")
+    parser.add_argument(
+        "--recipe", default="image_distil", help="one of `mhla-hf recipes`, or a YAML file; default: %(default)s"
+    )
     parser.add_argument("--model", help="folder or Hub id of the softmax original; default: the recipe's base")
-    parser.add_argument("--images", help="folder or dataset to train on; default: the recipe's data")
+    parser.add_argument("--data", help="folder or dataset to train on; default: the recipe's data")
     parser.add_argument("--test", help="folder or dataset; its accuracy is in every entry of the history")
     parser.add_argument("--out", help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     recipe = read_recipe(given.recipe)
-    data, name = given.images or recipe.data, given.model or recipe.base
+    data, name = given.data or recipe.data, given.model or recipe.base
     if given.out is None or data is None:
-        parser.error(f"--{'out' if given.out is None else 'images'} is needed")
+        parser.error(f"--{'out' if given.out is None else 'data'} is needed")
     if recipe.task != "images":
         parser.error(f"--recipe: {given.recipe} is for {recipe.task}, expected task: images")
     torch.manual_seed(given.seed)

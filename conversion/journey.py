@@ -15,18 +15,18 @@ import torch
 import mhla_hf
 from mhla_hf.checkpoints.files import write_text
 from mhla_hf.checkpoints.load import load_pipeline
-from mhla_hf.cli import parse_settings
+from mhla_hf.commands.values import parse_settings
 from mhla_hf.share.card import plain_card, write_card
 from mhla_hf.share.facts import find_license
 from mhla_hf.training.recipe import read_recipe
-
-RECIPES = Path(__file__).parent / "recipes"
 
 
 def run(about, recipe, arguments=None):
     """The whole journey; `about` is the script's docstring, `recipe` its default. Returns the trained pipeline."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=RECIPES / recipe, help="YAML file of stages")
+    parser.add_argument(
+        "--recipe", default=recipe, help="one of `mhla-hf recipes`, or a YAML file; default: %(default)s"
+    )
     parser.add_argument("--model", help="folder or Hub id of the softmax pipeline; default: the recipe's base")
     parser.add_argument("--data", help="folder or dataset of latents, or a .txt file of prompts; default: the recipe's")
     parser.add_argument("--out", required=True, type=Path, help="folder to make")

@@ -1,8 +1,8 @@
 """A language model becomes an MHLA model: load, convert, distill from itself, save. Or the paper's, from scratch.
 
-    python conversion/language.py --model DIR_OR_HUB_ID --text FILE_FOLDER_OR_DATASET --out out/mine
-    python conversion/language.py --recipe conversion/recipes/language_llama_lite.yaml --out out/smollm2
-    torchrun --nproc_per_node 8 conversion/language.py --recipe conversion/recipes/language_340m_scratch.yaml --out out/p
+    python conversion/language.py --model DIR_OR_HUB_ID --data FILE_FOLDER_OR_DATASET --out out/mine
+    python conversion/language.py --recipe language_llama_lite --out out/smollm2
+    torchrun --nproc_per_node 8 conversion/language.py --recipe language_340m_scratch --out out/p
 
 Stopped at any moment, the same command goes on. It is what `mhla-hf distill` does, to be read and
 changed. The teacher is a second copy of the model, because converting happens in place.
@@ -11,7 +11,6 @@ changed. The teacher is a second copy of the model, because converting happens i
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,15 +19,15 @@ import mhla_hf
 from mhla_hf.cli import script
 from mhla_hf.training.recipe import read_recipe
 
-RECIPES = Path(__file__).parent / "recipes"
-
 
 def main(arguments=None):
     """Run the script; returns the trained model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=RECIPES / "language_cpu.yaml", help="YAML file of stages")
+    parser.add_argument(
+        "--recipe", default="language_cpu", help="one of `mhla-hf recipes`, or a YAML file; default: %(default)s"
+    )
     parser.add_argument("--model", help="folder or Hub id of the softmax model; default: the recipe's base")
-    parser.add_argument("--text", help="file, folder or dataset to train on; default: the recipe's data")
+    parser.add_argument("--data", help="file, folder or dataset to train on; default: the recipe's data")
     parser.add_argument("--out", required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -51,7 +50,7 @@ def main(arguments=None):
         student,
         teacher,
         out=given.out,
-        data=given.text,
+        data=given.data,
         tokenizer=AutoTokenizer.from_pretrained(recipe.tokenizer or name, trust_remote_code=False),
         recipe=given.recipe,
         seed=given.seed,

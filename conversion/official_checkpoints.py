@@ -13,7 +13,6 @@ import argparse
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.checkpoints.files import folder_aside
 from mhla_hf.checkpoints.load import without_questions
+from mhla_hf.cli import script
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -211,7 +211,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    script(main)

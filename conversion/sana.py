@@ -14,7 +14,7 @@ from mhla_hf.cli import script
 
 def main(arguments=None):
     """Run the script; returns the trained pipeline."""
-    return run(__doc__, "sana_paper.yaml", arguments)
+    return run(__doc__, "sana_paper", arguments)
 
 
 if __name__ == "__main__":

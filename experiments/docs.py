@@ -22,10 +22,12 @@ from mhla_hf.speed import cache_bytes
 
 from . import digits_dit, digits_vit
 from .costs import costs_table
-from .demo.report import render_report
+from .demo.figures import plot_gains
+from .demo.report import render_report, render_short
 from .encoder import render_encoder
 from .forms import render_forms
 from .mqar import render_mqar
+from .serving import render_serving
 from .speed import render_speed, speed_table
 from .studies.rank import render_random_rank
 from .studies.report import render_study
@@ -34,7 +36,10 @@ from .studies.scaling import render_scaling
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("diffusion", "evidence", "families", "images", "language", "performance")),
+    *(
+        f"docs/{name}.md"
+        for name in ("diffusion", "evidence", "families", "images", "language", "performance", "scale")
+    ),
 )
 TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNMEASURED = (
@@ -82,19 +87,35 @@ def render_families(_):
     return "\n".join(lines)
 
 
-def render_cache(lengths):
-    """Bytes that one converted Llama layer keeps while decoding, after so many tokens, beside softmax's; counted now."""
+def kept_bytes(lengths):
+    """Bytes that one Llama layer keeps while decoding after so many tokens, {length: (softmax, MHLA)}; counted now."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     config = LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, **heads)
     models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
     convert(models[1], layers="all")
-    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
+    found = {}
     for tokens in lengths:
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with torch.no_grad():
-            softmax, mhla = (cache_bytes(model(ids).past_key_values) for model in models)
+            found[tokens] = tuple(cache_bytes(model(ids).past_key_values) for model in models)
+    return found
+
+
+def render_cache(lengths):
+    """`kept_bytes` as a table."""
+    lines = ["| tokens | softmax, KiB | MHLA, KiB | MHLA / softmax |", "|---:" * 4 + "|"]
+    for tokens, (softmax, mhla) in kept_bytes(lengths).items():
         lines.append(f"| {tokens:,} | {softmax / 1024:,.0f} | {mhla / 1024:,.0f} | {mhla / softmax:.2f} |")
     return "\n".join(lines)
+
+
+def draw_gains(place):
+    """The first picture of the README, from what was measured."""
+    speed = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
+    demo = json.loads((ROOT / "model_cards/results/demo.json").read_text(encoding="utf-8"))["over_seeds"]["models"]
+    kept = kept_bytes([row["length"] for row in speed])
+    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in speed}
+    plot_gains(place, time, kept, {name: demo[name] for name in ("teacher", "hybrid", "mhla", "linear")})
 
 
 def made_by(record):
@@ -130,8 +151,10 @@ KINDS = {
     "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,
+    "serving": render_serving,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
+    "demo_short": lambda record: render_short(record["over_seeds"]),
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",
@@ -142,4 +165,5 @@ KINDS = {
 
 
 if __name__ == "__main__":
+    draw_gains(ROOT / "docs/gains.png")
     print("\n".join(f"{name}: rendered" for name in write_documents()) or "every table is what its numbers render to")

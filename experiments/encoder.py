@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
 
+from mhla_hf.cli import script
 from mhla_hf.convert import convert
 
 from .demo.text import hold_out, make_tokenizer, read_text
@@ -140,7 +141,8 @@ def render_encoder(record):
     return "\n".join([*lines, "", f"{over}. {STUDENT_STEPS} steps of {TOKENS} tokens. {made(record)}"])
 
 
-if __name__ == "__main__":
+def main():
+    """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.encoder", description=__doc__)
     parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=2, help="seeds 0, 1, ... (default: 2)")
@@ -152,3 +154,7 @@ if __name__ == "__main__":
             functools.partial(make_row, folder=folder),
         )
         print(render_encoder(add_rows(given.out, row, jobs, describe, workers=1, command=command)))
+
+
+if __name__ == "__main__":
+    script(main, "encoder")

@@ -1,4 +1,4 @@
-"""Which attention a converted language model should have: python -m experiments.forms, after `make demo ARGS="--seeds 3"`
+"""Which attention a converted language model should have: python -m experiments.forms, after a full demo of three seeds
 
 The teachers, text and recipe of a demo, all layers converted (but for the hybrid), one row per form and seed: the KL to the
 teacher before any training and after it, bits per byte, the lookups answered from beyond the window, and the bytes that
@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mhla_hf.cli import script
 from mhla_hf.convert import convert
+from mhla_hf.evaluation.lookups import choose_words, make_recall
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.start import start_from_text
 
-from .demo.lookups import choose_words, make_recall
 from .demo.report import NEAR
 from .rows import add_rows, made, number, whole_seeds
 
@@ -194,7 +195,8 @@ def render_depths(rows, teachers):
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main():
+    """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.forms", description=__doc__)
     parser.add_argument("--out", default="docs/language/forms.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
@@ -202,3 +204,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     given = vars(parser.parse_args())
     print(render_forms(run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")))
+
+
+if __name__ == "__main__":
+    script(main, "forms")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mhla_hf.cli import script
 from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
@@ -177,7 +178,8 @@ def render_mqar(record):
     return "\n".join([*lines, "", f"{note} {made(record)}"])
 
 
-if __name__ == "__main__":
+def main():
+    """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.mqar", description=__doc__)
     parser.add_argument("--out", default="docs/evidence/mqar.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
@@ -188,3 +190,7 @@ if __name__ == "__main__":
     ]
     command = f"python -m experiments.mqar --seeds {given.seeds}"
     print(render_mqar(add_rows(given.out, make_row, jobs, describe, workers=given.workers, command=command)))
+
+
+if __name__ == "__main__":
+    script(main, "mqar")

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.training.recipe import read_recipe
 
@@ -108,7 +109,12 @@ def run(out, lengths=LENGTHS, command=None):
     return record
 
 
-if __name__ == "__main__":
+def main():
+    """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.speed", description=__doc__)
     parser.add_argument("--out", default="docs/language/speed.json", help="JSON file to write")
     print(render_speed(run(parser.parse_args().out, command="python -m experiments.speed")))
+
+
+if __name__ == "__main__":
+    script(main, "speed")

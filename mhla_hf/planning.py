@@ -7,25 +7,33 @@ of one layer, while this machine times it.
 import copy
 import itertools
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .bench import seconds_of
 from .checkpoints.load import choose_device, load_config, one_sentence
 from .checkpoints.machine import describe_run
 from .convert import convert
 from .convert.keep import bytes_of_layer
+from .convert.start import mhla_layers
 from .convert.transformers_models import family_to_convert, what_is_lost
+from .evaluation.records import render_rows
 from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
+from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
+from .models.language import MHLAForCausalLM
 from .nn.settings import is_whole
-from .training.recipe import Recipe, read_recipe
+from .training.recipe import read_recipe, recipe_names
 from .training.trainable import choose_trainable
 
 LENGTHS = (2048, 8192, 32768, 131072)  # at which the cache is told
@@ -36,27 +44,23 @@ SECONDS = 10.0  # for all lengths of prefill, and for all of decoding
 REACH = 4  # times the longest length measured: beyond it no crossover is told
 MIB, GIB = 2**20, 2**30
 KINDS = ("softmax_ms", "mhla_ms")
+SAVED = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", "transformers_weights", "base_model_type")
 WORTH = 2  # times that the cache has to shrink by
-LITE = {  # of conversion/recipes/language_llama_lite.yaml, what memory and work depend on
-    "stages": [
-        {"name": "transfer", "loss": "transfer", "trainable": "mhla", "steps": 2441, "lr": 1e-2, "seq_len": 1024},
-        {"name": "distil", "loss": "logits", "trainable": "attention", "steps": 4882, "lr": 1e-4, "seq_len": 1024},
-    ],
-    "run": {"mixed_precision": "bf16"},
-}
 
 
 def plan(
-    model, *, context, layers=None, recipe=None, device=None, timing=True, tflops=None, revision=None, progress=True,
-    command=None, **settings,
-):  # fmt: skip
+    model: str | Path | PreTrainedConfig, *, context: int, layers: str | Sequence[int] | None = None,
+    recipe: str | Path = "language_llama_lite", device: torch.device | str | None = None, timing: bool = True,
+    tflops: float | None = None, revision: str | None = None, progress: bool = True, command: str | None = None,
+    **settings: object,
+) -> dict[str, Any]:  # fmt: skip
     """What a conversion would change: layers, parameters, cache, time, and what its distillation takes.
 
     Args:
         model: folder or Hub id (of which config.json is read, nothing else), or a configuration of transformers.
         context: tokens of the sequences that the model is for, at least 1.
         layers, settings: as `convert` takes them; `mixing_form="decay"` only, which is the default.
-        recipe: YAML file of the distillation; None: the lite one of `conversion/recipes`.
+        recipe: name or YAML file of the distillation.
         device: to time one layer's attention on, as torch names it; None: CUDA when there is one, else CPU. Of a device that
             is not here nothing is known. timing: False times nothing.
         tflops: what the training machine does in a second, in 1e12 operations; None: no hours are told.
@@ -70,9 +74,9 @@ def plan(
     """
     if not is_whole(context, 1):
         raise ValueError(f"context is {context!r}; expected the tokens of a sequence, a whole number of at least 1")
-    if tflops is not None and not tflops > 0:
+    if tflops is not None and not (isinstance(tflops, (int, float)) and tflops > 0):
         raise ValueError(f"tflops is {tflops!r}; expected a number above 0")
-    recipe = Recipe(**LITE) if recipe is None else read_recipe(recipe)
+    recipe = read_recipe(recipe)
     if recipe.task != "language":
         raise ValueError(f"recipe: it is for {recipe.task}; expected one for language")
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else load_config(model, revision=revision)
@@ -84,7 +88,7 @@ def plan(
     core = attentions[chosen[0]].mhla
     if not hasattr(core, "form"):
         raise ValueError(f'mixing_form: got {core.settings.mixing_form!r}, whose state grows; expected "decay"')
-    states, kept = {i: bytes_of_layer(attentions[i].mhla, student.dtype)[1] for i in chosen}, {}
+    states, kept = {i: bytes_of_layer(attentions[i], student.dtype)[1] for i in chosen}, {}
     for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept.setdefault(reason, []).append(index)
@@ -112,6 +116,65 @@ def model_without_weights(config):
         raise ValueError(f"model: got {config.model_type!r}, {what}; expected a causal language model")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).eval()
+
+
+def cache_of_saved(config, tokens):
+    """Bytes of one sequence's cache at so many tokens, {"softmax", "mhla"}, of a saved converted decoder and of what it was.
+
+    config: the saved model's. None: it is from scratch, or its state grows with the length (`mixing_form="softmax"`).
+    """
+    base = getattr(config, "base_model_type", None)
+    if base is None or config.mhla["mixing_form"] != "decay":
+        return None
+    kept = {name: value for name, value in config.to_dict().items() if name not in SAVED}
+    with torch.device("meta"):
+        student = AutoModelForCausalLM.from_config(config).eval()
+        softmax = AutoModelForCausalLM.from_config(CONFIG_MAPPING[base](**kept)).eval()
+    states = {index: bytes_of_layer(layer, student.dtype)[1] for index, layer in mhla_layers(student).items()}
+    rows = compare_caches(cache_of_layers(softmax), states, tokens)["rows"]
+    return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
+
+
+def list_recipes(model=None, tflops=None) -> list[dict]:
+    """The recipes of this package: name, task, base, about, stages; memory, flops and hours as `plan` counts them.
+
+    model: folder or Hub id of a softmax language model, for those that convert one; None: memory and work are told of those
+    that start from scratch. tflops: as `plan` takes it. Of images and diffusion they are not known.
+    """
+    config, listed = None if model is None else load_config(model), []
+    for name in recipe_names():
+        recipe, work = read_recipe(name), {}
+        settings = dict(recipe.settings)
+        if recipe.task == "language" and "preset" in settings:
+            with torch.device("meta"):
+                student = MHLAForCausalLM(MHLAConfig.preset(settings.pop("preset"), **settings))
+            work = work_of(student, recipe, student.num_parameters(), active_parameters(student), tflops)
+        elif recipe.task == "language" and config is not None:
+            student = model_without_weights(copy.deepcopy(config))
+            sizes = student.num_parameters(), active_parameters(student)
+            work = work_of(convert(student, **settings), recipe, *sizes, tflops)
+        told = ("name", "loss", "steps", "batch_size", "seq_len")
+        stages = [{key: getattr(stage, key) for key in told if hasattr(stage, key)} for stage in recipe.stages]
+        known = {key: work.get(key) for key in ("memory", "flops", "hours")}
+        listed.append(
+            {"name": name, "task": recipe.task, "base": recipe.base, "stages": stages, **known, "about": recipe.about}
+        )
+    return listed
+
+
+def render_recipes(listed):
+    """The list as a table."""
+    rows = []
+    for recipe in listed:
+        stages = recipe["stages"]
+        steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
+        tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
+        memory = "" if recipe["memory"] is None else in_digits(recipe["memory"] / GIB)
+        hours = "" if recipe["hours"] is None else in_digits(recipe["hours"])
+        sizes = f"{tokens / 1e6:,.1f}" if tokens else "", memory, hours
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *sizes])
+    heads = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
+    return render_rows(heads, rows, left=4)
 
 
 def active_parameters(model):
@@ -298,6 +361,7 @@ def advise(record):
     times, after = row["softmax"] / row["mhla"], f"at {context:,} tokens"
     known = {what: timing[what]["faster_from"] or timing[what]["known_to"] for what in WORKS if what in timing}
     slower = [what for what, tokens in known.items() if context < tokens]
+    unsure = [what for what in WORKS if what not in slower and not timing.get(what, {}).get("faster_from")]
     if times < WORTH:
         return (
             f"Stay with softmax: {after} the cache would shrink by a factor of {times:.2f}, and {WORTH} is the least."
@@ -305,6 +369,7 @@ def advise(record):
     if len(slower) == len(WORKS):
         return f"Stay with softmax: {after} neither prefill nor decoding is faster with MHLA."
     but = f"; {slower[0]} is slower" if slower else ""
+    but += f"; whether {' or '.join(unsure)} is faster there is not known" if unsure else ""
     won = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
     how = "mhla-hf convert MODEL OUT --calibrate TEXT --keep auto --budget N"
     return f"Convert: {after} {won} ({times:.2f} times smaller){but}. Let measurement choose the layers: {how}"

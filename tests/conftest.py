@@ -11,13 +11,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="mhla_hf_home_"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault(
+    "MKL_CBWR", "AUTO,STRICT"
+)  # sums do not depend on where in memory a tensor lies, as they do on AMD
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU, for tests that ask for deterministic algorithms
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated; 0 runs the kernels' tests on a GPU
 
 import pytest
 import torch
 import triton.language as tl
-from elsewhere import run_elsewhere
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from loopback_hub import TOKEN, LoopbackHub
@@ -65,19 +67,6 @@ def patched_once():
     yield
     builder.options = options
     interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
-
-
-@pytest.fixture
-def clean_python(tmp_path):
-    """run(code, blocked=...) -> stdout of `code` in a new process whose folder and caches are empty."""
-
-    def run(code, blocked=("mhla_hf", "triton", "diffusers")):
-        (tmp_path / "clean").mkdir(exist_ok=True)
-        done = run_elsewhere(code, tmp_path / "clean", blocked)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    return run
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Small models of each family, made in a second, with fixed weights."""
 
+import contextlib
 import functools
 
+import pytest
 import torch
 import transformers
 
@@ -67,6 +69,14 @@ def shaken(model):
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids without the padding token."""
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def refused(*words, kind=ValueError):
+    """Meanwhile something is refused, in one sentence with these words in it."""
+    with pytest.raises(kind) as error:
+        yield
+    one_sentence(error, *words)
 
 
 def one_sentence(error, *words):

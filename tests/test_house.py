@@ -15,9 +15,11 @@ FLOORS = (
     {"training"},
     {"plots", "speed"},
     {"evaluation"},
-    {"analysis", "bench"},
+    {"analysis", "bench", "serving"},
     {"share"},
     {"planning"},
+    {"info"},
+    {"commands"},
     {"_register", "cli", ""},
 )
 

@@ -1,7 +1,8 @@
-"""Train, convert, distill, judge and share a small model, with figures.
+"""Convert, distill, judge and share a small model, with figures.
 
-    python -m experiments.demo                    the whole journey into out/, on two CPU cores
-    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --text notes.txt --out out/mine
+    python -m experiments.demo                    into out/, in about five minutes on two CPU cores
+    python -m experiments.demo --full --seeds 3   trains the softmax model first; MHLA in all layers as well; three seeds
+    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --data notes.txt --out out/mine
 
 Stopped at any moment, the same command goes on where it was.
 """
@@ -22,9 +23,10 @@ def main(arguments=None):
         "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", default="out", help="folder to make or to go on in (default: out)")
-    parser.add_argument("--model", help="folder or Hub id of a softmax model (default: train a small Llama)")
-    parser.add_argument("--text", help="file, folder or dataset to train on (default: the Python language reference)")
-    parser.add_argument("--seeds", type=int, default=1, help="repeat everything with so many seeds (default: 1)")
+    parser.add_argument("--model", help="folder or Hub id of a softmax model (default: our small Llama)")
+    parser.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
+    parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
+    parser.add_argument("--seeds", type=int, default=1, help="with --full: so many seeds of everything (default: 1)")
     parser.add_argument("--license", help="license of --model, when its card states none")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")

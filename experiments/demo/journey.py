@@ -30,8 +30,10 @@ from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
 from mhla_hf.convert import convert
+from mhla_hf.evaluation.lookups import choose_words
 from mhla_hf.evaluation.records import Results
 from mhla_hf.evaluation.runner import evaluate
+from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.share.facts import find_license
 from mhla_hf.speed import measure_speed
@@ -41,9 +43,8 @@ from mhla_hf.training.run_folder import RECORD
 from mhla_hf.training.start import start_from_text
 
 from .figures import LABELS, plot_loss, plot_recall, plot_speed
-from .lookups import add_lookups, choose_words, start_lookups
+from .lookups import add_lookups, start_lookups
 from .report import collect, learning_curve, recall_by_distance, render_report
-from .tasks import make_tasks
 from .text import hold_out, make_tokenizer, read_text
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -53,6 +54,8 @@ STUDENTS = {
     "hybrid": {},  # with softmax in the layers, a quarter of them, where it is missed most
 }
 MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
+QUICK = ("teacher", "hybrid", "linear")
+TEACHER = Path(__file__).parents[2] / "model_cards" / "checkpoints" / "demo-teacher"
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TASK_ITEMS = 150
 PREFIX = "heldout"
@@ -69,7 +72,8 @@ language: [en]
 ---
 # The demo's softmax teacher
 
-A small Llama, trained by `make demo` on the Python language reference (`pydoc_data.topics`) with lookups between its lines.
+A small Llama, trained by `make demo ARGS=--full` on the Python language reference (`pydoc_data.topics`) with lookups between
+its lines.
 It stands for a real checkpoint; how it was trained is in train.json, how good it is in results.json.
 """
 
@@ -80,6 +84,7 @@ def run_demo(
     text=None,
     seeds=1,
     *,
+    full=False,
     license=None,
     teacher_recipe=None,
     student_recipe=None,
@@ -93,16 +98,18 @@ def run_demo(
     """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
 
     Args:
-        out: folder to make or to go on in. Holds `teacher`, `mhla`, `linear` (plain linear attention: uniform, frozen
-            mixing), `hybrid` (softmax in the quarter of the layers that miss it most), perhaps `control` (the teacher
-            trained on for as many steps as a student), `results.json` and four figures; further seeds in `seed-1`, ...
-        model: folder or Hub id of a softmax model to start from. None: train a small Llama first.
+        out: folder to make or to go on in. Holds `teacher`, `linear` (plain linear attention: uniform, frozen mixing),
+            `hybrid` (softmax in the quarter of the layers that miss it most), `results.json` and four figures.
+        full: train the teacher first, train the students twice as long, and make `mhla` (in all layers) as well;
+            further seeds lie in `seed-1`, ...
+        model: folder or Hub id of a softmax model to start from. None: `TEACHER`, which the full demo made.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
-        seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself).
+        seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself); needs `full`.
         license: of `model`, when its own card states none; without either there is no model card.
         teacher_recipe, student_recipe: YAML files instead of the demo's own.
         items: questions per task. lengths: tokens at which speed is measured.
-        control: make `control` too; it takes as long as a student. None: with several seeds only.
+        control: make `control` too, the teacher trained on for as many steps as a student, with `full`. None: with
+            several seeds only.
         threads: CPU threads of torch; on a machine that does other things as well, two are slower than one.
         progress: show bars. command: the shell line that repeats the run, for the records.
 
@@ -120,7 +127,12 @@ def run_demo(
     _check_extras()
     started = time.monotonic()
     torch.set_num_threads(threads)
-    models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
+    if seeds > 1 and not full:
+        raise ValueError(f"seeds: got {seeds}; expected 1, or --full as well")
+    if full:
+        models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
+    else:
+        models, model = QUICK, str(TEACHER) if model is None else model
     demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command, models)
     with without_bars():
         demo.begin()
@@ -161,8 +173,12 @@ class _Demo:
 
     def __post_init__(self):
         self.out = Path(self.out).expanduser()
+        self.main = "mhla" if "mhla" in self.models else "hybrid"  # the student that is drawn, shared and visited
         self.teacher_plan = read_recipe(self.teacher_recipe or RECIPES / "demo_teacher.yaml")
         self.student_plan = read_recipe(self.student_recipe or RECIPES / "demo_student.yaml")
+        if self.models == QUICK and self.student_recipe is None:
+            halved = [dataclasses.replace(stage, steps=stage.steps // 2) for stage in self.student_plan.stages]
+            self.student_plan = dataclasses.replace(self.student_plan, stages=tuple(halved))
         if [stage.loss for stage in self.student_plan.stages] != ["transfer", "logits"]:
             raise ValueError("student_recipe: expected a stage with loss 'transfer' and then one with loss 'logits'")
         if [stage.loss for stage in self.teacher_plan.stages] != ["lm"]:
@@ -236,7 +252,7 @@ class _Demo:
             write_text(folder / "README.md", TEACHER_CARD)
         self.say(f"\n[2/5] students: convert, then distill from the teacher, seed {seed}")
         teacher = None
-        for name, changes in STUDENTS.items():
+        for name, changes in ((name, STUDENTS[name]) for name in self.models if name in STUDENTS):
             folder = self.folder(name, seed)
             if self._missing(folder, RECORD):
                 teacher = teacher or self._load(self.folder("teacher", seed))
@@ -246,11 +262,19 @@ class _Demo:
                     kept = max(1, student.config.num_hidden_layers // 4)
                     start_from_text(student.eval(), self.tokenizer, self.train_text, budget=kept, seed=seed)
                     self.say(f"softmax stays in layers {student.config.mhla_measured['choice']['kept']}")
+                    self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
         folder = self.folder("control", seed)
         if "control" in self.models and self._missing(folder, RECORD):
             self.say(f"{LABELS['control']}:")
             self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
+
+    def _continue(self, model):
+        """What a model writes after `PROMPT`."""
+        ids = self.tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            written = model.eval().generate(ids, max_new_tokens=CONTINUATION, do_sample=False)[0, ids.shape[1] :]
+        return self.tokenizer.decode(written)
 
     def _missing(self, folder, file, quiet=False):
         if not (folder / file).exists():
@@ -348,25 +372,28 @@ class _Demo:
             description["model"] = Path(self.model).name
         results = collect(folders, PREFIX, description, self.command)
         write_json(self.out / "results.json", results)
-        curves = {name: learning_curve(self.folder(name, 0)) for name in STUDENTS}
+        curves = {name: learning_curve(self.folder(name, 0)) for name in self.models if name in STUDENTS}
         scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
         plot_loss(self.out / "loss.png", curves, scores)
         plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
         self._measure_speed()
         drawn = [self.out / name for name in ("mixing.png", "speed.png")]
         if not all(figure.exists() for figure in drawn):
-            plot_mixing(drawn[0], describe_mixing(self._load(self.folder("mhla", 0))))
-            speed = json.loads((self.folder("mhla", 0) / "speed.json").read_text(encoding="utf-8"))
+            plot_mixing(drawn[0], describe_mixing(self._load(self.folder(self.main, 0))))
+            speed = json.loads((self.folder(self.main, 0) / "speed.json").read_text(encoding="utf-8"))
             plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
         self.say(f"{self.out}/results.json, loss.png, recall.png, mixing.png, speed.png")
         return results
 
     def _measure_speed(self):
-        place = self.folder("mhla", 0) / "speed.json"
+        place = self.folder(self.main, 0) / "speed.json"
         if place.exists():
             self.say(f"{place} is there already")
             return
-        kinds = {"softmax": "teacher", "mhla": "mhla"}  # "linear" runs MHLA's code here: no speed of linear attention
+        kinds = {
+            "softmax": "teacher",
+            "mhla": self.main,
+        }  # "linear" runs MHLA's code here: no speed of linear attention
         models = {kind: self._load(self.folder(name, 0)) for kind, name in kinds.items()}
         device = choose_device()
         rows = measure_speed(
@@ -377,7 +404,7 @@ class _Demo:
 
     def share(self):
         """Step 4, its end: the model card, where a license is known."""
-        folder = self.folder("mhla", 0)
+        folder = self.folder(self.main, 0)
         hub_id = self.model if self.model and not Path(self.model).exists() else None
         teacher = self.folder("teacher", 0)
         try:
@@ -385,12 +412,8 @@ class _Demo:
         except ValueError as error:
             self.say(f"no model card: {error}")
             return
-        others = {
-            "teacher": "teacher",
-            "hybrid, 1 in 4": "hybrid",
-            "plain linear": "linear",
-            "teacher trained on": "control",
-        }
+        others = {"teacher": "teacher", "plain linear": "linear", "teacher trained on": "control"}
+        others |= {"hybrid, 1 in 4": "hybrid"} if self.main == "mhla" else {}
         write_card(
             folder,
             name="mhla-demo",
@@ -405,7 +428,7 @@ class _Demo:
     def visit(self):
         """Step 5: a process that cannot import mhla_hf loads the MHLA model and must compute the same logits."""
         self.say("\n[5/5] the MHLA model in a process without mhla_hf")
-        folder, place = self.folder("mhla", 0), self.out / VISIT
+        folder, place = self.folder(self.main, 0), self.out / VISIT
         model = fingerprint_folder(folder)
         if place.exists() and json.loads(place.read_text(encoding="utf-8"))["model"] == model:
             seen = json.loads(place.read_text(encoding="utf-8"))

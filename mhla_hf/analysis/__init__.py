@@ -1,7 +1,11 @@
 """analyze(): any models side by side on the same inputs, as JSON, a table and pictures."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..checkpoints.files import write_json
 from ..checkpoints.load import check_model_name, choose_device
@@ -17,9 +21,10 @@ RECORD = "analysis.json"
 
 
 def analyze(
-    models, inputs=None, *, data=None, out=None, samples=8, length=256, device=None,
-    trust_remote_code=False, progress=True, command=None,
-):  # fmt: skip
+    models: object, inputs: Mapping[str, object] | None = None, *, data: object = None, out: str | Path | None = None,
+    samples: int = 8, length: int = 256, device: torch.device | str | None = None, trust_remote_code: bool = False,
+    progress: bool = True, command: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Rank and entropy of the attention of each model, layer by layer (figure 3b), with maps (3a) and mixing (4b).
 
     Args:

@@ -61,7 +61,11 @@ def register_family(family: Family) -> None:
 
 def register_type_of(source, **files) -> None:
     """Register the family of a converted model in a folder or on the Hub, if it is of one; files: as `from_pretrained`."""
+    read_json(Path(source, "config.json"))  # which is to hold an object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **files)
+    for name, kind, what in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
+        if not isinstance(config.get(name), (kind, type(None))):
+            raise ValueError(f"{name} in config.json: got {config[name]!r}, expected {what}")
     family = family_of_type((config.get("model_type") or "").removeprefix("mhla_"))
     if config.get("mhla") is not None and family is not None:
         register_family(family)
@@ -111,7 +115,9 @@ def is_pipeline(name, revision=None):
 
 
 def load_config(name, *, revision=None, trust_remote_code=False):
-    """The configuration of a folder or Hub id; ValueError in one sentence."""
+    """The configuration of a folder or Hub id; ValueError, TypeError in one sentence."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id")
     with one_sentence(f"model {str(name)!r}: its configuration cannot be loaded"):
         register_type_of(name, revision=revision)
         return AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
@@ -131,14 +137,15 @@ def _read_tokenizer(name, *, trust_remote_code, **files):
     return tokenizer
 
 
-def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
+def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, weights=True):
     """(model in eval mode, tokenizer) of a causal language model.
 
     name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
     it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
+    weights: False: none are read, for a process that another one will give its shares of them.
     ValueError, in one sentence, for whatever is wrong: weights missing, pickled, damaged, ...
     """
-    return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code)
+    return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code, weights)
 
 
 def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -147,7 +154,14 @@ def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_rem
     return _load(name, AutoModelForImageClassification, read_processor, dtype, device, revision, trust_remote_code)
 
 
-def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code):
+def load_encoder(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
+    """(model in eval mode, tokenizer) of an encoder of text with the head that config.json names; the rest as above."""
+    named = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
+    auto_model = getattr(transformers, auto_class_of(named[0]))
+    return _load(name, auto_model, _read_tokenizer, dtype, device, revision, trust_remote_code)
+
+
+def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code, weights=True):
     source = check_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
@@ -157,11 +171,29 @@ def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_co
             register_type_of(source, **files)
             options = {"trust_remote_code": trust_remote_code, **files}
             tools = read_tools(str(source), **options)
+            if not weights:
+                return _empty_model(auto_model, str(source), DTYPES.get(dtype), options).eval(), tools
             options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
             loaded = auto_model.from_pretrained(str(source), **options)
         model = loaded[0].to(choose_device(device)).eval()
     check_whole(name, loaded[1])
     return model, tools
+
+
+def _empty_model(auto_model, source, dtype, options):
+    """A model on the CPU whose parameters are memory that was never touched, and costs nothing; its buffers are right."""
+    from accelerate import init_empty_weights
+
+    config = AutoConfig.from_pretrained(source, **options)
+    with init_empty_weights(include_buffers=False):
+        model = auto_model.from_config(
+            config, dtype=dtype or config.dtype, trust_remote_code=options["trust_remote_code"]
+        )
+    for module in model.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, torch.nn.Parameter(torch.empty_like(value, device="cpu")))
+    model.tie_weights()
+    return model
 
 
 def kind_of_class(name: str) -> str | None:
@@ -171,17 +203,19 @@ def kind_of_class(name: str) -> str | None:
     return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
-def is_classifier_name(name, revision=None) -> bool:
-    """Whether a folder or Hub id is an image classifier; False for what cannot be read. ValueError: it is an encoder."""
+def kind_of_model(name, revision=None) -> str | None:
+    """As `kind_of_class`, of a folder or Hub id, or "encoders" (of text); None for what cannot be read. ValueError: it is a
+    vision tower."""
     try:
         config = load_config(name, revision=revision)
     except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
-        return False
+        return None
     named = (config.architectures or [""])[0]
-    if kind_of_class(named) != "images" and family_of_type(config.model_type) in (*ENCODERS, *VISION):
-        wanted = "a causal language model, an image classifier or a pipeline; mhla_hf.convert takes encoders"
+    family = family_of_type(getattr(config, "base_model_type", config.model_type))
+    if kind_of_class(named) != "images" and family in VISION:
+        wanted = "a language model, an encoder of text, an image classifier or a pipeline; mhla_hf.convert takes towers"
         raise ValueError(f"model {str(name)!r} is a {named or config.model_type}; expected {wanted}")
-    return kind_of_class(named) == "images"
+    return "encoders" if family in ENCODERS else kind_of_class(named)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def check_new_folder(folder, overwrite=False):
     if path.exists() and any(path.iterdir()):
         where = f"output {str(folder)!r} is not empty"
         if not overwrite:
-            raise ValueError(f"{where}; give another folder, or say that it may be overwritten")
+            raise ValueError(f"{where}; give another folder, or overwrite (--overwrite)")
         if not holds_saved_model(path):
             raise ValueError(f"{where} and holds no MHLA model; only such a model is overwritten")
         kept = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}

@@ -6,6 +6,8 @@ happens is the same for every family of transformers (`transformers_models.py`) 
 """
 
 import importlib
+from collections.abc import Sequence
+from typing import TypeVar
 
 from ..nn.settings import MHLASettings
 from .families import is_of_diffusers
@@ -14,9 +16,16 @@ from .start import calibrate, fit_decays, kl_to_teacher
 from .transformers_models import convert_in_place
 
 __all__ = ["calibrate", "choose_layers", "convert", "fit_decays", "keep_softmax", "kl_to_teacher"]
+Model = TypeVar("Model")
 
 
-def convert(model, settings: MHLASettings | None = None, *, layers=None, **overrides):
+def convert(
+    model: Model,
+    settings: MHLASettings | None = None,
+    *,
+    layers: str | Sequence[int] | None = None,
+    **overrides: object,
+) -> Model:
     """Turn a pretrained softmax model, or a pipeline of one, into an MHLA model, in place, and return it.
 
     The base's weights stay as they are, under their names; each converted layer gains `mhla.*` in its attention

@@ -1,13 +1,19 @@
 """Which layers keep softmax, by measurement: what it costs the model's next tokens, and its recall, to do without each."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from ..nn.settings import MHLASettings
+from ..nn.settings import MHLASettings, is_whole
 from ..ops.local_state import LocalState
 from .start import log_probabilities, mean_kl, mhla_layers, softmax_instead
 
 
-def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int | None = None, context: int = 0) -> dict:
+def choose_layers(
+    model: torch.nn.Module, batches: Sequence[torch.Tensor], *, keep: int | None = None, cache_bytes: int | None = None,
+    context: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Choose the layers that keep softmax, one after the other: each time the one whose softmax leaves the least damage.
 
     Damage is against the softmax original, which is in the model (`kl_to_teacher`): the KL of the next tokens, and what the
@@ -33,8 +39,10 @@ def choose_layers(model, batches, *, keep: int | None = None, cache_bytes: int |
     if (keep is None) == (cache_bytes is None):
         raise ValueError("keep: got it with cache_bytes, or neither, expected one of the two.")
     keep = layers_in_budget(model, cache_bytes, context) if keep is None else keep
-    if not 1 <= keep < len(found):
-        raise ValueError(f"keep: got {keep} layers, expected at least 1 of {len(found)}, and not all.")
+    if not is_whole(keep, 1, len(found) - 1):
+        raise ValueError(f"keep: got {keep!r} layers, expected at least 1 of {len(found)}, and not all.")
+    if not batches:
+        raise ValueError("batches: got none, expected at least one.")
     everything = sorted(found)
     alone = [[other for other in everything if other != index] for index in everything]
     start, *single = damages(model, batches, [[], *alone])
@@ -73,12 +81,11 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
     """How many MHLA layers can keep softmax where the cache of all of them has so many bytes a row at `context` tokens."""
     found = mhla_layers(model)
     attention = next(iter(found.values()))
-    core = attention.mhla
-    if not hasattr(core, "form"):
+    if not hasattr(attention.mhla, "form"):
         raise ValueError('cache_bytes: came for a dense mixing, whose state grows, expected mixing_form="decay".')
     if context < 1:
         raise ValueError(f"context: got {context}, expected the tokens at which cache_bytes count.")
-    token, state = bytes_of_layer(core, model.dtype)
+    token, state = bytes_of_layer(attention, model.dtype)
     softmax = token * context
     left = cache_bytes - len(found) * state
     if softmax <= state or left < softmax - state:
@@ -87,11 +94,17 @@ def layers_in_budget(model, cache_bytes: int, context: int) -> int:
     return left // (softmax - state)
 
 
-def bytes_of_layer(core: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of keys and values of one token, and of the state of one sequence of an MHLA layer by decays with this core."""
+def bytes_of_layer(attention: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that one token takes with softmax, and those of the state of one sequence, in this MHLA layer by decays.
+
+    Latent attention keeps one latent and one rotated key of a token for all heads, others keys and values.
+    """
+    core = attention.mhla
     key = torch.empty(1, 1, core.num_kv_heads, core.q_map.head_dim, dtype=dtype, device="meta")
     value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
     state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form)
+    if (latent := getattr(attention, "kv_lora_rank", None)) is not None:
+        return (latent + attention.qk_rope_head_dim) * dtype.itemsize, state.nbytes()
     return key.nbytes + value.nbytes, state.nbytes()
 
 

@@ -5,8 +5,10 @@ The teacher is in the model: its projections are the base's, so with softmax in 
 just converted is its own original. No second model is held, and every layer is fitted on what it gets there.
 """
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +96,9 @@ def kl_to_teacher(model, batches) -> float:
     return total / len(batches)
 
 
-def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
+def calibrate(
+    model: nn.Module, batches: Sequence[torch.Tensor], *, steps: int = 100, lr: float = 3e-2
+) -> dict[str, Any]:
     """Start the MHLA layers of a model that was just converted, with a local softmax, from its teacher; in place.
 
     For each head w and lambda follow from how the mass of the teacher's softmax falls with block distance, beside that of
@@ -120,6 +124,8 @@ def calibrate(model, batches, *, steps: int = 100, lr: float = 3e-2) -> dict:
     if len(batches) < 2:
         raise ValueError(f"batches: got {len(batches)}, expected at least two: the last one is held out.")
     window = max((core.form.lag + 1) * core.settings.block_size for core in cores)
+    if any(ids.is_floating_point() for ids in batches):
+        raise TypeError(f"batches: got {batches[0].dtype}, expected token ids of int64.")
     if any(ids.shape != batches[0].shape or ids.shape[1] <= window for ids in batches):
         raise ValueError(f"batches: got {[tuple(ids.shape) for ids in batches]}, expected one [B, T], T over {window}.")
     *fitted, held_out = batches
@@ -264,7 +270,7 @@ def set_decays(mixing: DecayMixing, weight: torch.Tensor, rates: torch.Tensor) -
 
 
 @torch.no_grad()
-def fit_decays(model, num_decays: int, batches=()) -> dict:
+def fit_decays(model: nn.Module, num_decays: int, batches: Sequence[torch.Tensor] = ()) -> dict[str, Any]:
     """Turn the dense learned mixing of a converted language model into decays, in place: a constant decoding state.
 
     The weights of a row are divided by their sum, so that what decays have to match is their shape by distance: of the

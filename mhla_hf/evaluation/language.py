@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
 import tempfile
 import time
@@ -28,7 +29,9 @@ from pathlib import Path
 
 import numpy
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
 from lm_eval import evaluate as run_harness
 from lm_eval.api.registry import register_model
@@ -127,15 +130,30 @@ def judge_language_models(models, asked):
     shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
     for subject in subjects:
+        subject.kept = _of_main(subject.kept)
         window = _window(subject, asked) if subject.kept else None
         missing = [item for item in requested if asked.force or not item.known(subject, window)]
         if missing:
             _judge(subject, missing, asked, max(protocol.lengths, default=0))
+            subject.kept = _of_main(subject.kept)
         else:
             logger.info("%s: every score is known already", subject.name)
         found = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
         compared[subject.name] = Results(found)
     return compared
+
+
+def _launched():
+    """Whether a launcher started several processes, which then share the documents of each task."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _of_main(value):
+    """The main process's value, in every process."""
+    if not _launched():
+        return value
+    PartialState(cpu=not torch.accelerator.is_available())
+    return broadcast_object_list([value])[0]
 
 
 def _load_recipe(protocol, first, asked):
@@ -219,7 +237,9 @@ def seed_of(asked):
 
 def _judge(subject, missing, asked, longest):
     """Run what is missing on one model, whose records are kept after each task. longest: tokens that a task needs."""
-    how = {"dtype": asked.dtype, "device": asked.device, **subject.where}
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if _launched() else None
+    device = asked.device or (accelerator and str(accelerator.device))
+    how = {"dtype": asked.dtype, "device": device, **subject.where}
     loaded = (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **how)
     (model, tokenizer), was_training = loaded, loaded[0].training
     seeds = HARNESS_SEEDS if asked.seed is None else (asked.seed,) * 4
@@ -234,8 +254,15 @@ def _judge(subject, missing, asked, longest):
             raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
+            # lm-eval shares the work only for models that it loads, and loses the depths that a process's share lacks
+            if accelerator:
+                apart = any("_back_" in str(task.config.metric_list) for task in item.loaded["tasks"].values())
+                share = (0, 1) if apart else (accelerator.process_index, accelerator.num_processes)
+                judge.accelerator, (judge._rank, judge._world_size) = accelerator, share
             with quiet_harness(asked.progress):
-                subject.store(score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | known))
+                records = score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | known)
+            if accelerator is None or accelerator.is_main_process:
+                subject.store(records)
     finally:
         model.train(was_training)
 
@@ -249,6 +276,8 @@ def score(language_model, requested, *, seeds, facts):
         task.set_fewshot_seed(seed=seeds[3])
     started = time.perf_counter()
     raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=facts["limit"], log_samples=True)
+    if raw is None:  # the first process has the answers of all
+        return []
     seconds = round(time.perf_counter() - started, 3)
     facts = {**facts, "seconds": seconds, "window": language_model.max_length}
     return [record for name in requested.scored for record in _records(raw, name, requested.scored[name], facts)]

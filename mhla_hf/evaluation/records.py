@@ -84,7 +84,7 @@ class Result:
         return read_settings(cls, values, "result: ")
 
 
-class Results(list):
+class Results(list[Result]):
     """The scores of one model: a list of `Result` that is read from and written to one JSON file.
 
     `write` goes aside and renames, so a reader never sees half a file.
@@ -168,21 +168,35 @@ def format_score(value, stderr=None, places=4):
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
 
 
-def render_table(models, style="text"):
+def render_table(models, style="text", short=False):
     """The models side by side: task, metric (with ↑ or ↓), shots, samples, then a score with its error per model.
 
     models: dict name -> Results (or list of Result), in the order of the columns. style: as `render_rows` takes it.
+    short: three decimals, no errors of 0, and no column of shots where there were none.
     """
     found = {name: {record.identity: record for record in records} for name, records in models.items()}
     every = {identity: record for records in reversed(found.values()) for identity, record in records.items()}
-    rows = []
+    rows, shots = [], not short or any(record.shots for record in every.values())
     for identity in sorted(every, key=_natural):
         first = every[identity]
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
         scores = [records.get(identity) for records in found.values()]
-        cells = ["" if score is None else format_score(score.value, score.stderr) for score in scores]
-        rows.append([first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples, *cells])
-    return render_rows(["task", "metric", "shots", "samples", *models], rows, style)
+        form = (
+            (lambda s: format_score(s.value, s.stderr or None, 3))
+            if short
+            else (lambda s: format_score(s.value, s.stderr))
+        )
+        cells = ["" if score is None else form(score) for score in scores]
+        rows.append(
+            [
+                first.task,
+                first.metric + ARROWS[first.higher_is_better],
+                *([str(first.shots)] if shots else []),
+                samples,
+                *cells,
+            ]
+        )
+    return render_rows(["task", "metric", *(["shots"] if shots else []), "samples", *models], rows, style)
 
 
 def _natural(identity):
@@ -228,7 +242,7 @@ def paper_values(records, columns):
     return found
 
 
-class Comparison(dict):
+class Comparison(dict[str, Results]):
     """name -> `Results` of what was asked for, in the order of the models. columns: of the recipe, see `paper_values`."""
 
     columns = {}

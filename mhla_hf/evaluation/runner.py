@@ -9,8 +9,11 @@ import dataclasses
 import importlib
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from ..checkpoints.files import read_yaml
 from ..checkpoints.fingerprint import hash_of
@@ -118,10 +121,14 @@ class Asked:
 
 
 def evaluate(
-    models, tasks=None, *, recipe=None, settings=None, tokenizer=None, output=None, include_path=None, num_fewshot=None,
-    limit=None, batch_size=8, seed=None, dtype="auto", device=None, max_length=None, revision=None,
-    trust_remote_code=False, force=False, trust_scores=False, progress=True, command=None,
-):  # fmt: skip
+    models: object, tasks: str | Sequence[str] | None = None, *, recipe: str | Path | None = None,
+    settings: Mapping[str, object] | None = None, tokenizer: object = None, output: str | Path | None = None,
+    include_path: str | Path | Sequence[str | Path] | None = None, num_fewshot: int | None = None,
+    limit: int | float | None = None, batch_size: int | Literal["auto"] = 8, seed: int | None = None, dtype: str = "auto",
+    device: torch.device | str | None = None, max_length: int | None = None, revision: str | None = None,
+    trust_remote_code: bool = False, force: bool = False, trust_scores: bool = False, progress: bool = True,
+    command: str | None = None,
+) -> Comparison:  # fmt: skip
     """Judge models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
     Args:

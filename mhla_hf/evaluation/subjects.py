@@ -209,12 +209,18 @@ def shown_path(path):
 
 @contextlib.contextmanager
 def joined_processes():
-    """accelerate's `PartialState`: alone, or with the others that the launcher started, who leave together."""
+    """accelerate's `PartialState`: alone, or with the others that the launcher started, who leave together. Alone it is
+    forgotten afterwards: processes forked later would take themselves for the only one."""
     from accelerate import PartialState
 
+    fresh = not PartialState._shared_state
     state = PartialState(cpu=not torch.cuda.is_available())
-    yield state
-    state.wait_for_everyone()
+    try:
+        yield state
+        state.wait_for_everyone()
+    finally:
+        if fresh and state.num_processes == 1:
+            PartialState._reset_state()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,9 +41,12 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     return o.contiguous(), None  # as some bases view it
 
 
-def padding_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-    """The mask of a model without softmax layers: the padding `[B, S]` as it came, never T x T numbers."""
-    return attention_mask
+def padding_mask(*args, q_length, q_offset=0, attention_mask: torch.Tensor | None = None, **kwargs):
+    """The mask of a model without softmax layers: which new tokens are padding `[B, T]`, never T x T numbers.
+
+    So long and no longer, or each compiled step of `generate` would see another shape.
+    """
+    return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
 
 AttentionInterface.register(ATTENTION_NAME, mhla_attention)
@@ -106,7 +109,7 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
-    if mask is None:
+    if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
     real = real_tokens(mask, batch, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
@@ -134,11 +137,11 @@ def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return new_columns(mask, length, seen).bool()
-    if mask.ndim == 4 and mask.shape[-1] >= seen + length:
+    if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
-        return allowed[..., seen : seen + length].any(1).expand(batch, length)
+        return allowed[..., seen + torch.arange(length, device=mask.device)].any(1).expand(batch, length)
     expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 

@@ -7,7 +7,7 @@ made of nothing else still knows its length.
 """
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -71,7 +71,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.state is not None:
-            self.state.reorder(beam_idx)
+            self.state.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -92,6 +92,15 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens += tokens_to_remove
 
 
+class MHLADynamicCache(DynamicCache):
+    """A `DynamicCache` with MHLA layers."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As the base; what the MHLA layers refuse, they refuse before a softmax layer has forgotten it."""
+        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, MHLACacheLayer)):
+            layer.crop(tokens_to_remove)
+
+
 def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACacheLayer | None:
     """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache."""
     if past_key_values is None:
@@ -108,4 +117,6 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             "expected an empty cache or one that this model filled."
         )
     layers[layer_idx] = MHLACacheLayer(static=isinstance(layer, StaticLayer))
+    if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
+        past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]

@@ -2,6 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
 
@@ -27,6 +28,7 @@ class MHLAConfig(PreTrainedConfig):
 
     model_type = "mhla"
     keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = LlamaConfig.base_model_tp_plan
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -71,7 +73,7 @@ class MHLAConfig(PreTrainedConfig):
         return {**super().to_dict(), "transformers_weights": NO_SOFTMAX}
 
     @classmethod
-    def preset(cls, name: str, **overrides) -> "MHLAConfig":
+    def preset(cls, name: str, **overrides: object) -> "MHLAConfig":
         """A named configuration ("340M", "tiny"), with any argument replaced."""
         if name not in MHLA_PRESETS:
             raise ValueError(f"name: got {name!r}, expected one of {sorted(MHLA_PRESETS)}.")

@@ -7,23 +7,20 @@ from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings
 from .attention import MHLAMixer, install_mhla, pass_padding
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
+from .overlay import MHLAHeadMixin, overlay_named
 
 
 def install_by_form(model: nn.Module, settings: MHLASettings) -> None:
     """`install_mhla` with the core that these settings ask for."""
-    install_mhla(model, settings, DecayMHLA if settings.mixing_form == "decay" else MHLA)
+    decays = settings.mixing_form == "decay"
+    install_mhla(model, settings, DecayMHLA if decays else MHLA)
+    model._can_compile_fullgraph = decays
 
 
 class MHLALanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
-    install = staticmethod(install_by_form)
-
-    @staticmethod
-    def members_over(base: type) -> dict:
-        """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_preparing(base.forward, pass_padding)}
+    install, prepare = staticmethod(install_by_form), staticmethod(pass_padding)
 
     def entry_to_save(self) -> str:
         """A checkpoint carries one form and nothing of the other."""

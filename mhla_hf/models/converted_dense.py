@@ -5,18 +5,13 @@ from functools import partial
 from ..nn.core import MHLA
 from .attention import MHLAMixer, install_mhla, pass_padding
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
+from .overlay import MHLAHeadMixin, overlay_named
 
 
 class MHLADenseLanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
-    install = staticmethod(partial(install_mhla, core_class=MHLA))
-
-    @staticmethod
-    def members_over(base: type) -> dict:
-        """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_preparing(base.forward, pass_padding)}
+    install, prepare = staticmethod(partial(install_mhla, core_class=MHLA)), staticmethod(pass_padding)
 
 
 def __getattr__(name: str):

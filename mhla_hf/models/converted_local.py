@@ -5,18 +5,14 @@ from functools import partial
 from ..nn.local import DecayMHLA
 from .attention import MHLAMixer, install_mhla, pass_padding
 from .families import LANGUAGE
-from .overlay import MHLAHeadMixin, forward_preparing, overlay_named
+from .overlay import MHLAHeadMixin, overlay_named
 
 
 class MHLALocalLanguageMixin(MHLAHeadMixin):
     """Mixed into the base's class."""
 
-    install = staticmethod(partial(install_mhla, core_class=DecayMHLA))
-
-    @staticmethod
-    def members_over(base: type) -> dict:
-        """Of bodies and heads alike: a forward that says which tokens are padding."""
-        return {"forward": forward_preparing(base.forward, pass_padding)}
+    install, prepare = staticmethod(partial(install_mhla, core_class=DecayMHLA)), staticmethod(pass_padding)
+    _can_compile_fullgraph = True
 
 
 def __getattr__(name: str):

@@ -24,6 +24,7 @@ from torch import nn
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA, rotate_pairs
 from ..nn.settings import MHLASettings
+from ..ops.exchange import ReduceScatter
 from .families import Family
 from .saving import check_loaded_weights, source_name, write_source
 
@@ -107,7 +108,7 @@ class MHLAAttnProcessor(nn.Module):
             return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
 
         grid, rotate = self.state.grid, None if rotary_emb is None else rotate
-        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid, q.shape[1])
+        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
@@ -119,30 +120,18 @@ def holds_mhla(processor) -> bool:
     return hasattr(processor, "mhla")
 
 
-class AddUp(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group; each then uses it, so gradients are summed the same way."""
-
-    @staticmethod
-    def forward(ctx, group, x):
-        ctx.group = group
-        x = x.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, AddUp.apply(ctx.group, grad)
-
-
-def shard_of_grid(config, grid, tokens: int) -> tuple:
-    """First token and `add_up` of this process, whose shard has `tokens` of the grid's, as diffusers' context parallelism
-    cuts them: in order, all shards equal or the first ones longer by one."""
+def shard_of_grid(config, grid) -> dict:
+    """What `sharded_mhla` takes of this process, as diffusers' context parallelism cuts tokens: in order, all shards equal
+    or the first ones longer by one."""
     group = config.context_parallel_config._flattened_mesh.get_group()
-    rank, total = torch.distributed.get_rank(group), math.prod(grid)
-    size, longer = divmod(total, torch.distributed.get_world_size(group))
-    if tokens != size + (rank < longer):
-        raise ValueError(f"grid: got {tokens} tokens in process {rank}, expected its shard of the {total} of {grid}.")
-    return rank * size + min(rank, longer), functools.partial(AddUp.apply, group)
+    count = torch.distributed.get_world_size(group)
+    size, longer = divmod(math.prod(grid), count)
+    edges = [shard * size + min(shard, longer) for shard in range(count + 1)]
+    return {
+        "rank": torch.distributed.get_rank(group),
+        "edges": edges,
+        "add_up": lambda parts: ReduceScatter.apply(parts, group),
+    }
 
 
 class MHLATransformerMixin:

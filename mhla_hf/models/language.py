@@ -90,7 +90,7 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
     _no_split_modules = ["MHLADecoderLayer"]
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         PreTrainedModel.__init__(self, config)  # without Llama's layers
         # Whatever attention a caller asks for, there is no softmax to apply it to; and no T x T mask is made for it.
         config._attn_implementation_internal = ATTENTION_NAME
@@ -107,7 +107,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
     `cu_seq_lens_q`; the last compiles to one graph.
     """
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([MHLADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
@@ -122,7 +122,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
 class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
     """The language model: token ids to logits, loss and text, as any causal LM of transformers."""
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         super().__init__(config)
         self.model = MHLAModel(config)
         self.vocab_size = config.vocab_size
@@ -133,7 +133,7 @@ class MHLAForCausalLM(MHLAPreTrainedModel, LlamaForCausalLM):
 class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTrainedModel):
     """One label, or a reward with `num_labels=1`, for each sequence, from its last token that is no padding."""
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)  # without the search for a body
         self.num_labels, self.model = config.num_labels, MHLAModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
@@ -143,7 +143,7 @@ class MHLAForSequenceClassification(GenericForSequenceClassification, MHLAPreTra
 class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedModel):
     """A label for each token."""
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)
         self.num_labels, self.model = config.num_labels, MHLAModel(config)
         self.dropout, self.score = nn.Dropout(0.1), nn.Linear(config.hidden_size, config.num_labels)
@@ -153,7 +153,7 @@ class MHLAForTokenClassification(GenericForTokenClassification, MHLAPreTrainedMo
 class MHLAForQuestionAnswering(GenericForQuestionAnswering, MHLAPreTrainedModel):
     """Where an answer begins and ends."""
 
-    def __init__(self, config: MHLAConfig):
+    def __init__(self, config: MHLAConfig) -> None:
         MHLAPreTrainedModel.__init__(self, config)
         self.model, self.qa_outputs = MHLAModel(config), nn.Linear(config.hidden_size, 2)
         self.post_init()

@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
-from .families import Family, family_of_type
+from .families import Family
 from .pretrained import MHLAPreTrainedMixin
 
 
@@ -47,8 +47,11 @@ class MHLAOverlayConfig:
 class MHLAHeadMixin(MHLAPreTrainedMixin):
     """Mixed into the base's class: builds the base, then makes the layers that `config.mhla` lists MHLA by `install`.
 
-    While the base is built the configuration is of its base's class, by which heads find their body.
+    prepare: called before the body runs, as by `forward_preparing`; None: nothing is. While the base is built the
+    configuration is of its base's class, by which heads find their body.
     """
+
+    prepare = None
 
     def __init__(self, config, *args, **kwargs):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
@@ -61,14 +64,9 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             config.__class__ = own
         self.install(self, MHLASettings.from_dict(config.mhla))
 
-    @staticmethod
-    def members_over(base: type) -> dict:
-        """What the class made of `base` and this mixin has of its own."""
-        return {}
-
     def class_names(self) -> list[str]:
         """Of the body and the heads that the base's family has."""
-        return [f"MHLA{name}" for name in base_classes(family_of_type(self.config.base_model_type))]
+        return [f"MHLA{name}" for name in base_classes(self.family)]
 
 
 MODEL_NAME = re.compile("(LMHead|Vision)?Model$")
@@ -108,7 +106,9 @@ def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
         register_checkpoint_conversion_mapping(config.model_type, renames)
     doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
-    members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, **mixin.members_over(base)}
+    members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, "family": family}
+    if mixin.prepare is not None:
+        members["forward"] = forward_preparing(base.forward, mixin.prepare)
     return overlay_class(base, mixin, family.entry, **members)
 
 

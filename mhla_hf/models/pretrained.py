@@ -5,7 +5,8 @@ and a look at the loaded weights before anyone trusts them.
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers.distributed import DistributedConfig
+from torch import nn
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.initialization import copy_
 
 from .families import auto_class_of
@@ -17,7 +18,7 @@ class MHLAPreTrainedMixin:
 
     source_entry = ""
     _keep_in_fp32_modules_strict = ["mixing"]
-    # A decode step reads the length of the cache on the host: it compiles, but not as one graph.
+    # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
 
     def entry_to_save(self) -> str:
@@ -53,18 +54,16 @@ class MHLAPreTrainedMixin:
         return loaded
 
     @classmethod
-    def prepare_distribute_model(cls, distributed_config, device_map=None):
-        """As transformers; tensor parallelism is refused before a process group or a weight is touched."""
-        if isinstance(distributed_config, dict):
-            distributed_config = DistributedConfig.from_dict(distributed_config)
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        """As transformers; where the base's plan splits heads over processes, what `mhla` has by head is split alike."""
         if distributed_config is not None and distributed_config.tp_size > 1:
-            size = distributed_config.tp_size
-            raise ValueError(f"tp_plan: got tensor-parallel size {size}, expected 1: mhla.* cannot be split yet.")
-        return super().prepare_distribute_model(distributed_config, device_map=device_map)
+            model._tp_plan |= split_heads_plan(model, distributed_config.tp_size)
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def init_continuous_batching(self, *args, **kwargs):
         """Refused: its caches are paged."""
-        raise ValueError("cache: got continuous batching with paged caches, expected generate() or past_key_values.")
+        what = "expected generate(), or mhla_hf.serving.ContinuousBatch for requests that come and go"
+        raise ValueError(f"cache: got continuous batching with paged caches, {what}.")
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """As transformers, with `modeling_mhla.py` beside the weights: the folder loads with `trust_remote_code=True`."""
@@ -81,3 +80,30 @@ class MHLAPreTrainedMixin:
 
 
 HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "tags", "commit_description")
+
+
+def split_heads_plan(model: nn.Module, size: int) -> dict[str, str]:
+    """The tensor-parallel plan of the parameters of `mhla`, by name, in layers whose projections are split by head.
+
+    Feature maps, decays and matrices by head are split on their first axis; what all heads share is replicated, its
+    gradients summed. ValueError: heads that `size` does not divide.
+    """
+    plan = {}
+    for name, module in model.named_modules():
+        layer = replace_layer_number_by_wildcard(name)
+        split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
+        if not hasattr(module, "mhla") or not split:
+            continue
+        if module.mhla.num_kv_heads % size:
+            what = f"expected one that divides the {module.mhla.num_kv_heads} key/value heads of {name}"
+            raise ValueError(f"tp_plan: got tensor-parallel size {size}, {what}.")
+        for child, part in module.mhla.named_children():
+            path = f"{layer}.mhla.{child}"
+            if child == "gate":
+                plan[path] = "colwise"
+            elif getattr(part, "by_head", False):
+                first_axis = {f"{path}.{own}": "embedding_rowwise" for own, _ in part.named_parameters()}
+                plan |= {path: "local_params"} | first_axis
+            else:
+                plan[path] = "replicated_with_grad_allreduce"
+    return plan

@@ -60,7 +60,7 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 class MHLAVisionModel(MHLAVisionPreTrainedModel):
     """The body: images `[B, channels, height, width]` to tokens `[B, T, width]` and their average `[B, width]`."""
 
-    def __init__(self, config: MHLAVisionConfig):
+    def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
         stages = config.stage_list()
         first, last = stages[0]["hidden_size"], stages[-1]["hidden_size"]
@@ -84,7 +84,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs
+        self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs: object
     ) -> BaseModelOutputWithPooling:
         """pixel_values: `[B, channels, height, width]`, any size (without padding: whole patches).
 
@@ -132,7 +132,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
 class MHLAForImageClassification(MHLAVisionPreTrainedModel):
     """The classifier: images `[B, channels, height, width]` to logits `[B, num_labels]` and loss."""
 
-    def __init__(self, config: MHLAVisionConfig):
+    def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = MHLAVisionModel(config)
@@ -142,7 +142,7 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: object
     ) -> ImageClassifierOutput:
         """As any image classifier of transformers: `labels` `[B]` are class indices."""
         outputs = self.model(pixel_values, **kwargs)

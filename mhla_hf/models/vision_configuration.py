@@ -140,7 +140,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)
 
-    def validate_architecture(self):
+    def validate_architecture(self) -> None:
         """Part of the strict validation: sizes that fit each other."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
@@ -183,7 +183,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         }
 
     @classmethod
-    def preset(cls, name: str, **overrides) -> "MHLAVisionConfig":
+    def preset(cls, name: str, **overrides: object) -> "MHLAVisionConfig":
         """A named configuration with any argument replaced; `mhla` is merged into the preset's.
 
         Names: "deit-t", "deit-s", "deit-b", "vlt-t", "vlt-s" (table 2) and "digits" (32 px, one channel).

@@ -158,19 +158,9 @@ class MHLA(MHLACore):
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
-        self,
-        q,
-        k,
-        v,
-        *,
-        hidden_states=None,
-        rotate=None,
-        starts=None,
-        key_mask=None,
-        cu_seqlens=None,
-        cache=None,
+        self, q, k, v, *, hidden_states=None, rotate=None, starts=None, key_mask=None, cu_seqlens=None, cache=None,
         scale=None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Attend.
 
         Args:
@@ -191,8 +181,7 @@ class MHLA(MHLACore):
         options |= {"starts": starts, "impl": settings.impl}
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
-            mixing = self.mixing(blocks.num_blocks)
-            o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, **options)
+            o = self.attend(q, k, v, blocks, cu_seqlens=cu_seqlens, **options)
         elif cache.state is None:
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
@@ -204,3 +193,7 @@ class MHLA(MHLACore):
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)
+
+    def attend(self, q, k, v, blocks, **options) -> torch.Tensor:
+        """Attention over whole sequences; over shards of them: see training/sequence_parallel.py."""
+        return mhla(q, k, v, self.mixing(blocks.num_blocks), blocks=blocks, causal=True, **options)

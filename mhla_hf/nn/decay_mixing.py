@@ -24,11 +24,14 @@ class DecayMixing(nn.Module):
         learn: False freezes w and lambda, not the balance, at their start, plain linear attention.
     """
 
+    by_head = True
+
     def __init__(
         self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True
     ):
         super().__init__()
-        self.num_kv_heads, self.num_decays, self.start, self.learn = num_kv_heads, num_decays, balance, learn
+        self.num_heads, self.num_kv_heads, self.num_decays = num_heads, num_kv_heads, num_decays
+        self.start, self.learn = balance, learn
         self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
         if num_decays > 1:
             self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - 1), requires_grad=learn)
@@ -52,7 +55,8 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
-        log_rate = self.weight.new_zeros(self.num_kv_heads, 1).float()
+        groups = self.num_kv_heads * len(self.weight) // self.num_heads  # fewer where heads are split over processes
+        log_rate = self.weight.new_zeros(groups, 1).float()
         if self.num_decays > 1:
             log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()

@@ -20,6 +20,8 @@ class FeatureMap(nn.Module):
         head_dim: width K.
     """
 
+    by_head = True
+
     def __init__(self, kind: str, num_heads: int, head_dim: int):
         super().__init__()
         self.kind = kind

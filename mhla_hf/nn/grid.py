@@ -4,6 +4,8 @@ The counts of blocks are the model's, the size of the grid is the input's. A lar
 blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
 """
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,6 +34,13 @@ def block_overlap(new: int, old: int) -> torch.Tensor:
     return overlap / overlap.sum(1, keepdim=True)
 
 
+def grid_distances(layout) -> torch.Tensor:
+    """Euclidean distance between the places of two blocks in the grid of blocks, fp32 `[M, M]` (section 4.2)."""
+    axes = [torch.arange(count, dtype=torch.float32, device="cpu") for count in layout]
+    places = torch.cartesian_prod(*axes).view(-1, len(axes))
+    return (places[:, None] - places).square().sum(-1).sqrt()
+
+
 class GridMixing(Mixing):
     """A learned mixing matrix over the blocks of a grid, used in fp32 whatever the model's dtype (section 4.2).
 
@@ -46,18 +55,18 @@ class GridMixing(Mixing):
 
     def __init__(self, layout, num_heads: int | None = None, *, prefix: bool = False, **choices):
         self.layout, self.prefix = tuple(layout), prefix
-        super().__init__(Blocks.grid(self.layout, self.layout).num_blocks + prefix, num_heads, **choices)
+        super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """The start of `weight`, for models that are built empty and filled later."""
-        blocks = Blocks.grid(self.layout, self.layout)
-        start = torch.ones(blocks.num_blocks, blocks.num_blocks)
-        if self.start == "locality" and blocks.num_blocks > 1:
-            distances = blocks.distances(device="cpu")
+        count = prod(self.layout)
+        start = torch.ones(count, count)
+        if self.start == "locality" and count > 1:
+            distances = grid_distances(self.layout)
             start = locality_start(distances, distances.max())
         start = start / start.sum(-1, keepdim=True)
         if self.prefix:
-            start = F.pad(start, (1, 0, 1, 0), value=1.0 / blocks.num_blocks)
+            start = F.pad(start, (1, 0, 1, 0), value=1.0 / count)
             start = start / start.sum(-1, keepdim=True)
         return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
@@ -131,8 +140,8 @@ class GridMHLA(MHLACore):
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
             rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
             key_mask: bool `[B, T]`, False where a token is padding.
-            shard: where tokens are spread over processes, the number of the first one here and the `add_up` of
-                `sharded_mhla`; then neither prefix, key_mask nor cpe.
+            shard: where tokens are spread over processes, `rank`, `edges` and `add_up` of `sharded_mhla`; then neither
+                prefix, key_mask nor cpe.
 
         Returns:
             `[B, T, H, V]` in v's dtype.
@@ -147,7 +156,7 @@ class GridMHLA(MHLACore):
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
         else:
-            o = sharded_mhla(q, k, v, mixing, blocks=blocks, start=shard[0], add_up=shard[1], **options)
+            o = sharded_mhla(q, k, v, mixing, blocks=blocks, **shard, **options)
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
             local = self.cpe(v[:, self.prefix :], grid)

@@ -64,10 +64,12 @@ class DecayMHLA(MHLACore):
             o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
         else:
             form = replace(form, lag=1) if dropped else form
-            fk, padding = map_keys(k), {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+            padding = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
-                o = local_attention(q, k, v, fq, fk, *mixing, form, **padding)
+                o = self.attend(q, k, v, fq, map_keys(k), *mixing, form, **padding)
         return self.finish_output(o, hidden_states, v.dtype)
+
+    attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
 
     def drops_window(self) -> bool:
         """Whether this training step leaves the block before the open one to the far part."""

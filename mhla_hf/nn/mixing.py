@@ -61,6 +61,7 @@ class Mixing(nn.Module):
             what = '"softmax", "direct" or "free" for a model from scratch'
             raise ValueError(f'mixing_form: got "decay", expected {what}.')
         self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
+        self.by_head = num_heads is not None
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
         self.weight.data.copy_(self.initial_values()["weight"])

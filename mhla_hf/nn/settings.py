@@ -50,7 +50,7 @@ RULES = {  # of each setting: whether a value is right, and what is
     "num_decays": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
     "local": one_of(None, "softmax"),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
-    "window_dropout": (lambda value: isinstance(value, (int, float)) and 0 <= value <= 1, "a number from 0 to 1"),
+    "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "per_head": one_of(True, False),
     "output_norm": one_of(True, False),
     "gate": one_of(True, False),
@@ -151,12 +151,12 @@ class MHLASettings:
             )
         return list(self.layers)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for `config.json`, with the version of this format."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: dict) -> "MHLASettings":
+    def from_dict(cls, values: dict[str, object]) -> "MHLASettings":
         """The settings that `to_dict` wrote. A newer format, or a key this version does not know, is refused."""
         if not isinstance(values, dict):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")

@@ -4,6 +4,7 @@ Inputs are checked here, by `checks.py`; the implementations expect checked inpu
 """
 
 import logging
+from typing import Literal, overload
 
 import torch
 
@@ -23,13 +24,29 @@ KERNEL_DEVICES = ("cuda",)
 ANNOUNCED_CHOICES = set()
 
 
+@overload
+def mhla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: Literal[False] = False, impl: str = "auto",
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def mhla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: Literal[True], impl: str = "auto",
+) -> tuple[torch.Tensor, MHLAState]: ...  # fmt: skip
 def mhla(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
     key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
     q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
     return_state: bool = False, impl: str = "auto",
-):  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, MHLAState]:  # fmt: skip
     """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
     With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
@@ -80,7 +97,7 @@ def mhla_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, state: MHLAState, *, normalize: bool = True,
     scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
     starts: torch.Tensor | None = None, unrounded: bool = False, impl: str = "auto",
-) -> tuple:  # fmt: skip
+) -> tuple[torch.Tensor, MHLAState]:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (appendix C).
 
     q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,

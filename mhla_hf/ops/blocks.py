@@ -21,8 +21,8 @@ class Blocks:
     register tokens), in a block of their own, which is block 0.
     """
 
-    shape: tuple
-    counts: tuple
+    shape: tuple[int, ...]
+    counts: tuple[int, ...]
     block_size: int | None = None
     prefix: int = 0
 
@@ -34,7 +34,9 @@ class Blocks:
         return Blocks((length,), ((length + block_size - 1) // block_size,), block_size)
 
     @staticmethod
-    def grid(shape, counts, *, prefix: int = 0) -> "Blocks":
+    def grid(
+        shape: int | tuple[int, ...] | list[int], counts: int | tuple[int, ...] | list[int], *, prefix: int = 0
+    ) -> "Blocks":
         """A grid of `shape` tokens (1, 2 or 3 axes) cut into `counts` blocks per axis; a count above its axis is
         clamped to it. `prefix` tokens before the grid are one block more.
 
@@ -63,7 +65,7 @@ class Blocks:
         """Number of blocks, M."""
         return math.prod(self.counts) + (self.prefix > 0)
 
-    def axis_sizes(self, axis: int) -> tuple:
+    def axis_sizes(self, axis: int) -> tuple[int, ...]:
         """Tokens in each block along one axis; they sum to `shape[axis]`."""
         length, count = self.shape[axis], self.counts[axis]
         if self.block_size is not None:
@@ -71,7 +73,7 @@ class Blocks:
         size, longer = length // count, length % count
         return (size + 1,) * longer + (size,) * (count - longer)
 
-    def sizes(self) -> tuple:
+    def sizes(self) -> tuple[int, ...]:
         """Tokens in each of the M blocks, in block order."""
         sizes = (1,)
         for axis in range(len(self.shape)):
@@ -89,7 +91,7 @@ class Blocks:
         """True when every block is one run of the row-major tokens, in order."""
         return all(count == 1 or self.counts[:axis] == self.shape[:axis] for axis, count in enumerate(self.counts))
 
-    def index(self, device=None) -> torch.Tensor:
+    def index(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Block of each token, row-major over both: int64 [T]."""
         block = torch.zeros(1, dtype=torch.int64, device=device)
         for axis, count in enumerate(self.counts):
@@ -103,15 +105,6 @@ class Blocks:
                 )
             block = (block[:, None] * count + along[None, :]).flatten()
         return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
-
-    def distances(self, device=None) -> torch.Tensor:
-        """Euclidean distance between the places of two blocks in the grid of blocks: fp32 [M, M] (paper section
-        4.2). ValueError with a prefix, which has no place in the grid."""
-        if self.prefix:
-            raise ValueError(f"prefix is {self.prefix}; expected 0, since prefix tokens have no place in the grid.")
-        axes = [torch.arange(count, dtype=torch.float32, device=device) for count in self.counts]
-        places = torch.cartesian_prod(*axes).reshape(self.num_blocks, len(axes))
-        return (places[:, None] - places[None, :]).square().sum(-1).sqrt()
 
 
 def check_positive_int(name: str, value) -> None:

@@ -104,12 +104,9 @@ def advance(carried, summaries, decays, lag, place, opened, now):
 
 def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
     """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
-    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    size, lag = form.block_size, form.lag
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
-    values, decays = blocked_values(v, valid, size, exact), decays.to(exact)
-    summaries = by_block_and_group(fk, k.shape[2], size, exact).mT @ values  # paper eq. 4
-    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, lag, sequence).unflatten(4, summaries.shape[3:])
+    values, summaries = block_summaries(fk, v, valid, place, form)
+    decays = decays.to(summaries.dtype)
+    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, sequence).unflatten(4, summaries.shape[3:])
     if carried is not None:
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
@@ -117,6 +114,14 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
     o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)
     return o, summaries
+
+
+def block_summaries(fk, v, valid, place, form):
+    """Values with a column of ones [B, G, M, C, V + 1], and what they and the far keys sum to [B, G, M, K, V + 1]."""
+    exact = torch.float64 if torch.float64 in (fk.dtype, v.dtype) else torch.float32
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
+    values = blocked_values(v, valid, form.block_size, exact)
+    return values, by_block_and_group(fk, v.shape[2], form.block_size, exact).mT @ values  # paper eq. 4
 
 
 def sink_tokens(place, form):

@@ -36,7 +36,8 @@ def mhla_reference(
         weight = torch.where(visible[:, None], m * scale * inner_products(q, k, dtype), 0)
         o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(heads // v.shape[2], 2))
         if normalize == "official":
-            o = divide_or_zero(o, official_denominator(q, k, mixing.to(dtype), blocks, scale, q_den, k_den))
+            pair = (q, k) if q_den is None else (q_den, k_den)
+            o = divide_or_zero(o, official_denominator(*pair, mixing.to(dtype), blocks, scale))
         elif normalize:
             if q_den is not None:
                 weight = torch.where(visible[:, None], m * scale * inner_products(q_den, k_den, dtype), 0)
@@ -71,12 +72,12 @@ def inner_products(q, k, dtype):
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
 
-def official_denominator(q, k, mixing, blocks, scale, q_den, k_den):
+def official_denominator(q, k, mixing, blocks, scale):
     """What the authors' vision code divides by: sum_b mixing[i, b] <q at the same slot of block b, z_b>, [B, T, H].
 
-    It is not the paper's (which has q[t] itself in place of that other query); checkpoints of that code need it.
+    It is not the paper's (which has q[t] itself in place of that other query); checkpoints of that code need it. In linear
+    time, so it serves every form.
     """
-    q, k = (q, k) if q_den is None else (q_den, k_den)
     tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, n], slot by slot
     z = k.to(mixing.dtype)[:, tokens].sum(2).repeat_interleave(q.shape[2] // k.shape[2], 2)  # [B, M, H, K]
     own = torch.einsum("bmnhk,bmhk->hbmn", q.to(mixing.dtype)[:, tokens], z)

@@ -1,8 +1,11 @@
-"""MHLA of one shard of the tokens, where other processes hold the rest (context parallelism).
+"""MHLA of one shard of the tokens of a grid, where other processes hold the rest (context parallelism).
 
-A query needs of far tokens only the summaries of their blocks: the shards' summaries are added up, once per layer, and
-everything else stays where it is. Any contiguous shards will do; a block may lie in several.
+A query needs of far tokens only the mixed summary of its block. Each process mixes the summaries of its own tokens for the
+blocks of all queries; these parts are added up where the queries are (a reduce-scatter), once per layer, and everything
+else stays where it is. Any contiguous shards will do; a block may lie in several.
 """
+
+from itertools import pairwise
 
 import torch
 
@@ -13,38 +16,44 @@ from .torch_layout import Heads, gather_by_block
 
 
 def sharded_mhla(
-    q, k, v, mixing, *, blocks: Blocks, start: int, add_up, normalize=True, q_den=None, k_den=None, unrounded=False
+    q, k, v, mixing, *, blocks: Blocks, rank: int, edges, add_up, normalize=True, q_den=None, k_den=None, unrounded=False
 ) -> torch.Tensor:  # fmt: skip
-    """What `mhla` gives for tokens `start` to `start + T` of the row-major order, o [B, T, H, V] in v's dtype.
+    """What `mhla` gives for tokens `edges[rank]` to `edges[rank + 1]` of the row-major order, o [B, T, H, V] in v's dtype.
 
-    The tensors are of these tokens, all options as in `mhla`, but blocks: the cut of all tokens. add_up: a differentiable
-    function that adds a tensor of this shard to those of all others; called once.
+    The tensors are of these tokens, all options as in `mhla`, but blocks: the cut of all tokens. edges: where the shards of
+    all processes begin, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..] and returns
+    the sum over processes of part number `rank`, [N, ..] (`ReduceScatter`).
 
-    ValueError, one sentence, if the shard is not a part of `blocks` or normalize is "official".
+    ValueError, one sentence, if the tensors are not that shard or normalize is "official".
     """
-    tokens = q.shape[1]
-    if not 0 <= start <= blocks.length - tokens:
-        raise ValueError(f"start is {start} for {tokens} tokens; expected a part of the {blocks.length} tokens.")
+    if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
+        what = f"expected shard {rank} of {blocks.length} tokens cut at {list(edges)}"
+        raise ValueError(f"q: got {q.shape[1]} tokens, {what}.")
     if normalize == "official":
         raise ValueError("normalize is 'official'; expected True or False where tokens are sharded.")
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     (heads,) = Heads.groups(q, exact, one_by_one=False)
-    block = blocks.index(q.device)[start : start + tokens]
-    sizes = torch.bincount(block, minlength=blocks.num_blocks)
+    index = blocks.index(q.device)
+    wanted = [index[first:end].unique() for first, end in pairwise(edges)]  # blocks with queries in each process
+    wanted = torch.nn.utils.rnn.pad_sequence(wanted, batch_first=True)
+    own, block = index[edges[rank] : edges[rank + 1]].unique(return_inverse=True)
+    sizes = torch.bincount(block)
     order, inverse = gather_by_block(block, sizes, int(sizes.max()))
 
     def by_block(x):
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # the last row fills short blocks
-        return x.index_select(1, order).unflatten(1, (blocks.num_blocks, -1))  # [R, M, C, K]
+        return x.index_select(1, order).unflatten(1, (len(own), -1))  # [R, M, C, K]
 
     with torch.autocast(q.device.type, enabled=False):
         summary, m = by_block(k).mT @ by_block(v), heads.take_mixing(mixing, q.shape[3] ** -0.5)
         sums = summary.flatten(2)
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)
-        sums, z = add_up(sums).split([summary[0, 0].numel(), sums.shape[2] - summary[0, 0].numel()], 2)
-        o = by_block(q) @ mix_blocks(m, sums.unflatten(2, summary.shape[2:]))
+        sums = mix_blocks(m[:, wanted.flatten()][:, :, own], sums[..., None])[..., 0]
+        sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(own)]
+        sums, z = sums.split([summary[0, 0].numel(), sums.shape[2] - summary[0, 0].numel()], 2)
+        o = by_block(q) @ sums.unflatten(2, summary.shape[2:])
         if normalize:
-            o = divide_or_zero(o, (by_block(q if q_den is None else q_den) @ mix_blocks(m, z[..., None])).squeeze(3))
+            o = divide_or_zero(o, (by_block(q if q_den is None else q_den) @ z[..., None]).squeeze(3))
         o = o.flatten(1, 2).index_select(1, inverse).unflatten(0, (len(q), -1)).transpose(1, 2)
         return o if unrounded else o.to(v.dtype)

@@ -40,10 +40,6 @@ class RowState:
             else:
                 setattr(self, name, chosen)
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Put row index[i] in place i (beam search); index int64 [B]."""
-        self.select(index)
-
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times, the copies side by side."""
         rows = len(next(iter(self.tensors().values())))
@@ -81,7 +77,8 @@ class MHLAState(RowState):
     @staticmethod
     def empty(
         batch: int, num_kv_heads: int, num_heads: int, key_dim: int, value_dim: int, block_size: int, *,
-        normalize: bool = True, dtype: torch.dtype = torch.float32, device=None, den_dim: int | None = None,
+        normalize: bool = True, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+        den_dim: int | None = None,
     ) -> "MHLAState":  # fmt: skip
         """A state that has seen nothing. dtype: the inputs'. den_dim: width of the k_den that will come, if one will.
 

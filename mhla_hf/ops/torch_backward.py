@@ -7,7 +7,7 @@ sum of the weights (None where nothing is normalized).
 import torch
 
 from .reference import divide_or_zero, without_row_scale
-from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_scores, own_weights, strips, summaries_of
+from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_scores, own_weights, summaries_of
 
 
 def blocked_backward(grad, q, k, v, mixing, o, den, form):
@@ -102,12 +102,4 @@ def chunk_prefix_grads(dprefix, summary, running, m):
 
 def mix_earlier_grads(dmixed, summary, m):
     """Gradients of summary [R, M, X] and m [R, M, M] for dmixed, that of `mix_earlier`."""
-    m = m.tril(-1)
-    if torch.compiler.is_compiling():
-        return torch.matmul(m.mT, dmixed), torch.bmm(dmixed, summary.mT).tril(-1)
-    m, dsummary = m.expand(len(summary), -1, -1), torch.empty_like(summary)
-    dm = torch.zeros_like(m, memory_format=torch.contiguous_format)
-    for first, end in strips(m.shape[2]):
-        torch.bmm(m[:, first:, first:end].mT, dmixed[:, first:], out=dsummary[:, first:end])
-        torch.bmm(dmixed[:, first:end], summary[:, :end].mT, out=dm[:, first:end, :end])
-    return dsummary, dm.tril_(-1)
+    return torch.matmul(m.tril(-1).mT, dmixed), torch.bmm(dmixed, summary.mT).tril_(-1)

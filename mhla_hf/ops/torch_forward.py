@@ -119,17 +119,5 @@ def chunk_prefix(summary, m):
 
 
 def mix_earlier(m, summary):
-    """sum_{b<i} m_ib S_b, [R, M, X]: by strips of query blocks, so that little of the empty triangle is computed."""
-    m = m.tril(-1)
-    if torch.compiler.is_compiling():
-        return torch.matmul(m, summary)
-    m, mixed = m.expand(len(summary), -1, -1), torch.empty_like(summary)
-    for first, end in strips(m.shape[2]):
-        torch.bmm(m[:, first:end, :end], summary[:, :end], out=mixed[:, first:end])
-    return mixed
-
-
-def strips(count):
-    """0 to `count` in at most eight runs of at least 32 (the last may be shorter)."""
-    step = max(32, -(-count // 8))
-    return [(first, min(first + step, count)) for first in range(0, count, step)]
+    """sum_{b<i} m_ib S_b, [R, M, X]."""
+    return torch.matmul(m.tril(-1), summary)

@@ -9,10 +9,10 @@ moved out of the way before, and outputs are moved back.
 import torch
 
 from .blocks import Blocks
-from .reference import divide_or_zero, without_row_scale
+from .reference import divide_or_zero, official_denominator, without_row_scale
 from .torch_backward import blocked_backward
 from .torch_forward import blocked_forward
-from .torch_layout import BlockCut, Heads, MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
+from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
 def torch_mhla(
@@ -43,21 +43,13 @@ def torch_mhla(
         num = BlockedAttention.apply(q, k, v, mixing, form)
         q, k = (q, k) if q_den is None else (q_den, k_den)
         if normalize == "official":
-            den = official_den(q, k, mixing, blocks, scale, num.dtype)
+            with torch.autocast(q.device.type, enabled=False):
+                den = official_denominator(q, k, mixing.to(num.dtype), blocks, scale)
         else:
             den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
         o = divide_or_zero(num, den)
         o = o if unrounded else o.to(v.dtype)
     return o if back is None else MoveTokens.apply(o, back, source)
-
-
-def official_den(q, k, mixing, blocks, scale, exact):
-    """The denominator of the authors' vision code, sum_b m_ib <q at the same slot of block b, z_b>, [B, T, H]."""
-    cut, (heads,) = BlockCut(blocks, q.device), Heads.groups(q, exact, one_by_one=False)
-    with torch.autocast(q.device.type, enabled=False):
-        own = (cut.split(heads.take(q)) @ cut.split(heads.take(k)).sum(2)[..., None]).squeeze(3)  # [R, M, C]
-        den = cut.merge(torch.matmul(heads.take_mixing(mixing, scale), own)[..., None])
-    return den.view(q.shape[0], q.shape[2], -1).transpose(1, 2)
 
 
 class RowScaleFree(torch.autograd.Function):

@@ -7,6 +7,7 @@ the code of a checkpoint are somebody's.
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -27,6 +28,7 @@ from ..checkpoints.load import (
 from ..checkpoints.machine import describe_run
 from ..evaluation.records import finite, render_rows
 from ..evaluation.subjects import check_writable, shown_path
+from ..nn.settings import is_whole
 from ..training.data import place_of, read_text_file
 from .audit_checks import CHECKS, MOST, Audited, NotApplicable
 
@@ -36,9 +38,10 @@ OK, FINDING, MEASURED, NOT_APPLICABLE = "ok", "FINDING", "measured", "not applic
 
 
 def audit(
-    folder, *, teacher=None, text=None, tokens=None, out=None, device=None, trust_remote_code=False, progress=True,
-    command=None,
-):  # fmt: skip
+    folder: str | Path, *, teacher: str | Path | None = None, text: str | Path | None = None, tokens: int | None = None,
+    out: str | Path | None = None, device: torch.device | str | None = None, trust_remote_code: bool = False,
+    progress: bool = True, command: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Look at a saved causal language model, MHLA or any other, from its files to what it writes.
 
     Args:
@@ -57,8 +60,10 @@ def audit(
         ValueError, OSError: one sentence: a wrong argument, or a folder that is no causal language model with a tokenizer. A
         damaged one is a finding.
     """
-    if tokens is not None and tokens < LEAST:
-        raise ValueError(f"tokens: got {tokens}, expected a whole number of at least {LEAST}")
+    if not isinstance(folder, (str, Path)):
+        raise TypeError(f"folder: got {type(folder).__name__}, expected the folder of a causal language model")
+    if tokens is not None and not is_whole(tokens, LEAST):
+        raise ValueError(f"tokens: got {tokens!r}, expected a whole number of at least {LEAST}")
     if out is not None:
         check_writable(Path(out))
     subject = _open(folder, text, tokens or MOST, choose_device(device), trust_remote_code)

@@ -212,11 +212,13 @@ def keeps_apart(subject, model, rows) -> bool:
 
 
 def stock_model(subject):
-    """A model of transformers of the same type, without MHLA: itself, the teacher, or one with random weights."""
+    """A model of transformers of the same type, without MHLA: itself, the teacher, or one with random weights; None of one
+    from scratch, which was never anything else."""
     for model in (subject.model, subject.teacher):
         if type(model).__module__.startswith("transformers."):
             return model
-    base = subject.config.model_type.removeprefix("mhla_")
+    if (base := subject.config.model_type.removeprefix("mhla_")) == "mhla":
+        return None
     own = ("mhla", "mhla_measured", "auto_map", "transformers_weights", "model_type", "architectures")
     sizes = {name: value for name, value in subject.config.to_dict().items() if name not in own}
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[base](**sizes)).eval().to(subject.device)

@@ -134,7 +134,11 @@ def render_card(facts: Facts) -> str:
             card_data=front.to_yaml(),
             facts=facts,
             config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
-            scores={part: render_table(found, "markdown") for part, found in parts.items() if any(found.values())},
+            scores={
+                part: render_table(found, "markdown", short=True)
+                for part, found in parts.items()
+                if any(found.values())
+            },
             columns={label: {record.identity: record for record in found} for label, found in columns.items()},
             part_of=part_of,
             score=format_score,
@@ -153,19 +157,31 @@ def _index(facts: Facts) -> list[EvalResult]:
             dataset_name=record.task,
             dataset_config=record.task,  # the Hub groups by type and configuration, not by name
             metric_type=record.metric,
-            metric_value=record.value,
-            metric_args={"shots": record.shots, "samples": record.samples, "stderr": record.stderr},
+            metric_value=rounded(record.value),
+            metric_args={"samples": record.samples, "stderr": rounded(record.stderr)},
         )
         for record in facts.records
         if record.limit is None and record.value is not None and part_of(record) in known.SCORES
     ]
 
 
+def rounded(value: float | None) -> float | None:
+    """To six digits, far below any error."""
+    return None if value is None else float(f"{value:.6g}")
+
+
 def _measured(columns: dict[str, list[Result]]) -> dict[tuple, dict[tuple, list[str]]]:
-    """How the scores came about: (dtype, hardware, seed, versions) -> (model, commit, date, command) -> tasks."""
-    groups: dict[tuple, dict[tuple, list[str]]] = {}
+    """How the scores came about: (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> models."""
+    found: dict[tuple, dict[tuple, list[Result]]] = {}
     for label, record in ((label, record) for label, records in columns.items() for record in records):
         around = (record.dtype, record.hardware, record.seed, tuple(sorted(record.versions.items())))
-        tasks = groups.setdefault(around, {}).setdefault((label, record.commit, record.date, record.command), [])
-        tasks += [record.task] if record.task not in tasks else []
+        command = re.sub(r"^(mhla-hf evaluate) \S+", r"\1 FOLDER", record.command).replace(record.task, "TASK")
+        found.setdefault(around, {}).setdefault((label, record.commit, command), []).append(record)
+    groups: dict[tuple, dict[tuple, list[str]]] = {}
+    for around, entries in found.items():
+        for (label, commit, command), records in entries.items():
+            first, last = (pick(record.date[:10] for record in records) for pick in (min, max))
+            days = first if first == last else f"{first} to {last}"
+            tasks = tuple(dict.fromkeys(record.task for record in records))
+            groups.setdefault(around, {}).setdefault((tasks, commit, days, command), []).append(label)
     return groups

@@ -186,7 +186,9 @@ def read_records(folder, weights: bool = True) -> list[dict]:
     """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
     records = Results.read(folder)
     if not records:
-        raise ValueError(f"{folder} holds no results.json with scores: evaluate the model first")
+        raise ValueError(
+            f"{folder} holds no results.json with scores: run mhla-hf evaluate {folder} --recipe recall first"
+        )
     local = [record for record in records if weights and record.fingerprint.startswith("files:")]
     now = fingerprint_folder(folder) if local else None
     if others := [record.task for record in local if record.fingerprint != now]:
@@ -221,5 +223,7 @@ def find_license(base_model, teacher, license=None, license_name=None, license_l
     if license not in (None, terms["license"]):
         raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
     if terms["license"] is None:
-        raise ValueError(f"license is missing: no card of {base_model or teacher or 'a base'} states one, so give it")
+        raise ValueError(
+            f"license is missing: no card of {base_model or teacher or 'a base'} states one; give --license"
+        )
     return terms

@@ -99,7 +99,9 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
     judged = kind == "language" and config["model_type"] != "mhla" and not draft
     if judged and (absent := not_measured(Results.read(place) if measured else [])):
         lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
-        raise ValueError(f"{place}: {lacks}: evaluate it and write the card again, or push it as a draft")
+        raise ValueError(
+            f"{place}: {lacks}: run mhla-hf evaluate {place} --recipe recall and write the card again, or give --draft"
+        )
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -42,21 +43,10 @@ class Pushed:
 
 
 def push(
-    what,
-    repo_id,
-    *,
-    private=False,
-    create_pr=False,
-    tags=(),
-    revision=None,
-    draft=False,
-    message=None,
-    tokenizer=None,
-    license=None,
-    base_model=None,
-    token=None,
-    progress=True,
-) -> Pushed:
+    what: object, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: str | Sequence[str] = (),
+    revision: str | None = None, draft: bool = False, message: str | None = None, tokenizer: object = None,
+    license: str | None = None, base_model: str | None = None, token: str | bool | None = None, progress: bool = True,
+) -> Pushed:  # fmt: skip
     """Share a model on the Hub: check everything, send it, put it in place with one commit.
 
     Args:

@@ -8,7 +8,9 @@ What is loaded is a `PeftModel`: `set_adapter`, `merge_and_unload` and several a
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from huggingface_hub import hf_hub_download
 
 from ..checkpoints.files import read_json, write_json
@@ -18,8 +20,12 @@ from ..convert.families import family_of
 from ..convert.start import mhla_layers
 from ..nn.settings import MHLASettings
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
 SETTINGS_FILE = "mhla.json"
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")  # two bases of a type differ in one of these
+# two bases of a type differ in one of these
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def import_peft(base=None):
@@ -31,7 +37,7 @@ def import_peft(base=None):
     return peft
 
 
-def adapter_config(model, **lora):
+def adapter_config(model: torch.nn.Module, **lora: object) -> "LoraConfig":
     """A `peft.LoraConfig` for a converted language model: LoRA, and every MHLA module trained and saved whole.
 
     lora: arguments of `LoraConfig`, such as r, lora_alpha and target_modules (default: PEFT's for the base). TypeError: the
@@ -42,7 +48,7 @@ def adapter_config(model, **lora):
     return import_peft(model).LoraConfig(modules_to_save=saved, **{"task_type": None, **lora})
 
 
-def save_adapter(peft_model, folder) -> None:
+def save_adapter(peft_model: "PeftModel", folder: str | Path) -> None:
     """Save the active adapters of a `PeftModel` and the settings of the conversion that they stand on.
 
     peft_model: made by `get_peft_model(model, adapter_config(model))`. TypeError: it is none.
@@ -57,10 +63,13 @@ def save_adapter(peft_model, folder) -> None:
 
 def sizes_of(config) -> dict[str, int]:
     """By which an adapter knows its base among the others of its model type."""
-    return {name: getattr(config, name) for name in SIZES}
+    return {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
 
 
-def load_adapter(model, source, adapter_name: str = "default", *, revision: str | None = None, is_trainable=False):
+def load_adapter(
+    model: torch.nn.Module, source: str | Path, adapter_name: str = "default", *, revision: str | None = None,
+    is_trainable: bool = False,
+) -> "PeftModel":  # fmt: skip
     """Mount a saved adapter on its base or a fine-tune of it, which is converted on the way, in place.
 
     Args:
@@ -84,11 +93,16 @@ def load_adapter(model, source, adapter_name: str = "default", *, revision: str 
     if mounted and adapter_name in model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model has already; expected another name.")
     base = model.get_base_model() if mounted else model
+    if not hasattr(getattr(base, "config", None), "model_type"):
+        raise TypeError(
+            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
+        )
     own = getattr(base.config, "base_model_type", base.config.model_type)
     if own != noted["base_model_type"]:
         raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
-    if (sizes := sizes_of(base.config)) != noted["sizes"]:
-        raise ValueError(f"model: has the sizes {sizes}, expected {noted['sizes']}, the base of {str(source)!r}.")
+    if wrong := {name: size for name, size in noted["sizes"].items() if getattr(base.config, name, None) != size}:
+        sizes = {name: getattr(base.config, name, None) for name in wrong}
+        raise ValueError(f"model: has the sizes {sizes}, expected {wrong}, the base of {str(source)!r}.")
     settings = MHLASettings.from_dict(noted["mhla"])
     if getattr(base.config, "mhla", None) is None:
         convert(base, settings)

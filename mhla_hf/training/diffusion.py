@@ -11,9 +11,9 @@ import types
 import torch
 
 from ..checkpoints.fingerprint import hash_of
-from ..checkpoints.load import optional
 from ..convert.families import family_of
 from ..models.families import DIFFUSION
+from .adapters import import_peft
 from .denoising import DiffusionStep, NoiseProcess
 from .latents import Classes, LatentReader, Texts, TrajectoryReader, open_latents, read_prompts
 from .tasks import Task
@@ -60,7 +60,7 @@ class DiffusionTask(Task):
         self.conditions, self.process = family_of(self.student).conditions, NoiseProcess(self.pipeline.scheduler)
         super().check(stages)
         if any(stage.trainable == "lora" for stage in stages):
-            _import_peft()
+            import_peft()
 
     def open(self, data, stages):
         """Latents, prompts, or None; see `open_latents` and `read_prompts`."""
@@ -100,7 +100,7 @@ class DiffusionTask(Task):
         if stage.trainable != "lora":
             yield
             return
-        peft = _import_peft()
+        peft = import_peft()
         names = [f"{attention}.{name}" for attention in mhla_attentions(self.student) for name in PROJECTIONS]
         config = peft.LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, target_modules=names)
         peft.inject_adapter_in_model(config, self.student)
@@ -109,7 +109,7 @@ class DiffusionTask(Task):
         finally:
             for name, module in list(self.student.named_modules()):
                 if isinstance(module, peft.tuners.lora.LoraLayer):
-                    module.merge(safe_merge=True)
+                    module.merge(safe_merge=self.whole)
                     self.student.set_submodule(name, module.get_base_layer())
 
     def checkpoint_gradients(self, on):
@@ -182,9 +182,3 @@ def _patch(model):
     """The patch size per axis."""
     patch = model.config.patch_size
     return (patch, patch) if isinstance(patch, int) else tuple(patch)
-
-
-def _import_peft():
-    with optional("trainable 'lora'", "peft", "peft"):
-        import peft
-    return peft

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..convert.families import family_of
+from ..models.families import ENCODERS
 from .data import last_position, open_text
 from .tasks import Objective, Task
 from .teach import RECORD, TaughtText, likeliest_tokens
@@ -96,12 +98,20 @@ class LanguageTask(Task):
         super().__init__(student, teacher)
         self.tool, self.text_field = tokenizer, text_field
 
+    def check(self, stages):
+        """Also: the student has a head of next tokens, which bodies, classifiers and encoders have not."""
+        head = getattr(self.student, "get_output_embeddings", lambda: self)()
+        if head is None or family_of(self.student) in ENCODERS:
+            raise TypeError(f"student: got {type(self.student).__name__}; expected {self.wanted}")
+        super().check(stages)
+
     def open(self, data, stages):
         """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
         stored = [stage.loss == "stored" for stage in stages]
         taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
         if any(stored) and not (all(stored) and taught):
-            raise ValueError(f"data: got {str(data)!r}; expected a folder that `mhla-hf teach` wrote, for all stages")
+            got = repr(str(data)) if isinstance(data, (str, Path)) else type(data).__name__
+            raise ValueError(f"data: got {got}; expected a folder that `mhla-hf teach` wrote, for all stages")
         vocab = self.student.get_input_embeddings().weight.shape[0]
         if taught:
             source = TaughtText(data, vocab)

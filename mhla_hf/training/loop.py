@@ -13,7 +13,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -24,18 +27,22 @@ from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify
+from .sharding import expose, gather, judge_sharded, load_average, make_accelerator, save_average, sharded
 from .tasks import find_task
 from .trainable import HALVES, choose_trainable, direct_mixings, dtypes_of, dtypes_to_save, parameter_groups, set_dtypes
 
 logger = logging.getLogger("mhla_hf")
-AVERAGE = "average.pt"
 __all__ = ["Stage", "distill"]
+Student = TypeVar("Student")
 
 
 def distill(
-    student, teacher=None, *, out, data=None, stages=None, recipe=None, seed=0, mixed_precision=None, save_dtype=None,
-    gradient_checkpointing=None, save_every=None, log_every=None, tracker=None, progress=True, command=None, **options,
-):  # fmt: skip
+    student: Student, teacher: object = None, *, out: str | Path, data: object = None,
+    stages: Sequence[object] | None = None, recipe: str | Path | None = None, seed: int = 0,
+    mixed_precision: str | None = None, save_dtype: str | torch.dtype | None = None,
+    gradient_checkpointing: bool | None = None, save_every: int | None = None, log_every: int | None = None,
+    tracker: str | None = None, progress: bool = True, command: str | None = None, **options: object,
+) -> Student:  # fmt: skip
     """Train `student` through the stages, from `teacher` or from data alone, and save it to `out`.
 
     A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
@@ -49,7 +56,7 @@ def distill(
         data: text as `training.data.open_text` takes it, labeled images (`training.pictures.open_pictures`), latents
             (`training.latents.open_latents`); None: the recipe's. Without latents a diffusion teacher samples trajectories,
             for prompts (a list, or a .txt file with one a line) or, given None, for its classes.
-        stages: list of stages or dicts; or recipe: path of a YAML file that holds them. One of the two.
+        stages: list of stages or dicts; or recipe: a name, a YAML file or a `Recipe`. One of the two.
         seed: whole number from 0 to 2**32 - 1; decides the order of the data and every random choice of the run.
         mixed_precision: "no" (default) or "bf16" (float32 weights, bfloat16 arithmetic).
         save_dtype: "float32", "bfloat16" or "float16" (or torch's) of the saved weights but mixing; None: as they came in.
@@ -57,12 +64,14 @@ def distill(
         save_every: optimizer steps between two states (100); one is also saved at the end of every stage and on Ctrl-C.
         log_every: optimizer steps between two entries of the history (10).
         tracker: "tensorboard" (into `runs/`) or another that accelerate knows; None or "": none.
-        progress: show bars and messages on stderr. command: the shell line that repeats the run, for the record.
+        progress: show bars and messages on stderr; where it is no terminal, a line at each `log_every` instead of bars.
+        command: the shell line that repeats the run, for the record.
         options: the task's own: for language models `tokenizer` (saved with the model) and `text_field`; for image models
             `processor` (saved with the model) and `test` (images whose accuracy enters the history).
 
     Returns:
-        The student. `out/train.json` holds stages, tokens, seconds, losses, versions, hardware and seed.
+        The student; of a run that `accelerate launch` shards by FSDP2 it has the trained weights in the first process only.
+        `out/train.json` holds stages, tokens, seconds, losses, versions, hardware and seed.
 
     Raises:
         ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
@@ -89,7 +98,7 @@ def _train(task, stages, data, options, seed, folder, progress, command):
     fresh = not accelerate.state.PartialState._shared_state
     together = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     places = {"log_with": options.tracker or None, "project_dir": str(folder.state), "kwargs_handlers": [together]}
-    accelerator = accelerate.Accelerator(mixed_precision=options.mixed_precision, **places)
+    accelerator = make_accelerator(mixed_precision=options.mixed_precision, **places)
     world, precision = accelerator.num_processes, accelerator.mixed_precision
     try:
         if precision not in ("no", "bf16"):
@@ -113,16 +122,21 @@ class _Run:
         self.accelerator, self.task, self.student, self.teacher = accelerator, task, task.student, task.teacher
         self.source, self.stages, self.options, self.seed, self.folder = source, stages, options, seed, folder
         self.main, self.command, self.interrupt = accelerator.is_main_process, command, _Interrupt()
-        self.progress = task.progress = progress and self.main
+        self.progress, redraws = progress and self.main, sys.stderr.isatty() or "ipykernel" in sys.modules
+        self.bars = task.progress = self.progress and redraws
+        task.whole = self.main or not accelerator.is_fsdp2
         self.total = sum(stage.steps for stage in stages)
         self.at = {"stage": 0, "step": 0, "total": 0, task.unit: 0, "seconds": 0.0, "resumed": 0, "reader": None}
         self.at |= {"sums": {}, "since": 0, "history": []}
 
     def execute(self):
         """Everything, in order: refuse or recognize the folder, train, save, give back."""
+        from accelerate.utils import broadcast_object_list
+
         dtypes, wanted = dtypes_of(self.student), self.options.save_dtype
         saved = dtypes_to_save(self.student, getattr(torch, wanted) if wanted else None)
-        latest = self.folder.find(self._identity(), self.student)
+        identity = broadcast_object_list([self._identity() if self.main else None])[0]  # others may lack the weights
+        latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.clear() if latest == "finished" else self.folder.begin()
@@ -136,7 +150,8 @@ class _Run:
         was_training = self.student.training
         try:
             with self.interrupt:
-                set_dtypes(self.student, {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALVES})
+                full = {name: torch.float32 for name, dtype in dtypes.items() if dtype in HALVES}
+                set_dtypes(self.student, full, self.task.whole)
                 self._train(latest, flags)
                 set_dtypes(self.student, saved)
                 self._finish()
@@ -167,7 +182,8 @@ class _Run:
             for number in range(self.at["stage"], len(self.stages)):
                 with self.task.prepared(self.stages[number]):
                     choose_trainable(self.student, self.stages[number], flags)
-                    self._stage(number, latest)
+                    with sharded(self.accelerator, self.task, self.stages[number].needs_teacher):
+                        self._stage(number, latest)
                 latest = None
         finally:
             for tracker in self.accelerator.trackers:  # end_training would end the process group too
@@ -179,11 +195,12 @@ class _Run:
         """One stage, from its start or from the state in `latest`, to its end, which is saved."""
         stage, accelerator, at = self.stages[number], self.accelerator, self.at
         accelerator.free_memory()
-        if stage.needs_teacher:
-            self.teacher.to(accelerator.device).eval()
-        groups, betas = parameter_groups(self.student, stage), (stage.beta1, stage.beta2)
+        groups, betas = parameter_groups(self.task.student, stage), (stage.beta1, stage.beta2)
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
-        step, optimizer = accelerator.prepare(self.task.objective(stage), optimizer)
+        objective = self.task.objective(stage)
+        if accelerator.is_fsdp2:
+            expose(accelerator, objective, objective.student)
+        step, optimizer = accelerator.prepare(objective, optimizer)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.average = None
         if stage.ema:
@@ -200,9 +217,9 @@ class _Run:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in at["sums"].items()}
-        clamped = direct_mixings(self.student)
+        clamped = direct_mixings(self.task.student)
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
-        bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.progress)
+        bar = tqdm(total=stage.steps, initial=at["step"], desc=label, unit="step", disable=not self.bars)
         clock, norm = time.monotonic(), None
         try:
             while at["step"] < stage.steps:
@@ -229,21 +246,24 @@ class _Run:
             at["reader"] = reader.handover()
             if self.average:
                 self.average.copy_to(trained)
+            if accelerator.is_fsdp2:
+                gather(accelerator, step, self.student)
         finally:
             bar.close()
             reader.close()
 
     def _restore(self, latest):
-        """Weights, moments, random generators and the average, as in the state `latest`."""
+        """Weights, moments and the average as in the state `latest`; of as many processes, random generators too."""
         from accelerate.utils import load
 
         self.accelerator.load_state(str(latest))
-        random = load(latest / f"random_states_{self.accelerator.process_index}.pkl")  # load_state would skip a bad one
-        if not torch.equal(random["torch_manual_seed"], torch.get_rng_state()):
-            raise ValueError("its random states do not fit these versions")
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if self.at.get("processes", world) == world:
+            random = load(latest / f"random_states_{rank}.pkl")  # load_state would skip a bad one
+            if not torch.equal(random["torch_manual_seed"], torch.get_rng_state()):
+                raise ValueError("its random states do not fit these versions")
         if self.average:
-            self.average.load_state_dict(torch.load(latest / AVERAGE, weights_only=True))
-            self.average.to(self.accelerator.device)
+            load_average(self.accelerator, self.average, latest)
 
     def _step(self, step, optimizer, trained, reader, stage, sums):
         """One optimizer step; adds what is logged to `sums` and gives the norm of the gradient, if it is clipped."""
@@ -255,13 +275,16 @@ class _Run:
         tensors, shares = self.task.take(reader, stage, slice(rank * own, (rank + 1) * own))
         shares = [world * share for share in shares]
         for number, part in enumerate(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True)):
-            with nullcontext() if number == last else accelerator.no_sync(step):
-                loss, logs = step(*(tensor.to(accelerator.device) for tensor in part), *shares)
+            whole = number == last or accelerator.is_fsdp2  # whose gradients would stay unsharded
+            with nullcontext() if whole else accelerator.no_sync(step):
+                with accelerator.autocast():
+                    loss, logs = step(*(tensor.to(accelerator.device) for tensor in part), *shares)
                 accelerator.backward(loss)
             for key, value in logs.items():
                 sums[key] = sums[key] + value if key in sums else value
         if stage.max_grad_norm:
-            norm = accelerator.clip_grad_norm_(trained, stage.max_grad_norm)
+            clipped = list(step.parameters()) if accelerator.is_fsdp2 else trained  # Accelerate compares the lists
+            norm = accelerator.clip_grad_norm_(clipped, stage.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         return norm
@@ -275,14 +298,22 @@ class _Run:
         entry |= {key: value / at["since"] for key, value in zip(sums, means, strict=True)}
         entry |= {"lr": lr, "seconds": round(at["seconds"], 3)} | ({} if norm is None else {"grad_norm": float(norm)})
         self._refuse_not_finite(stage, entry["loss"], norm)
-        if self.main:
+        if self.accelerator.is_fsdp2:
+            entry |= judge_sharded(self.accelerator, self.task)
+        elif self.main:
             entry |= self.task.judge()
         at["history"].append(entry)
         at["since"] = 0
         shown = (key for key in (*sums, "lr", "grad_norm") if key in entry)
         self.accelerator.log({f"{stage.name}/{key}": entry[key] for key in shown}, step=at["total"])
         speed = at[self.task.unit] / max(at["seconds"], 1e-9)
-        bar.set_postfix({"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}, refresh=False)
+        told = {"loss": f"{entry['loss']:.4g}", f"{self.task.unit}/s": f"{speed:,.0f}"}
+        bar.set_postfix(told, refresh=False)
+        if not self.bars:
+            told = ", ".join(f"{name} {value}" for name, value in told.items())
+            self._say(
+                f"{stage.name} ({at['stage'] + 1}/{len(self.stages)}): step {at['step']} of {stage.steps}, {told}"
+            )
         return asked > 0
 
     def _refuse_not_finite(self, stage, loss, norm):
@@ -293,19 +324,20 @@ class _Run:
 
     def _save(self, reader, sums, norm, stage):
         """Write the whole state."""
-        import accelerate
+        from accelerate.utils import broadcast_object_list
 
         at = self.at
         at["reader"] = reader.state()
-        at["sums"] = {key: value.item() for key, value in sums.items()}
+        at["processes"] = self.accelerator.num_processes
+        at["sums"] = {key: self.accelerator.reduce(value, reduction="mean").item() for key, value in sums.items()}
         self._refuse_not_finite(stage, at["sums"].get("loss", 0.0), norm)
         with self.folder.new_state(at["total"]) if self.main else nullcontext() as own:
-            (aside,) = accelerate.utils.broadcast_object_list([own])
+            (aside,) = broadcast_object_list([own])
             self.accelerator.save_state(str(aside), safe_serialization=False)
             self.accelerator.wait_for_everyone()
+            if self.average:
+                save_average(self.accelerator, self.average, aside)
             if self.main:
-                if self.average:
-                    torch.save(self.average.state_dict(), aside / AVERAGE)
                 write_json(aside / "progress.json", at)
         self.accelerator.wait_for_everyone()
 
@@ -329,7 +361,8 @@ class _Run:
             stages.append(dataclasses.asdict(stage) | known)
         return {
             "format_version": 1,
-            **{key: self.folder.identity[key] for key in ("seed", "mixed_precision", "processes")},
+            **{key: self.folder.identity[key] for key in ("seed", "mixed_precision")},
+            "processes": self.accelerator.num_processes,
             "task": self.task.name,
             "student": type(self.student).__name__,
             "parameters": self.student.num_parameters(),
@@ -352,7 +385,7 @@ class _Run:
             "seed": self.seed,
             "mixed_precision": self.accelerator.mixed_precision,
             "save_dtype": self.options.save_dtype,
-            "processes": self.accelerator.num_processes,
+            "sharded": self.accelerator.is_fsdp2 or None,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
             "student": identify(self.student, frozen),
@@ -360,8 +393,10 @@ class _Run:
         }
 
     def _say(self, text):
-        logger.info(text)
-        if self.progress:
+        """Once: to the log where it is heard, else to stderr."""
+        if self.main and logger.isEnabledFor(logging.INFO):
+            logger.info(text)
+        elif self.progress:
             tqdm.write(text, file=sys.stderr)
 
 

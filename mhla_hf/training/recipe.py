@@ -1,5 +1,6 @@
 """Stages and recipes: what a training run does, as values that are checked, saved and compared. Unknown keys are refused."""
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import ClassVar, Literal
 from ..checkpoints import values
 from ..checkpoints.files import read_yaml
 from ..checkpoints.values import Number, checked, read_settings
+
+FOLDER = Path(__file__).parent / "recipes"
 
 
 @checked
@@ -196,11 +199,49 @@ class Recipe:
         read_settings(Options, self.run, "run: ")
 
 
-def read_recipe(path) -> Recipe:
-    """Read a recipe from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
-    if not Path(path).is_file():
-        raise ValueError(f"recipe: {str(path)!r} is not a file; expected a YAML file as in conversion/recipes")
-    return read_yaml(path, "recipe", Recipe)
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_recipe(name, changes=None) -> Recipe:
+    """A recipe by name, or from a YAML file. ValueError, one sentence, for whatever is wrong with it.
+
+    name: one of `recipe_names()` or a path; a `Recipe` is given back. changes: values that replace the recipe's, by
+    "STAGE.FIELD" ("*.FIELD": of every stage), "settings.FIELD", "run.FIELD", or the name of a field of `Recipe`.
+    """
+    if isinstance(name, Recipe):
+        return name
+    path = FOLDER / f"{name}.yaml" if str(name) in recipe_names() else Path(name)
+    if not path.is_file():
+        names = ", ".join(recipe_names())
+        raise ValueError(f"recipe: {str(name)!r} is not a file; expected a YAML file, or a name: {names}")
+    content = read_yaml(path, "recipe")
+    if changes and isinstance(content, dict):
+        content = changed(content, changes)
+    return read_settings(Recipe, content, f"recipe {str(name)!r}: ")
+
+
+def changed(content: dict, changes: dict) -> dict:
+    """A recipe as YAML has it with some values replaced, see `read_recipe`. ValueError: there is no such place."""
+    content = copy.deepcopy(content)
+    listed = content.get("stages") if isinstance(content.get("stages"), list) else []
+    stages = {stage.get("name"): stage for stage in listed if isinstance(stage, dict)}
+    for place, value in changes.items():
+        outer, dot, field = place.rpartition(".")
+        if not dot:
+            content[field] = value
+        elif outer == "*":
+            for stage in stages.values():
+                stage[field] = value
+        elif outer in ("settings", "run"):
+            content[outer] = {**(content.get(outer) or {}), field: value}
+        elif outer in stages:
+            stages[outer][field] = value
+        else:
+            known = ", ".join(f"{name}.*" for name in (*stages, "settings", "run"))
+            raise ValueError(f"set: got {place!r}, and the recipe has no {outer!r}; expected one of {known}")
+    return content
 
 
 def make_stages(stages, kind=Stage) -> tuple[CommonStage, ...]:

@@ -26,6 +26,7 @@ NAMES = {
     "student": "student (its configuration or weights; one from scratch needs torch.manual_seed)",
     "data": "data or tokenizer",
     "stages": "recipe (its stages)",
+    "sharded": "kind of launch (with or without FSDP)",
 }
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map")
 VOLATILE += ("_class_name", "_diffusers_version", "_use_default_values")
@@ -42,9 +43,11 @@ def identify(model, frozen=()) -> str:
 
 
 class RunFolder:
-    """The paths of one run, and everything that is written to them. out: the folder to make."""
+    """The paths of one run, and everything that is written to them. out: the folder to make; TypeError: it is no path."""
 
     def __init__(self, out):
+        if not isinstance(out, (str, os.PathLike)):
+            raise TypeError(f"out: got {type(out).__name__}; expected a folder to make")
         self.out = Path(os.path.abspath(Path(out).expanduser()))
         self.state = self.out.with_name(self.out.name + ".state")
         self.lock = FileLock(self.state / "lock")

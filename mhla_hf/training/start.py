@@ -2,6 +2,8 @@
 
 import logging
 
+import torch
+
 from ..convert.keep import choose_layers, keep_softmax
 from ..convert.start import calibrate
 from .data import open_text
@@ -10,7 +12,9 @@ logger = logging.getLogger("mhla_hf")
 ROWS, BATCHES, MOST_TOKENS = 4, 24, 1024
 
 
-def start_from_text(model, tokenizer, text, budget: int | str | None = None, seed: int = 0) -> None:
+def start_from_text(
+    model: torch.nn.Module, tokenizer: object, text: object, budget: int | str | None = None, seed: int = 0
+) -> None:
     """`calibrate` on a text, and with a budget `choose_layers` and `keep_softmax` too; in place.
 
     Args:

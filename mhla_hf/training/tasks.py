@@ -11,7 +11,8 @@ import functools
 import numpy
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
@@ -33,6 +34,7 @@ class Task(abc.ABC):
     without_data = False  # whether `data=None` means something
     tool = None  # a tokenizer or an image processor, saved with the model
     progress = False  # whether bars are shown, as the loop says
+    whole = True  # whether this process has the student's weights between stages: of a sharded run only the first has
 
     def __init__(self, student, teacher):
         self.given, self.student, self.teacher = student, student, teacher
@@ -153,8 +155,15 @@ class Objective(nn.Module):
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
             )
+            own = self.student.get_submodule(name)
+            if isinstance(
+                own, FSDPModule
+            ):  # lets go of its weights in the backward pass when its input's gradient is there
+                leaves, form = tree_flatten((args, kwargs))
+                first = next(i for i, x in enumerate(leaves) if torch.is_tensor(x) and x.is_floating_point())
+                leaves[first] = leaves[first].detach().requires_grad_()
+                args, kwargs = tree_unflatten(leaves, form)
             with torch.enable_grad():
-                own = self.student.get_submodule(name)
                 got = attend(own, *args, **kwargs) if attend else own(*args, **kwargs)
                 losses.append(relative_error(*(x[0] if isinstance(x, tuple) else x for x in (got, wanted)), size))
 

@@ -65,10 +65,12 @@ def dtypes_to_save(model, wanted):
     return dtypes
 
 
-def set_dtypes(model, dtypes):
-    """Give parameters and buffers the named dtypes, in place; gradients are dropped."""
+def set_dtypes(model, dtypes, whole=True):
+    """Give parameters and buffers the named dtypes, in place; gradients are dropped, and unless `whole` the weights too."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        value.data, value.grad = value.data.to(dtypes.get(name, value.dtype)), None
+        dtype = dtypes.get(name, value.dtype)
+        kept = whole or not isinstance(value, torch.nn.Parameter)
+        value.data, value.grad = value.data.to(dtype) if kept else torch.empty_like(value.data, dtype=dtype), None
 
 
 def _moves(name, attentions, stage, flag):

@@ -18,3 +18,17 @@ def run(monkeypatch):
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
 
     return call
+
+
+@pytest.fixture
+def refused(run, capsys):
+    """refused(script, *arguments): the one sentence with which it ends, at exit code 2."""
+
+    def call(name, *arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run(name, *arguments)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    return call

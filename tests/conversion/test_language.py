@@ -1,5 +1,7 @@
 """conversion/language.py as a user runs it: a converted model, and one from scratch."""
 
+import re
+
 import pytest
 import torch
 from small_scores import TRAINING, save_llama
@@ -20,7 +22,7 @@ def base(tmp_path_factory):
 def test_convert_distill_save(run, base, tmp_path, capsys):
     recipe, stages = tmp_path / "short.yaml", [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")]
     recipe.write_text(f"settings: {{layers: all, block_size: 16}}\nstages: [{', '.join(stages)}]\n")
-    arguments = ["--recipe", recipe, "--model", base / "model", "--text", base / "text.txt", "--out", tmp_path / "x"]
+    arguments = ["--recipe", recipe, "--model", base / "model", "--data", base / "text.txt", "--out", tmp_path / "x"]
     for _ in range(2):
         run("language", *arguments)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
@@ -29,10 +31,10 @@ def test_convert_distill_save(run, base, tmp_path, capsys):
     assert "finished already: nothing to do" in capsys.readouterr().err
 
 
-def test_from_scratch_and_what_is_said_of_a_bad_text(run, base, tmp_path):
+def test_from_scratch_and_what_is_said_of_a_bad_text(run, refused, base, tmp_path):
     recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 400}"
     recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
-    with pytest.raises(SystemExit, match=r"^language\.py: data: there is no file or folder '.*none.txt'$"):
-        run("language", "--recipe", recipe, "--text", tmp_path / "none.txt", "--out", tmp_path / "out")
-    run("language", "--recipe", recipe, "--text", base / "text.txt", "--out", tmp_path / "out")
+    said = refused("language", "--recipe", recipe, "--data", tmp_path / "none.txt", "--out", tmp_path / "out")
+    assert re.fullmatch(r"language\.py: data: there is no file or folder '.*none.txt'\n", said)
+    run("language", "--recipe", recipe, "--data", base / "text.txt", "--out", tmp_path / "out")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "MHLAForCausalLM"

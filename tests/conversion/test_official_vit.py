@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_cases import distance
-from small_models import one_sentence
+from small_models import refused
 from transformers import AutoModelForImageClassification
 
 WIDTH, HEADS, SIDE, BLOCKS, PATCH = 128, 2, 16, 4, 4
@@ -125,14 +125,12 @@ def test_every_key_is_accounted_for(tmp_path, damage, word):
     state = checkpoint()
     damage(state)
     torch.save(state, tmp_path / "x.pth")
-    with pytest.raises(ValueError) as error:
+    with refused(word):
         official.main([str(tmp_path / "x.pth"), "--out", str(tmp_path / "out")])
-    one_sentence(error, word)
     assert not (tmp_path / "out").exists()
 
 
 def test_no_file_and_a_folder_in_the_way(tmp_path):
     for out, word in ((tmp_path / "new", "none.pth"), (tmp_path, "which exists")):
-        with pytest.raises(ValueError) as error:
+        with refused(word):
             official.main([str(tmp_path / "none.pth"), "--out", str(out)])
-        one_sentence(error, word)

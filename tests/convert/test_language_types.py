@@ -4,14 +4,12 @@ So are those of masked language models that are not in tests/small_encoders.py.
 """
 
 import itertools
-import json
 
 import pytest
 import torch
-from elsewhere import run_elsewhere
-from safetensors.torch import save_file
+from elsewhere import check_elsewhere
 from small_encoders import ENCODER_TYPES
-from small_models import one_sentence, shaken, softmax_model
+from small_models import refused, shaken, softmax_model
 from small_types import TYPES, small_model_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -25,10 +23,6 @@ BORDER = 15
 # packed sequences are not kept apart by the softmax original either, for lack of a kernel or by its own design
 UNPACKED = ("afmoe", "bailing_hybrid", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "minimax", "olmo_hybrid")
 UNPACKED += ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-
-
-def converted(model_type):
-    return shaken(mhla_hf.convert(small_model_of(model_type), layers="all", block_size=8))
 
 
 @torch.no_grad()
@@ -66,46 +60,26 @@ def test_a_converted_model_of_this_type(model_type, tmp_path):
     assert type(loaded) is type(model) and torch.equal(loaded(IDS).logits, whole)
 
 
-VISITOR = """
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-wanted, different = load_file("wanted.safetensors"), []
-for name in sorted(set(wanted) - {"ids"}):
-    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
-    own = type(model).__module__.startswith("transformers_modules")
-    with torch.no_grad():
-        if not (own and (model(wanted["ids"]).logits - wanted[name]).abs().max() <= 1e-4):
-            different.append(name)
-print(json.dumps([different, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
-"""
-
-
 @pytest.mark.slow  # a minute
 @torch.no_grad()
 def test_every_type_loads_where_the_package_is_not(tmp_path):
-    wanted = {"ids": IDS}
+    wanted = {}
     for model_type in TYPES:
-        model = converted(model_type)
+        model = shaken(mhla_hf.convert(small_model_of(model_type), layers="all", block_size=8))
         model.save_pretrained(tmp_path / model_type)
-        wanted[model_type] = model(IDS).logits.contiguous()
-    save_file(wanted, tmp_path / "wanted.safetensors")
-    done = run_elsewhere(VISITOR, tmp_path, ("mhla_hf", "triton"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [[], []]
+        wanted[f"{model_type}-AutoModelForCausalLM"] = model(IDS).logits
+    check_elsewhere(tmp_path, {"input_ids": IDS}, wanted, tolerance=1e-4)
 
 
 def test_every_other_type_is_refused_for_a_reason():
-    refused = [model_type for types in REFUSED.values() for model_type in types.split()]
+    others = [model_type for types in REFUSED.values() for model_type in types.split()]
     there_are = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    assert sorted([*refused, *TYPES, *ENCODER_TYPES]) == sorted(there_are), "each is in one place"
+    assert sorted([*others, *TYPES, *ENCODER_TYPES]) == sorted(there_are), "each is in one place"
     model = softmax_model()
     for reason, types in REFUSED.items():
         model.config.__class__ = type("Config", (LlamaConfig,), {"model_type": types.split()[0]})
-        with pytest.raises(ValueError) as error:
+        with refused(types.split()[0], reason):
             mhla_hf.convert(model)
-        one_sentence(error, types.split()[0], reason)
 
 
 LAYERS = {
@@ -119,9 +93,8 @@ def test_layers_that_would_lose_something_stay_softmax(name):
     """`layers="all"` takes the others; asked for by its index, such a layer is refused with its reason."""
     model_type, index, reason = LAYERS[name]
     model = small_model_of(model_type)
-    with pytest.raises(ValueError) as error:
+    with refused(f"layer {index}", reason):
         mhla_hf.convert(model, layers=[index])
-    one_sentence(error, f"layer {index}", reason)
     assert index not in mhla_hf.convert(model, layers="all").config.mhla["layers"]
 
 
@@ -134,9 +107,8 @@ def test_shared_keys_sinks_and_soft_caps_are_refused():
         model = LlamaForCausalLM(LlamaConfig(**{**softmax_model().config.to_dict(), "num_hidden_layers": 2}))
         for layer in model.model.layers:
             setattr(layer.self_attn, name, value)
-        with pytest.raises(ValueError) as error:
+        with refused(reason):
             mhla_hf.convert(model)
-        one_sentence(error, reason)
 
 
 def test_dropout_that_a_conversion_loses_is_said_by_any_name(caplog):

@@ -6,15 +6,18 @@ import math
 
 import pytest
 import torch
-from small_models import VOCAB, one_sentence, softmax_model, tokens
+from small_models import VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
+from small_types import small_model_of
 
 import mhla_hf
 from mhla_hf import calibrate, choose_layers, fit_decays
 from mhla_hf.cli import main
 from mhla_hf.convert import keep_softmax, kl_to_teacher
+from mhla_hf.convert.keep import bytes_of_layer, layers_in_budget
 from mhla_hf.convert.start import mhla_layers, softmax_instead
+from mhla_hf.models.attention import softmax_attentions
 from mhla_hf.training.start import parse_budget
 
 WINDOW = {"block_size": 8, "mixing_form": "decay", "local": "softmax", "layers": "all"}
@@ -155,9 +158,20 @@ def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
     for spare, kept in ((0, 2), (-1, 1)):
         report = choose_layers(model, batches[:1], cache_bytes=2 * softmax + state + spare, context=1000)
         assert len(report["kept"]) == kept
-    with pytest.raises(ValueError) as error:
+    with refused("cache_bytes", str(softmax + 2 * state)):
         choose_layers(model, batches, cache_bytes=softmax, context=1000)
-    one_sentence(error, "cache_bytes", str(softmax + 2 * state))
+
+
+def test_softmax_of_latent_attention_keeps_latents():
+    """16 numbers and a rotated key of 8 for all heads: what its own cache holds."""
+    model = small_model_of("deepseek_v3")
+    held = model(tokens(1, 10)).past_key_values.layers[0]
+    mhla_hf.convert(model, layers="all")
+    token, state = bytes_of_layer(softmax_attentions(model)[0], model.dtype)
+    assert 10 * token == held.keys.nbytes + held.values.nbytes == 10 * 4 * (16 + 8)
+    context = 2 * state // token
+    budget = 2 * token * context + 2 * state
+    assert layers_in_budget(model, budget, context) == 2 and layers_in_budget(model, budget - 1, context) == 1
 
 
 REFUSED = {
@@ -178,9 +192,8 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_is_said_in_one_sentence(words):
     model = mhla_hf.convert(softmax_model(), **WINDOW)
-    with pytest.raises((TypeError, ValueError)) as error:
+    with refused(words, kind=(TypeError, ValueError)):
         REFUSED[words](model, [tokens(1, 32)] * 2)
-    one_sentence(error, words)
 
 
 def test_command_line_starts_from_the_teacher_and_keeps_what_it_measures(teacher, tmp_path, monkeypatch, capsys):

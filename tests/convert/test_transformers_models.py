@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from small_models import FAMILIES, converted_model, one_sentence, scratch_model, softmax_model, tokens
+from small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
 from transformers import LlamaModel
 
 import mhla_hf
@@ -37,9 +37,8 @@ CONVERT = [
 def test_convert(make, arguments, word):
     model = make()
     before = None if isinstance(model, str) else (type(model), set(model.state_dict()))
-    with pytest.raises((TypeError, ValueError)) as error:
+    with refused(word, kind=(TypeError, ValueError)):
         mhla_hf.convert(model, **arguments)
-    one_sentence(error, word)
     assert before is None or before == (type(model), set(model.state_dict()))
 
 
@@ -55,9 +54,8 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     away = softmax_model()
     add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
     away.model.layers[1].self_attn.to("meta")
-    with pytest.raises(ValueError) as error:
+    with refused("layer 1 is offloaded"):
         mhla_hf.convert(away, layers="all")
-    one_sentence(error, "layer 1 is offloaded")
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

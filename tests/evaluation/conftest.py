@@ -8,7 +8,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 from small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_tokenizer
 
-from experiments.demo.tasks import make_tasks
+from mhla_hf.evaluation.text_tasks import make_tasks
 
 BUILT_IN = Path(lm_eval.tasks.__file__).parent
 FOLDERS = "mmlu/default winogrande piqa arc openbookqa super_glue/boolq wikitext lambada longbench ruler".split()  # noqa: SIM905

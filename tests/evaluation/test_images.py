@@ -135,7 +135,9 @@ def test_two_processes_make_the_same_images_and_scores_as_one(pipeline, tmp_path
     environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
     found = {}
     for count in (1, 2):
-        line = f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli evaluate dit --output {count}.json --quiet"
+        line = (
+            f"-m torch.distributed.run --nproc_per_node {count} -m mhla_hf.cli evaluate dit --out {count}.json --quiet"
+        )
         line += (
             " --recipe table_9_class_to_image --batch-size 4 --set extractor=small_scores:color_judge --set images=22"
         )

@@ -7,6 +7,7 @@ import re
 import numpy
 import pytest
 from accelerate.state import AcceleratorState
+from elsewhere import run_elsewhere
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
@@ -60,7 +61,6 @@ def agree(theirs, ours):
 
 
 ELSEWHERE = """
-import json
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 manager = TaskManager(include_path={tasks!r}, include_defaults=False)
@@ -70,9 +70,9 @@ print(json.dumps(found["results"], default=str))
 """
 
 
-def test_the_numbers_are_those_of_lm_eval_in_a_process_without_this_package(world, clean_python):
+def test_the_numbers_are_those_of_lm_eval_in_a_process_without_this_package(world, tmp_path):
     code = ELSEWHERE.format(tasks=str(world / "tasks"), model=str(world / "mhla"), names=NAMES)
-    theirs = json.loads(clean_python(code, blocked=("mhla_hf",)).splitlines()[-1])
+    theirs, _ = run_elsewhere(code, tmp_path, ("mhla_hf",))
     agree(theirs, judge(world, "mhla")["mhla"])
 
 

@@ -241,7 +241,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     monkeypatch.setattr("mhla_hf.evaluation.runner.measure_speed", None)
     assert judge_speed(folders)["mhla"] == compared["mhla"], "what is known is not timed again"
     text = write_card(folders[1], name="toy", license="mit", compared={"teacher": folders[0]}).read_text()
-    assert "### Memory" in text and "| decode, per token | 64 | 0.0469 |" in text
+    assert "MiB: softmax" in text and "0.0469" in text
     assert "| speed |" not in text.split("## Speed and memory")[0] and "forward_ms_32" not in text.split("---")[1]
     check_card(folders[1])
 

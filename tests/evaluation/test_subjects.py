@@ -3,10 +3,12 @@
 import shutil
 
 import pytest
+from accelerate import PartialState
 from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.subjects import joined_processes
 
 TASKS = ["here_cloze"]
 
@@ -53,3 +55,9 @@ def test_models_that_are_none_are_refused(world, monkeypatch, models, says):
     monkeypatch.chdir(world)
     with pytest.raises((TypeError, ValueError), match=says):
         judge(world, models, output="one.json")
+
+
+def test_a_process_alone_forgets_that_it_was():
+    with joined_processes() as state:
+        assert state.num_processes == 1
+    assert not PartialState._shared_state

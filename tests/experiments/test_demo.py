@@ -36,6 +36,7 @@ class Journey:
             "student_recipe": str(place / "student.yaml"),
             "items": 16,
             "lengths": [64],
+            "full": True,
             "control": True,
             "progress": False,
         }

@@ -7,8 +7,9 @@ from small_scores import HELD_OUT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.demo import lookups
-from experiments.demo.lookups import choose_words, make_recall, start_lookups
+from experiments.demo.lookups import start_lookups
 from experiments.demo.text import make_tokenizer, read_text
+from mhla_hf.evaluation.lookups import choose_words, make_recall
 
 TOKENIZER = make_tokenizer(read_text()[0][:100_000], 600, 256)
 WORDS = choose_words(TOKENIZER)

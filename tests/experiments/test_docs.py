@@ -1,13 +1,15 @@
 """README and docs: every table is what its JSON renders to, and every file and command they name exists."""
 
+import json
 import re
 
 import pytest
 
 from experiments.docs import DOCUMENTS, ROOT, TABLE, render
 from mhla_hf.cli import build_parser
+from mhla_hf.planning import advise
 
-MORE = ("CONTRIBUTING.md", "conversion/README.md", "docs/sharing.md", "docs/judging.md")
+MORE = ("CONTRIBUTING.md", "conversion/README.md", "docs/sharing.md", "docs/judging.md", "docs/shell.md")
 TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in (*DOCUMENTS, *MORE)}
 
 
@@ -15,6 +17,11 @@ TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in (*DOCUMENTS
 def test_every_table_is_rendered_from_its_file(document):
     """What `make docs` would write is there already."""
     assert TABLE.search(TEXTS[document]) and render(TEXTS[document]) == TEXTS[document]
+
+
+def test_the_stored_advice_is_what_its_numbers_say():
+    record = json.loads((ROOT / "docs/language/plan.json").read_text(encoding="utf-8"))
+    assert record["advice"] == advise(record)
 
 
 @pytest.mark.parametrize("document", TEXTS)

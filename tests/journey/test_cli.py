@@ -10,16 +10,28 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
+from small_encoders import softmax_encoder
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
 from tiny_pipelines import generate, sana_pipeline
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, ViTImageProcessorPil
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    ViTImageProcessorPil,
+)
 
-from experiments.demo.tasks import make_tasks
-from mhla_hf.cli import main, parse_layers, parse_settings
+import mhla_hf
+from mhla_hf.cli import main
+from mhla_hf.commands.values import parse_layers, parse_settings
 from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.text_tasks import make_tasks
+from mhla_hf.planning import cache_of_saved
+from mhla_hf.speed import cache_bytes
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -71,10 +83,39 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
     printed = capsys.readouterr().err
     assert "'" + str(tmp_path / "tower") + "' is a SiglipVisionModel; expected" in printed and printed.count("\n") == 1
-    distill = ["distill", str(tmp_path / "vit"), "--recipe", str(ROOT / "conversion/recipes/language_cpu.yaml")]
-    assert main([*distill, "--text", "notes.txt", "--out", str(tmp_path / "new")]) == 2
+    distill = ["distill", str(tmp_path / "vit"), "--recipe", "language_cpu"]
+    assert main([*distill, "--data", "notes.txt", "--out", str(tmp_path / "new")]) == 2
     assert "is an image classifier; expected a causal language model" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+
+
+@pytest.mark.parametrize("kind, head", [*(("bert", head) for head in HEADS), ("distilbert", "ForMaskedLM")])
+def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, kind, head):
+    monkeypatch.chdir(tmp_path)
+    softmax = softmax_encoder(kind, head, vocab_size=400)
+    softmax.save_pretrained("encoder")
+    small_tokenizer().save_pretrained("encoder")
+    line = ["encoder", "out", "--layers", "1,2", "--set", "block_size=8", "--quiet"]
+    assert main(["convert", *line]) == 0
+    assert capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now train it as what it is: docs/families.md\n"
+    auto = getattr(transformers, {"Model": "AutoModel"}.get(head, f"AutoModel{head}"))
+    model, info = auto.from_pretrained("out", output_loading_info=True)
+    assert type(model).__name__ == f"MHLA{type(softmax).__name__}" and not info["missing_keys"]
+    same = mhla_hf.convert(softmax, layers=[1, 2], block_size=8).eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(model.eval()(ids)[0], same(ids)[0])
+    assert len(transformers.AutoTokenizer.from_pretrained("out")) == 400
+    (tmp_path / "notes.txt").write_text(TRAINING)
+    capsys.readouterr()
+    recipe = ["--recipe", "language_cpu", "--data", "notes.txt", "--out", "new"]
+    for line in (["convert", "encoder", "new", "--calibrate", "notes.txt"], ["distill", "encoder", *recipe]):
+        for source in ("encoder", "out"):
+            assert main([line[0], source, *line[2:]]) == 2
+            said = capsys.readouterr().err
+            assert "causal language model" in said and said.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
 @pytest.fixture
@@ -107,15 +148,29 @@ BAD = {
     "model converted already": ("convert mhla new", "is an MHLA model already"),
     "model not on the hub": ("convert nobody/nothing new", "'nobody/nothing' cannot be loaded"),
     "layers": ("convert llama new --layers half", "layers is 'half'"),
+    "flag of the argument": ("convert llama new --layers half", "mhla-hf convert: --layers is 'half'"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
     "a billion blocks": ("convert llama new --set num_blocks=1000000000", "num_blocks: got 1000000000, expected a w"),
-    "text with NUL": ("distill llama --recipe recipe.yaml --text nul.txt --out new", "'nul.txt' is no text"),
+    "text with NUL": ("distill llama --recipe recipe.yaml --data nul.txt --out new", "'nul.txt' is no text"),
     "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
     "model a broken link": ("convert link new", "'link' is no folder here"),
-    "output not empty": ("convert llama full", "'full' is not empty"),
-    "recipe misspelt": ("distill llama --recipe typo.yaml --text train.txt --out new", "stepps"),
-    "no teacher": ("distill mhla --recipe recipe.yaml --text train.txt --out new", "teacher"),
+    "output not empty": ("convert llama full", "'full' is not empty; give another folder, or overwrite (--overwrite)"),
+    "card without a name": ("card mhla", "--name is missing"),
+    "recipe unknown": (
+        "distill llama --recipe lite --out new",
+        "--recipe: 'lite' is not a file; expected a YAML file, or a name: dit_",
+    ),
+    "stage unknown": (
+        "distill llama --recipe recipe.yaml --set b.lr=1 --out new",
+        "--set: got 'b.lr', and the recipe has no 'b'",
+    ),
+    "settings of a converted": (
+        "distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new",
+        "--set: got 'settings.block_size', and 'mhla' is converted already",
+    ),
+    "recipe misspelt": ("distill llama --recipe typo.yaml --data train.txt --out new", "stepps"),
+    "no teacher": ("distill mhla --recipe recipe.yaml --data train.txt --out new", "teacher"),
     "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
@@ -145,7 +200,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
         text = start(["--help"], place).communicate()[0]
         took.append(time.perf_counter() - started)
     assert min(took) < 1.0
-    for command in ("convert", "plan", "distill", "evaluate", "push", "audit", "bench"):
+    for command in ("convert", "plan", "distill", "recipes", "info", "tasks", "evaluate", "push", "audit", "bench"):
         assert f"  {command} " in text and main([command, "--help"]) == 0
         assert f"example:\n  mhla-hf {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -160,7 +215,7 @@ def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
     settings = json.loads(Path(converted, "config.json").read_text())["mhla"]
     assert (settings["layers"], settings["block_size"], settings["gate"]) == ([1, 2], 32, True)
     assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(converted).iterdir()}
-    recipe = ["--recipe", "recipe.yaml", "--text", "train.txt", "--quiet"]
+    recipe = ["--recipe", "recipe.yaml", "--data", "train.txt", "--quiet"]
     assert main(["distill", converted, "--teacher", "llama", "--out", distilled, *recipe]) == 0
     assert main(["distill", "llama", "--out", str(tmp_path / "direct"), *recipe]) == 0
     record = json.loads(Path(distilled, "train.json").read_text())
@@ -210,7 +265,7 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
 
 def test_ctrl_c_in_distill_is_130_and_one_sentence_how_to_go_on(shelf, tmp_path):
     out, state = tmp_path / "new", tmp_path / "new.state"
-    line = ["distill", "llama", "--recipe", "long.yaml", "--text", "train.txt", "--out", str(out), "--quiet"]
+    line = ["distill", "llama", "--recipe", "long.yaml", "--data", "train.txt", "--out", str(out), "--quiet"]
     process = start(line, shelf)
     deadline = time.monotonic() + 90
     while not any(state.glob("*/*")) and process.poll() is None and time.monotonic() < deadline:
@@ -220,6 +275,114 @@ def test_ctrl_c_in_distill_is_130_and_one_sentence_how_to_go_on(shelf, tmp_path)
     assert process.returncode == 130 and "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) == 1 and stderr.startswith("mhla-hf") and "same" in stderr
     assert not out.exists() and state.exists()
+
+
+def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(shelf)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    given = "--max_steps 3 --batch-size 2 --learning-rate 2e-3 --device cpu --dtype bfloat16 --save-dtype float16"
+    given += " --report-to tensorboard --set *.seq_len=64 --set distil.lr=5e-4 --set settings.block_size=32"
+    given += f" --set run.log_every=1 --recipe language_cpu --data train.txt --seed 1 --out {tmp_path / 'out'}"
+    assert main(["distill", "llama", *given.split()]) == 0
+    again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; now judge it: {again}\n"
+    lines = [line for line in caplog.messages if " of 3, loss " in line]
+    assert len(lines) == 6 and lines[4].startswith("distil (2/2): step 2 of 3, loss ")
+    record = json.loads((tmp_path / "out/train.json").read_text())
+    told = [[stage[key] for key in ("steps", "batch_size", "seq_len", "lr")] for stage in record["stages"]]
+    assert told == [[3, 2, 64, 2e-3], [3, 2, 64, 5e-4]] and record["mixed_precision"] == "bf16"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["mhla"]["block_size"] == 32 and config["dtype"] == "float16" and (tmp_path / "out/runs").is_dir()
+    assert main(["distill", "llama", *given.split()]) == 0 and again in capsys.readouterr().out
+
+
+def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkeypatch, capsys):
+    model = save_mhla(tmp_path / "mhla")
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_text(HELD_OUT[:24_000])
+    line = ["tasks", "held.txt", "--tokenizer", "mhla", "--out", "tasks", "--window", str(WINDOW), "--items", "16"]
+    assert main([*line, "--name", "mine"]) == 0
+    told = capsys.readouterr().out
+    assert "mine_recall: 16 documents\n" in told
+    assert told.endswith("now: mhla-hf evaluate MODEL --include-path tasks --tasks 'mine_*'\n")
+    assert main(["info", "mhla", "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["scores"] == [] and before["mhla_layers"] == [1, 2] and before["layers"] == 3
+    assert before["parameters"] == AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert main(["evaluate", "mhla", "--include-path", "tasks", "--tasks", "mine_cloze", "--json"]) == 0
+    (scores,) = json.loads(capsys.readouterr().out).values()
+    assert {score["metric"] for score in scores} == {"acc", "acc_mutual_info"}
+    assert main(["info", "mhla"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("mhla: MHLALlamaForCausalLM\nlayers:     2 of 3 are MHLA: 1, 2\n") and page.count("\n") <= 12
+    assert "score:      mine_cloze acc " in page and "mixing_form decay" in page and " MiB with softmax alone" in page
+
+
+def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
+    assert main(["info", str(shelf / "mhla"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["cache"]
+    for name, folder in (("mhla", "mhla"), ("softmax", "llama")):
+        model = AutoModelForCausalLM.from_pretrained(shelf / folder)
+        with torch.no_grad():
+            filled = model(torch.zeros(1, 128, dtype=torch.long), use_cache=True).past_key_values
+        at_128 = cache_of_saved(AutoConfig.from_pretrained(shelf / "mhla"), 128)
+        assert at_128[name] == pytest.approx(cache_bytes(filled), rel=0.02), name
+    assert told["mhla"] < told["softmax"]
+
+
+def test_recipes_are_listed_with_memory_where_a_model_is_given(shelf, capsys):
+    assert main(["recipes", "--json"]) == 0
+    plain = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert plain["language_llama_lite"]["memory"] is None and plain["language_340m_scratch"]["memory"] > 2**32
+    assert main(["recipes", "--model", str(shelf / "llama"), "--tflops", "1", "--json"]) == 0
+    known = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert known["language_llama_lite"]["memory"] > 0 and known["language_llama_lite"]["hours"] > 0
+    assert known["wan_paper"]["memory"] is None and known["language_340m_scratch"]["hours"] > 1000
+    assert main(["recipes"]) == 0
+    assert "language_cpu" in capsys.readouterr().out
+
+
+PLAIN = """
+info mhla
+recipes
+evaluate mhla --tasks here_cloze --include-path tasks --out {new}/s.json
+convert llama {new}/made
+distill llama --recipe recipe.yaml --data train.txt --out {new}/trained
+"""
+CALLS = "import sys; from mhla_hf.cli import main; print([main(line.split()) for line in sys.argv[1:]])"
+
+
+def test_without_a_terminal_there_is_plain_text_alone(shelf, tmp_path):
+    plain = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TQDM", "HF_HUB_DISABLE"))}
+    environment = {**kept, **plain, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CALLS, *PLAIN.format(new=tmp_path).strip().splitlines()]
+    done = subprocess.run(command, cwd=shelf, env=environment, capture_output=True, timeout=120)
+    assert (done.stdout + done.stderr).isascii()
+    stdout, stderr = done.stdout.decode(), done.stderr.decode()
+    assert stdout.endswith("[0, 0, 0, 0, 0]\n") and "Traceback" not in stderr, stderr
+    assert stderr.count("is finished: 4 steps") == 1
+    assert "acc" in stdout and stdout.count("\r") == 0 and stderr.count("\r") < 5 and stderr.count("\n") < 40, stderr
+
+
+def test_a_reader_may_leave_before_the_end(shelf):
+    line = f"{sys.executable} -m mhla_hf.cli %s | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in ("--help", "recipes --json"):
+        done = subprocess.run(line % command, shell=True, cwd=shelf, env=environment, capture_output=True, text=True)
+        assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+def test_words_are_completed(tmp_path):
+    def words(line):
+        said = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+        said["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
+        command = [sys.executable, "-m", "mhla_hf.cli"]
+        subprocess.run(command, env={**os.environ, **said, "PYTHONPATH": str(ROOT)}, timeout=60)
+        return (tmp_path / "words").read_text().split("\n")
+
+    assert [word.strip() for word in words("mhla-hf dis")] == ["distill"]
+    assert {"--save-dtype", "--set"} <= {word.strip() for word in words("mhla-hf distill --s")}
 
 
 def test_layers_and_settings_are_read_as_meant():

@@ -51,7 +51,7 @@ def test_what_a_notebook_imports_is_there(run, signed_in, name):
 def test_language(run):
     printed, pictures = run("01_language.ipynb")
     assert "logits equal bit for bit: True" in printed and "three times the trained length: True" in printed
-    assert "MHLALlamaForCausalLM | layers [0, 1, 2]" in printed and pictures == 1
+    assert "MHLALlamaForCausalLM | layers [0, 1, 2, 3]" in printed and pictures == 1
     untrained = float(re.search(r"untrained (\d+\.\d+)", printed)[1])
     softmax, distilled = map(float, re.search(r"softmax (\d+\.\d+), MHLA (\d+\.\d+)", printed).groups())
     assert distilled < untrained and distilled < softmax + 0.5

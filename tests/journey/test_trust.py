@@ -18,7 +18,7 @@ from mhla_hf.checkpoints.load import load_language_model, load_tokenizer
 from mhla_hf.cli import main
 
 ROOT = Path(__file__).parents[2]
-LANGUAGE = ROOT / "conversion/recipes/language_cpu.yaml"
+LANGUAGE = "language_cpu"
 
 
 @pytest.fixture
@@ -60,16 +60,16 @@ COMMANDS = {
     "convert": "convert llama new",
     "convert a classifier": "convert vit new",
     "convert a pipeline": "convert wan new",
-    "distill": f"distill llama --recipe {LANGUAGE} --text notes.txt --out new",
+    "distill": f"distill llama --recipe {LANGUAGE} --data notes.txt --out new",
     "analyze": "analyze llama",
     "analyze a classifier": "analyze vit",
     "analyze a pipeline": "analyze wan",
     "evaluate": "evaluate llama --recipe recall",
     "evaluate speed": "evaluate llama --recipe speed",
     "evaluate a classifier": "evaluate vit --recipe table_2_imagenet --set data=images/val",
-    "experiments.demo.__main__.py": "--model llama --out new --text notes.txt --license mit",
-    "language.py": f"--model llama --recipe {LANGUAGE} --text notes.txt --out new",
-    "image_classifier.py": "--model vit --images images --out new",
+    "experiments.demo.__main__.py": "--model llama --out new --data notes.txt --license mit",
+    "language.py": f"--model llama --recipe {LANGUAGE} --data notes.txt --out new",
+    "image_classifier.py": "--model vit --data images --out new",
     "wan.py": "--model wan --out new",
 }
 

@@ -1,13 +1,17 @@
 """What is wrong is refused in one sentence that names it, and nothing has been changed by then."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import converted_model, one_sentence, scratch_model, softmax_model, tokens
+from small_models import converted_model, refused, scratch_model, softmax_model, tokens
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf import MHLAConfig
+from mhla_hf.models.pretrained import split_heads_plan
 
 
 @pytest.mark.parametrize(("name", "value"), [("layers", [0]), ("format_version", 99), ("normalise", True)])
@@ -15,12 +19,6 @@ def test_config(name, value):
     with pytest.raises(Exception) as error:
         MHLAConfig.preset("tiny", mhla={name: value})
     assert name in str(error.value)
-
-
-def test_overlay_class_without_settings():
-    with pytest.raises(ValueError) as error:
-        mhla_hf.MHLALlamaForCausalLM(softmax_model().config)
-    one_sentence(error, "config: got LlamaConfig", "mhla_hf.convert")
 
 
 DAMAGE = [
@@ -36,18 +34,16 @@ def test_damaged_weights(tmp_path, which, value, settings, word):
     weights = load_file(tmp_path / "model.safetensors")
     weights[f"model.layers.1.self_attn.mhla.{which}"].view(-1)[0] = value
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError) as error:
+    with refused(f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    one_sentence(error, f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word)
 
 
 def test_truncated_weights(tmp_path):
     converted_model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError) as error:
+    with refused("model.safetensors is no whole safetensors file"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    one_sentence(error, "model.safetensors is no whole safetensors file")
 
 
 CALLS = [
@@ -63,29 +59,37 @@ CALLS = [
 @pytest.mark.parametrize(("arguments", "word"), CALLS)
 @pytest.mark.parametrize("make", [converted_model, scratch_model])
 def test_calls(make, arguments, word):
-    with pytest.raises(ValueError) as error:
+    with refused(word):
         make()(tokens(2, 9), **arguments)
-    one_sentence(error, word)
 
 
 def test_crop_past_a_block():
     cache = converted_model()(tokens(1, 30), use_cache=True).past_key_values
     for count in (-9, 4):
-        with pytest.raises(ValueError) as error:
+        with refused(f"tokens_to_remove: got {count}, expected -8 to 0"):
             cache.crop(count)
-        one_sentence(error, f"tokens_to_remove: got {count}, expected -8 to 0")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "local": "softmax"}])
+def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
+    model, ids = converted_model(layers="2/3", **settings), tokens(1, 30)
+    cache = model(ids, use_cache=True).past_key_values
+    for count in (-9, 4, -31):
+        with refused(f"tokens_to_remove: got {count}"):
+            cache.crop(count)
+        assert [layer.get_seq_length() for layer in cache.layers] == [30] * 3
+    cache = copy.deepcopy(pickle.loads(pickle.dumps(cache)))
+    cache.crop(-5)
+    again = model(ids[:, 25:], past_key_values=cache).logits
+    torch.testing.assert_close(again, model(ids).logits[:, 25:], rtol=1e-5, atol=1e-5)
 
 
 def test_continuous_batching_is_refused():
-    with pytest.raises(ValueError) as error:
+    with refused("paged caches", "mhla_hf.serving"):
         converted_model(layers="2/3").generate_batch([[1, 2, 3], [4, 5]])
-    one_sentence(error, "paged caches", "past_key_values")
 
 
-def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
-    """In each of two processes, as torchrun starts them; none waits for the other."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    converted_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as error:
-        AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config={"tp_plan": "auto"})
-    one_sentence(error, "tp_plan", "size 2")
+def test_heads_that_do_not_divide():
+    with refused("size 3", "divides the 2 key/value heads of model.layers.1.self_attn"):
+        split_heads_plan(converted_model(layers=[1]), 3)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from ops_cases import distance
 from small_models import MODELS, converted_model, scratch_model, softmax_model, tokens
 from transformers import DynamicCache
 
@@ -29,7 +30,7 @@ def test_every_split_equals_the_full_pass(model):
         first = model(ids[:, :split], past_key_values=cache, use_cache=True).logits
         second = model(ids[:, split:], past_key_values=cache, use_cache=True).logits
         assert cache.get_seq_length() == 36
-        torch.testing.assert_close(torch.cat([first, second], 1), expected, **CLOSE)
+        assert distance(torch.cat([first, second], 1), expected) <= 1e-5
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
 """Saved models in the hands of someone who never installed mhla_hf: one other process, offline, without triton."""
 
-import json
 import shutil
-import subprocess
 
 import torch
 from elsewhere import run_elsewhere
@@ -47,7 +45,7 @@ report["hub"] = type(AutoModelForCausalLM.from_pretrained("somebody/llama", trus
 report["loaded"] = [m for m in ("mhla_hf", "triton", "diffusers", "accelerate") if sys.modules.get(m)]
 report["processor"] = AutoImageProcessor.from_pretrained("saved/classifier").size["height"]
 save_file({k: v.contiguous() for k, v in out.items()}, "out.safetensors")
-json.dump(report, open("report.json", "w"))
+print("", json.dumps(report), sep="\\n")  # behind a question that nobody answered
 """
 LANGUAGE = ["scratch", "llama-all", "llama-window", "qwen3-hybrid", "mixtral-hybrid"]
 TOWERS = {"ViTModel": {"layers": [1]}, "DINOv3ViTModel": {"cpe": 3}, "CLIPVisionModelWithProjection": {}}
@@ -72,9 +70,8 @@ def test_bit_equal_elsewhere_and_saved_again(tmp_path):
     shutil.copytree(tmp_path / "saved/llama-all", repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    run = run_elsewhere(VISITOR, tmp_path, stdin=subprocess.DEVNULL)
-    assert run.returncode == 0, run.stderr[-3000:]
-    report, out = json.loads((tmp_path / "report.json").read_text()), load_file(tmp_path / "out.safetensors")
+    report, _ = run_elsewhere(VISITOR, tmp_path)
+    out = load_file(tmp_path / "out.safetensors")
     assert (report["loaded"], report["processor"], report["hub"]) == ([], 32, "MHLALlamaForCausalLM")
     for name, tokenizer in tokenizers.items():
         assert report[name] == tokenizer("a b c")["input_ids"]

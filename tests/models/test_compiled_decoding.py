@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import converted_model, tokens
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 LOCAL = {"mixing_form": "decay", "local": "softmax"}
 
@@ -40,6 +40,20 @@ def test_decoding_is_one_graph(kind):
         if t == 16:
             warm = graphs()
     assert graphs() == warm
+
+
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_generate_with_a_static_cache_compiles_one_graph(layers):
+    model, ids, mask = converted_model(layers=layers, **LOCAL), tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[0, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **given)
+    compiling = CompileConfig(fullgraph=True, dynamic=False, backend="eager")
+    compiling._compile_all_devices = True
+    ours = model.generate(ids, cache_implementation="static", compile_config=compiling, **given)
+    assert torch.equal(ours, expected)
+    assert graphs() == 1
+    assert model._can_compile_fullgraph
 
 
 @torch.no_grad()

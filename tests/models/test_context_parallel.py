@@ -33,13 +33,13 @@ def one_process(rank, port, folder):
     store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=datetime.timedelta(seconds=60))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a CPU is no accelerator
-    counted, reduced = [], torch.distributed.all_reduce
+    counted, scatter = [], torch.distributed.reduce_scatter_tensor
 
-    def count(tensor, *args, **kwargs):
-        counted.append(tuple(tensor.shape))
-        return reduced(tensor, *args, **kwargs)
+    def count(part, whole, **kwargs):
+        counted.append(part.numel())
+        return scatter(part, whole, **kwargs)
 
-    torch.distributed.all_reduce = count
+    torch.distributed.reduce_scatter_tensor = count
     model = make()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, mesh=mesh))
@@ -48,6 +48,12 @@ def one_process(rank, port, folder):
     assert len(counted) == 3, counted  # one per layer
     result = train_step(model)
     assert torch.equal(output, result[0])
+    model = make(layout=(2, 2, 2))
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, mesh=mesh))
+    with torch.no_grad():
+        model(**inputs("wan", (4, 8, 10), batch=2), return_dict=False)
+    heads, width = model.config.num_attention_heads, model.config.attention_head_dim
+    assert counted[-1] == 2 * heads * 4 * width * (width + 1)  # of 4 of the 8 blocks: what an all-reduce sends, halved
     model = make(cpe=3)
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, mesh=mesh))
     with pytest.raises(ValueError, match="shard: got tokens of one process"):

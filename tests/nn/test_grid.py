@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
 
 from mhla_hf import Blocks, MHLASettings
-from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap
+from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap, grid_distances
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.shards import sharded_mhla
 
@@ -87,6 +87,12 @@ def test_fewer_blocks_average_the_matrix():
     assert torch.allclose(block_overlap(2, 3), torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]]))
 
 
+def test_distances_are_euclidean_between_blocks():
+    expected = [[((i // 3 - j // 3) ** 2 + (i % 3 - j % 3) ** 2) ** 0.5 for j in range(6)] for i in range(6)]
+    torch.testing.assert_close(grid_distances((2, 1, 3)), torch.tensor(expected))
+    assert grid_distances((4,)).tolist() == [[abs(i - j) for j in range(4)] for i in range(4)]
+
+
 def test_start_is_local_and_rows_sum_to_one():
     for prefix in (False, True):
         weight = GridMixing((3, 4), prefix=prefix)((3, 4))
@@ -136,11 +142,13 @@ def test_any_contiguous_shards_add_up(normalize):
     inputs = {name: torch.rand(2, 315, 2, 4, dtype=torch.float64) for name in ("q", "k", "v", "q_den", "k_den")}
     inputs = inputs if normalize else {name: inputs[name] for name in "qkv"}
     options = {"mixing": torch.rand(2, 60, 60, dtype=torch.float64), "blocks": blocks, "normalize": normalize}
-    spans, summaries = list(itertools.pairwise((0, 11, 12, 200, 315))), []
+    edges, sent = (0, 11, 12, 200, 315), []
 
     def run(add_up):
-        shards = ({name: x[:, a:b] for name, x in inputs.items()} for a, b in spans)
-        return [sharded_mhla(**x, **options, start=a, add_up=add_up) for x, (a, _) in zip(shards, spans, strict=True)]
+        shards = ({name: x[:, a:b] for name, x in inputs.items()} for a, b in itertools.pairwise(edges))
+        given = [options | {"rank": rank, "edges": edges, "add_up": add_up(rank)} for rank in range(4)]
+        return [sharded_mhla(**x, **own) for x, own in zip(shards, given, strict=True)]
 
-    run(lambda x: summaries.append(x) or x)
-    assert distance(torch.cat(run(lambda x: sum(summaries)), 1), mhla(**inputs, **options)) <= 1e-12
+    run(lambda rank: lambda parts: sent.append(parts) or parts.chunk(4)[rank])
+    whole = run(lambda rank: lambda parts: sum(sent).chunk(4)[rank])
+    assert distance(torch.cat(whole, 1), mhla(**inputs, **options)) <= 1e-12

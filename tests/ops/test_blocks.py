@@ -37,15 +37,6 @@ def test_sequence_has_a_shorter_block_at_its_end(length, size):
     assert blocks.equal == (length <= size or length % size == 0)
 
 
-def test_distances_are_euclidean_between_blocks():
-    blocks = Blocks.grid((4, 6, 6), (2, 1, 3))
-    expected = [[((i // 3 - j // 3) ** 2 + (i % 3 - j % 3) ** 2) ** 0.5 for j in range(6)] for i in range(6)]
-    assert blocks.distances().dtype == torch.float32
-    torch.testing.assert_close(blocks.distances(), torch.tensor(expected))
-    line = Blocks.sequence(10, 3).distances()
-    assert line.tolist() == [[abs(i - j) for j in range(4)] for i in range(4)]
-
-
 def test_blocks_are_values():
     assert Blocks.sequence(10, 3) == Blocks.sequence(10, 3) and len({Blocks.grid(6, 2), Blocks.grid((6,), (2,))}) == 1
     assert Blocks.sequence(6, 3) != Blocks.grid(6, 2)

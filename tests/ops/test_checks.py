@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from small_models import one_sentence
+from small_models import refused
 
 from mhla_hf.ops import api
 from mhla_hf.ops.api import mhla, mhla_step
@@ -82,9 +82,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     change, words = BAD[name]
-    with pytest.raises((TypeError, ValueError)) as error:
+    with refused(words, "expected", kind=(TypeError, ValueError)):
         mhla(**{**good(), **change})
-    one_sentence(error, words, "expected")
 
 
 def test_the_good_input_is_good():
@@ -113,9 +112,8 @@ def test_bad_step_leaves_the_state(name):
     before = copy.deepcopy(state)
     call.pop("blocks"), call.pop("causal")
     change, words = BAD_STEPS[name]
-    with pytest.raises((TypeError, ValueError)) as error:
+    with refused(words, kind=(TypeError, ValueError)):
         mhla_step(**{**call, "state": state, **change})
-    one_sentence(error, words)
     assert all(torch.equal(x, before.tensors()[name]) for name, x in state.tensors().items())
 
 
@@ -133,9 +131,8 @@ def test_bad_state_calls(act, words):
     _, state = mhla(**good(), starts=torch.tensor([0, 7]), return_state=True)
     if "window" in words:
         state.select(torch.tensor([0]))
-    with pytest.raises(ValueError) as error:
+    with refused(words):
         act(state)
-    one_sentence(error, words)
 
 
 def test_auto_says_once_what_it_took(caplog):

@@ -136,7 +136,7 @@ def test_no_more_is_taken_back_than_the_ring_holds():
     with torch.inference_mode():
         _, state = decode(form, tensors, decays, balance, [40])
     state.crop(1)
-    state.reorder(torch.tensor([1, 0]))
+    state.select(torch.tensor([1, 0]))
     assert not state.position.is_inference() and state.position.tolist() == [39, 39]
 
 

@@ -151,7 +151,7 @@ def test_rows_move_exactly():
     step(cut(x, 160, 170), mixing, state)
     now = cut(x, 170, 200)
     base = step(now, mixing, copy.deepcopy(state))
-    moves = ("reorder", torch.tensor([2, 0, 0]), [2, 0, 0]), ("select", torch.tensor([1]), [1])
+    moves = ("select", torch.tensor([2, 0, 0]), [2, 0, 0]), ("select", torch.tensor([1]), [1])
     for name, given, index in (*moves, ("repeat", 2, [0, 0, 1, 1, 2, 2])):
         moved = copy.deepcopy(state)
         assert getattr(moved, name)(given) is None

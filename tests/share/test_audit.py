@@ -65,7 +65,7 @@ def verdicts(folder, **options):
 
 def test_a_good_model_passes_every_check(shelf, tmp_path, capsys):
     out = tmp_path / "audit.json"
-    line = ["audit", str(shelf / "mhla"), "--teacher", str(shelf / "llama"), "--json", str(out), "--quiet"]
+    line = ["audit", str(shelf / "mhla"), "--teacher", str(shelf / "llama"), "--out", str(out), "--quiet"]
     assert main(line) == 0
     page, record = capsys.readouterr().out, json.loads(out.read_text())
     assert {row["verdict"] for row in record["checks"]} == {"ok", "measured"}
@@ -252,7 +252,7 @@ def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch)
     for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
         converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32)
         folder = save_model(tmp_path / name, converted)
-        options = ["--teacher", str(teacher), "--tokens", "512", "--json", str(tmp_path / "a.json"), "--quiet"]
+        options = ["--teacher", str(teacher), "--tokens", "512", "--out", str(tmp_path / "a.json"), "--quiet"]
         assert main(["audit", str(folder), *options]) == code
         record = json.loads((tmp_path / "a.json").read_text())
         rows = {row["name"]: row for row in record["checks"]}
@@ -277,6 +277,13 @@ def test_the_dense_form_passes_what_applies():
     assert FINDING not in [row["verdict"] for row in rows.values()]
 
 
+def test_a_model_from_scratch_that_mixes_packed_rows_up_is_found(monkeypatch):
+    cls = mhla_hf.MHLAForCausalLM
+    monkeypatch.setattr(cls, "forward", WRONG["packing"](cls.forward))
+    row = run("packing", bare(scratch_model()))
+    assert row["verdict"] == FINDING and "is more than" in row["reason"]
+
+
 def test_half_precision_has_its_own_tolerance(shelf, tmp_path):
     found, rows = verdicts(save_llama(tmp_path / "half", dtype=torch.bfloat16))
     assert found == [] and rows["cache"]["tolerance"] == rows["long text"]["tolerance"] >= 0.02
@@ -293,13 +300,13 @@ BAD = {  # the command's arguments -> what is said
     "a classifier": ("vit", "'vit' is a ViTForImageClassification; expected the folder of a causal"),
     "a pipeline": ("pipe", "'pipe' is a pipeline; expected the folder of a causal"),
     "no tokenizer": ("mute", "'mute': its tokenizer cannot be loaded"),
-    "no text": ("llama --text nothing.txt", "nothing.txt: No such file"),
-    "a short text": ("llama --text short.txt", "text: 'short.txt' has 8 tokens, expected at least 64"),
-    "no UTF-8": ("llama --text bytes.txt", "text: 'bytes.txt' is not UTF-8 text"),
+    "no text": ("llama --data nothing.txt", "nothing.txt: No such file"),
+    "a short text": ("llama --data short.txt", "--data: 'short.txt' has 8 tokens, expected at least 64"),
+    "no UTF-8": ("llama --data bytes.txt", "--data: 'bytes.txt' is not UTF-8 text"),
     "another vocabulary": ("llama --teacher other", "'other' has a vocabulary of 401 tokens, which is not the model's of"),
     "no teacher": ("llama --teacher empty", "model 'empty'"),
-    "output in nowhere": ("llama --json short.txt/a.json", "cannot be written to 'short.txt/a.json'"),
-    "output a folder": ("llama --json empty", "cannot be written to 'empty'"),
+    "output in nowhere": ("llama --out short.txt/a.json", "cannot be written to 'short.txt/a.json'"),
+    "output a folder": ("llama --out empty", "cannot be written to 'empty'"),
     "no tokens": ("llama --tokens 0", "tokens: got 0, expected a whole number of at least 64"),
     "tokens no number": ("llama --tokens many", "invalid int value"),
     "no such device": ("llama --device abacus", "device 'abacus' is not available here"),

@@ -77,7 +77,7 @@ BROKEN = {
         lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md holds a token of"),
     "a place on a computer": (
         put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json names the local path '/fsx/anna/a'"),
-    "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: evaluate it and"),
+    "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: run mhla-hf evaluate "),
 }  # fmt: skip
 
 
@@ -167,7 +167,9 @@ def test_which_scores_tell_of_recall_and_generation():
 def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):
     text = write_card(score(folder, ("heldout_recall",)), name="tester/mhla", license="apache-2.0").read_text()
     assert "- Generation was not measured." in text and "- Recall of single facts" not in text
-    with pytest.raises(ValueError, match="no result for generation: evaluate it and write the card again, or push it"):
+    with pytest.raises(
+        ValueError, match=r"no result for generation: run mhla-hf evaluate .* --recipe recall and write"
+    ):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
     sizes = {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,13 +1,11 @@
 """What is pushed is what others load: by repo id, at a pinned revision, bit for bit, in a process without mhla_hf."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
+from elsewhere import run_elsewhere
 from huggingface_hub import hf_api
 from safetensors.torch import load_file
 from small_models import MODELS, tokens
@@ -20,12 +18,6 @@ from mhla_hf.share.push import push
 
 TESTS = Path(__file__).parents[1]
 LOADER = """
-import json, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("mhla_hf", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
 import torch
 torch.set_num_threads(1)
 given = json.load(open("given.json"))
@@ -49,7 +41,7 @@ for name, (kind, revision) in given["models"].items():
             out[name] = loaded(asked).logits.contiguous()
     homes[name] = sys.modules[type(loaded).__module__].__name__
 save_file(out, "out.safetensors")
-print(json.dumps([homes, [name for name in ("mhla_hf", "triton") if name in sys.modules]]))
+print(json.dumps([homes, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
 """
 
 
@@ -57,11 +49,7 @@ def load_elsewhere(hub, folder, **given):
     """Run `LOADER` in an empty folder and home, with this Hub; the last line it prints, as JSON."""
     folder.mkdir()
     (folder / "given.json").write_text(json.dumps({"tests": str(TESTS), **given}))
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    options = {"cwd": folder, "env": {**environment, **hub.environment(folder / "hf")}, "stdin": subprocess.DEVNULL}
-    run = subprocess.run([sys.executable, "-c", LOADER], capture_output=True, text=True, **options)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_elsewhere(LOADER, folder, ("mhla_hf", "triton"), hub.environment(folder / "hf"))[0]
 
 
 def pipeline(family, folder):

@@ -133,7 +133,7 @@ def test_record(lab, tmp_path, capsys):
         out, teacher, data=data, seed=3, command="mhla-hf ...", tracker="tensorboard", log_every=4, progress=True
     )
     shown = capsys.readouterr().err
-    assert "logits (2/2): 100%" in shown and "out is finished: 20 steps in" in shown
+    assert "logits (2/2): step 10 of 10, loss " in shown and "out is finished: 20 steps in" in shown
     record = lab.record(out)
     assert (record["steps"], record["tokens"], record["seed"]) == (20, 20 * 4 * 48, 3)
     assert (record["command"], record["data"]["name"], record["teacher"]) == ("mhla-hf ...", "book.jsonl", "original")
@@ -178,6 +178,14 @@ def test_gradient_checkpointing_and_bf16(lab, tmp_path):
     assert {value.dtype for value in half.values()} == {FULL}
     torch.testing.assert_close(plain, half, rtol=0.1, atol=0.05)
     assert not torch.equal(plain["lm_head.weight"], half["lm_head.weight"])
+
+
+def test_the_backward_pass_is_not_under_autocast(lab, tmp_path):
+    """Where it is, gradients of what the forward pass does in fp32 are products in bf16."""
+    student, seen = lab.student(), set()
+    student.lm_head.weight.register_hook(lambda grad: seen.add(torch.is_autocast_enabled("cpu")))
+    lab.distill(tmp_path / "out", student=student, stages=lab.stages(2), mixed_precision="bf16")
+    assert seen == {False}
 
 
 @pytest.fixture

@@ -50,3 +50,36 @@ def test_bad_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(LINE + "run: {precision: 16}")
     with pytest.raises(ValueError, match="run: unknown 'precision'"):
         read_recipe(tmp_path / "recipe.yaml")
+
+
+def test_a_recipe_by_name_with_some_values_changed():
+    changes = {
+        "*.batch_size": 16,
+        "distil.lr": 5e-5,
+        "settings.block_size": 64,
+        "run.save_every": 7,
+        "data": "notes.txt",
+    }
+    plain, recipe = read_recipe("language_llama_lite"), read_recipe("language_llama_lite", changes)
+    assert [stage.batch_size for stage in recipe.stages] == [16, 16] and recipe.data == "notes.txt"
+    assert [stage.lr for stage in recipe.stages] == [plain.stages[0].lr, 5e-5]
+    assert recipe.settings == {**plain.settings, "block_size": 64} and recipe.run == {**plain.run, "save_every": 7}
+    assert read_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (
+            "distill.lr",
+            r"set: got 'distill.lr', and the recipe has no 'distill'; expected one of transfer.\*, distil.\*, set",
+        ),
+        ("distil.rate", "stage 'distil': unknown 'rate'; expected name, loss"),
+        ("run.speed", "run: unknown 'speed'"),
+        ("colour", "unknown 'colour'; expected stages, task"),
+        ("distil.lr", "stage 'distil': lr is 'x'; expected"),
+    ],
+)
+def test_bad_changes(place, words):
+    with pytest.raises(ValueError, match=words):
+        read_recipe("language_llama_lite", {place: "x"})

@@ -101,7 +101,7 @@ def mixed_with_earlier(latest, earlier, pointers, inside, weights, closed, strid
 def close_kernel(
     window_k, window_v, window_den, summaries, z, prefix, prefix_z, mixing, m_head, m_row, position, rows, size, capacity,
     limit, heads, groups, K: constexpr, V: constexpr, L: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr,
-    BV: constexpr, BL: constexpr, SHARED: constexpr,
+    BV: constexpr, BL: constexpr,
 ):  # fmt: skip
     """One row, one key head, one tile of its summary [K, V]: where the row's block has just ended, that block's summary, and
     the prefix of the next one, whose row of the mixing is below `limit`. Always: the row's counter."""
@@ -139,12 +139,10 @@ def close_kernel(
                 tl.store(base_z + closed * L + l_lanes, latest_z, mask=l_lanes < L)
         if closed + 1 < limit:
             group = heads // groups
-            total, total_z = latest, latest_z
             for member in range(0, group):
                 head = source * group + member
                 weights = mixing + head * m_head + (closed + 1) * m_row
-                if not SHARED or member == 0:
-                    total = mixed_with_earlier(latest, base, pointers, inside, weights, closed, K * V)
+                total = mixed_with_earlier(latest, base, pointers, inside, weights, closed, K * V)
                 tl.store(prefix + (row * heads + head) * K * V + pointers, total, mask=inside)
                 if z is not None:  # noqa: SIM102
                     if first_tile:
@@ -157,9 +155,9 @@ def pin_state(state, mixing, tokens):
 
     Makes room for `tokens` tokens per row, mixes the prefix, and moves the positions to the device (`state.position`). From
     then on such steps change no address and read nothing back. Anything else that is done with the state (a step of
-    several tokens, select, reorder, repeat, crop, to, reset) first calls `state.unpin()`, which asks the device how many
-    tokens there are; a captured graph is then of no use any more. After graph replays the counters on the CPU
-    (`state.length`) are behind until then. Beyond `tokens` tokens, or the rows of `mixing`, replays give wrong outputs.
+    several tokens, select, repeat, crop) first calls `state.unpin()`, which asks the device how many tokens there are; a
+    captured graph is then of no use any more. After graph replays the counters on the CPU (`state.length`) are behind
+    until then. Beyond `tokens` tokens, or the rows of `mixing`, replays give wrong outputs.
     """
     state.unpin()
     block = state.length // state.block_size
@@ -199,7 +197,6 @@ def triton_step(q, k, v, mixing, state, scale, q_den, k_den, unrounded=False):
             *(state.block_size, state.summaries.shape[2], min(mixing.shape[-2:]), heads, groups),
             **(widths | tile),
             DOT=dot_kind(state.prefix),
-            SHARED=mixing.dim() == 2,
             enable_fp_fusion=True,
         )
     state.count_to(state.length + 1)

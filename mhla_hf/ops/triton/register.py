@@ -9,8 +9,8 @@ second copy of the same version uses the first one's.
 import torch
 
 from ..namespace import NAMESPACE
-from ..reference import divide_or_zero
-from ..torch_layout import BlockCut, align_sequences, mixing_of_sequences
+from ..reference import divide_or_zero, official_denominator
+from ..torch_layout import align_sequences, mixing_of_sequences
 from ..torch_operator import RowScaleFree
 from .attend import dkdv_kernel, dq_kernel, forward_kernel
 from .common import cut_of, spell
@@ -31,7 +31,8 @@ def triton_mhla(
 ):  # fmt: skip
     """o [B, T, H, V] in v's dtype (fp32 if unrounded); arguments as in `mhla`, checked, and let pass by `triton_refusal`.
 
-    A denominator of other features than the numerator's, and the official one, are calls of their own with ones for values.
+    A denominator of other features than the numerator's is a call of its own with ones for values; the official one is
+    PyTorch's.
     """
     cut = spell(blocks)
     key_cut = cut if key_blocks is None else spell(key_blocks)
@@ -55,18 +56,12 @@ def triton_mhla(
             return TRITON_FORWARD(q, k, v, mixing, *where, True, 1.0, dtype)[0]
         num = TRITON_FORWARD(q, k, v, mixing, *where, False, 1.0, torch.float32)[0]
         q, k = (q, k) if q_den is None else (q_den, k_den)
+        if normalize == "official":
+            k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
+            return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
         ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)  # a width whose strides 16 divides
-        own = torch.eye(blocks.num_blocks, device=q.device) if normalize == "official" else mixing
-        den = TRITON_FORWARD(q, k, ones, own, *where, False, 1.0, torch.float32)[0][..., 0]
-        den = across_blocks(den, mixing.float(), blocks) if normalize == "official" else den
+        den = TRITON_FORWARD(q, k, ones, mixing, *where, False, 1.0, torch.float32)[0][..., 0]
         return divide_or_zero(num, den).to(dtype)
-
-
-def across_blocks(x, mixing, blocks):
-    """sum_j m_ij x_j over blocks for each slot of a block, [B, T, H] to [B, T, H]: the official denominator's mixing."""
-    cut = BlockCut(blocks, x.device)
-    slots = cut.split(x.transpose(1, 2).flatten(0, 1)[..., None]).squeeze(3).unflatten(0, (x.shape[0], x.shape[2]))
-    return cut.merge((mixing @ slots).flatten(0, 1)[..., None]).view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
 
 
 def triton_refusal(q, k, v, k_den=None):

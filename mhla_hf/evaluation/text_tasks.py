@@ -13,8 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from mhla_hf.checkpoints.files import folder_aside
-
+from ..checkpoints.files import folder_aside
 from .lookups import choose_words, make_recall
 
 OPTIONS = 4

@@ -9,8 +9,8 @@ import pytest
 from lm_eval.api.model import LM
 from small_scores import HELD_OUT, WINDOW, small_tokenizer
 
-from experiments.demo.tasks import find_sentences, make_cloze, make_tasks, split_text
 from mhla_hf.evaluation.language import HARNESS_SEEDS, load_tasks, score
+from mhla_hf.evaluation.text_tasks import find_sentences, make_cloze, make_tasks, split_text
 
 BLOCK = 32
 TOKENIZER = small_tokenizer()

@@ -1,7 +1,5 @@
 """Every recipe that is shipped can be read, names what it starts from, and holds settings that make a model."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,14 +7,12 @@ import mhla_hf
 from mhla_hf.models.configuration import MHLAConfig
 from mhla_hf.models.dit_transformer import dit_preset
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.training.recipe import read_recipe
-
-RECIPES = {path.stem: path for path in (Path(__file__).parents[2] / "conversion" / "recipes").glob("*.yaml")}
+from mhla_hf.training.recipe import read_recipe, recipe_names
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", recipe_names())
 def test_our_recipes_are_sound(name):
-    recipe = read_recipe(RECIPES[name])
+    recipe = read_recipe(name)
     assert len(recipe.about) > 50 and all(stage.loss != "transfer" for stage in recipe.stages[1:])
     settings = dict(recipe.settings)
     preset = settings.pop("preset", None)
@@ -34,7 +30,7 @@ def test_our_recipes_are_sound(name):
 
 
 def test_recipes_hold_the_papers_settings():
-    first = {name: read_recipe(path).stages[0] for name, path in RECIPES.items()}
+    first = {name: read_recipe(name).stages[0] for name in recipe_names()}
     wan, sana = first["wan_paper"], first["sana_paper"]
     assert (wan.size, wan.lr, wan.eps, wan.max_grad_norm, wan.shift) == ([81, 480, 800], 2e-5, 1e-10, 0.1, 3.0)
     assert (wan.timesteps, wan.batch_size, wan.loss, wan.drop_condition) == ("logit-normal", 32, "denoising", 0.1)

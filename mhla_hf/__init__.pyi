@@ -1,0 +1,37 @@
+"""What type checkers are told of `import mhla_hf`: `_PUBLIC` of `__init__.py`, and that further names exist."""
+
+from typing import Any
+
+from .analysis import analyze as analyze
+from .convert import convert as convert
+from .convert.keep import choose_layers as choose_layers
+from .convert.start import calibrate as calibrate
+from .convert.start import fit_decays as fit_decays
+from .evaluation.runner import evaluate as evaluate
+from .models.configuration import MHLAConfig as MHLAConfig
+from .models.language import MHLAForCausalLM as MHLAForCausalLM
+from .models.language import MHLAForQuestionAnswering as MHLAForQuestionAnswering
+from .models.language import MHLAForSequenceClassification as MHLAForSequenceClassification
+from .models.language import MHLAForTokenClassification as MHLAForTokenClassification
+from .models.language import MHLAModel as MHLAModel
+from .models.vision import MHLAForImageClassification as MHLAForImageClassification
+from .models.vision import MHLAVisionModel as MHLAVisionModel
+from .models.vision_configuration import MHLAVisionConfig as MHLAVisionConfig
+from .nn.settings import MHLASettings as MHLASettings
+from .ops.api import mhla as mhla
+from .ops.api import mhla_step as mhla_step
+from .ops.blocks import Blocks as Blocks
+from .ops.state import MHLAState as MHLAState
+from .planning import plan as plan
+from .share.audit import audit as audit
+from .share.push import push as push
+from .training.adapters import adapter_config as adapter_config
+from .training.adapters import load_adapter as load_adapter
+from .training.adapters import save_adapter as save_adapter
+from .training.loop import distill as distill
+from .training.start import start_from_text as start_from_text
+
+__version__: str
+__all__: list[str]
+
+def __getattr__(name: str) -> Any: ...  # the classes of families

@@ -1,0 +1,250 @@
+"""`mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
+
+import json
+import os
+import shlex
+import sys
+
+from .values import count, parse_layers, parse_settings, seed_number
+
+CONVERT = """\
+example:
+  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
+  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --calibrate notes.txt --keep auto --budget 8
+  mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
+A converted model has to be distilled before it is good again: mhla-hf distill.
+"""
+PLAN = """\
+example:
+  mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
+  mhla-hf plan DIR --context 8192 --layers all --no-timing --tflops 300 --json
+Where nothing of the model can convert, this says why, with exit code 1.
+"""
+TEACH = """\
+example:
+  mhla-hf teach meta-llama/Llama-3.2-1B --data train.txt --out taught
+then a recipe whose stages have `loss: stored`, and `mhla-hf distill llama-mhla --recipe RECIPE --data taught --out OUT`
+"""
+DISTILL = """\
+example:
+  mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
+      --recipe language_cpu --out out/smollm-distilled
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe ... --out ...    converts it first
+  mhla-hf distill ... --recipe language_llama_lite --batch-size 16 --max-steps 20 --report-to tensorboard
+  mhla-hf distill ... --set distil.lr=5e-5 --set distil.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
+Stopped at any moment, the same command goes on where it was. `mhla-hf recipes` has the recipes and their stages.
+On several processes, docs/many_processes.md:
+  accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill ...
+"""
+RECIPES = """\
+example:
+  mhla-hf recipes                                                       what there is
+  mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
+Memory is that of weights, gradients, moments and teacher; activations come on top.
+"""
+KINDS = {  # of models that are no language models: what loads one, and what comes next
+    "images": ("load_classifier", "distill it: conversion/image_classifier.py"),
+    "encoders": ("load_encoder", "train it as what it is: docs/families.md"),
+}
+
+
+def convert_options(add):
+    what = "a language model, an encoder of text, an image classifier or a pipeline"
+    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
+    add("out", metavar="OUT", help="folder to make")
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add("--calibrate", metavar="TEXT", help="text by which a language model's new layers start from the teacher")
+    add("--keep", choices=["auto"], help="measure on that text which layers (of --layers) keep softmax")
+    add("--budget", metavar="N", help="of --keep: a number of layers, or bytes of cache such as 64MiB")
+    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    add("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
+
+
+def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
+    if (keep and not budget) or (budget and not (keep and calibrate)):
+        raise ValueError("keep: expected all of --calibrate TEXT --keep auto --budget N, or the first alone")
+    settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
+
+    import torch
+
+    from ..checkpoints import load
+    from ..checkpoints.save import check_new_folder, save_model
+    from ..convert import convert
+    from ..training.start import start_from_text
+
+    check_new_folder(out, overwrite)
+    source = {"dtype": dtype, "device": "cpu", "revision": revision}
+    if load.is_pipeline(model, revision):
+        if calibrate:
+            raise ValueError(f"calibrate: came with {model!r}, a pipeline; expected a language model")
+        pipe = load.load_pipeline(model, **source)
+        torch.manual_seed(seed)
+        transformer = convert(pipe, layers=layers, **settings).transformer
+        save_model(pipe, out, overwrite=overwrite)
+        chosen = transformer.config.mhla["layers"]
+        print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
+        return
+    kind = load.kind_of_model(model, revision)
+    if calibrate and kind in KINDS:
+        raise ValueError(f"calibrate: came with {model!r}, which is no causal language model; expected one")
+    line = [
+        "mhla-hf",
+        "distill",
+        out,
+        "--teacher",
+        model,
+        "--recipe",
+        "language_llama_lite",
+        "--out",
+        f"{out}-distilled",
+    ]
+    read, further = KINDS.get(kind, ("load_language_model", f"distill it: {shlex.join(line)} --data TEXT"))
+    converted, tools = getattr(load, read)(model, **source)
+    torch.manual_seed(seed)
+    config = convert(converted, layers=layers, **settings).config
+    if calibrate:
+        start_from_text(converted, tools, calibrate, budget, seed)
+    save_model(converted, out, tools, overwrite)
+    print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
+
+
+def plan_options(add):
+    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; only its config.json is read")
+    add("--context", required=True, type=int, help="tokens of the sequences that it is for")
+    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add(
+        "--recipe",
+        default="language_llama_lite",
+        help="of the distillation: a name or a YAML file (default: %(default)s)",
+    )
+    add("--device", help="to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
+    add("--no-timing", action="store_false", dest="timing", help="time nothing")
+    add("--tflops", type=float, help="what the training machine does in a second, for hours")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+
+
+def run_plan(layers, settings, as_json, **options):
+    layers, settings = parse_layers(layers), parse_settings(settings)
+
+    from ..convert.transformers_models import NotConvertible
+    from ..planning import plan, render_plan
+
+    try:
+        record = plan(layers=layers, **options, **settings)
+    except NotConvertible as error:
+        print(f"mhla-hf plan: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    print(json.dumps(record, indent=2) if as_json else render_plan(record))
+
+
+def teach_options(add):
+    add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
+    add("--data", required=True, dest="text", help="file or folder of text")
+    add("--out", required=True, help="folder to make, the `--data` of a distillation with the loss stored")
+    add("--seq-len", type=int, default=512, help="tokens in a sequence (default: 512)")
+    add("--top-k", type=int, default=256, help="likeliest tokens kept of each distribution (default: 256)")
+    add("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
+    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+
+
+def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
+    from ..checkpoints.load import choose_device, load_language_model
+    from ..training.teach import teach
+
+    model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
+    sizes = {"seq_len": seq_len, "top_k": top_k, "batch_size": batch_size}
+    record = teach(model, text, tokenizer, out, progress=progress, **sizes)
+    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} likeliest tokens each")
+
+
+def distill_options(add):
+    add("student", metavar="STUDENT", help="an MHLA model, or a softmax model, which is converted first")
+    add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
+    add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
+    add("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="settings",
+        help="a value of the recipe's: STAGE.KEY (or '*.KEY' of every stage), settings.KEY, run.KEY")  # fmt: skip
+    add("--data", help="file, folder or dataset to train on (default: the recipe's)")
+    add("--out", required=True, help="folder to make")
+    add("--batch-size", type=count, metavar="N", help="sequences of one optimizer step, in every stage")
+    add("--learning-rate", type=float, metavar="LR", help="peak, in every stage; of one: --set STAGE.lr=LR")
+    add("--max-steps", type=count, metavar="N", help="no stage takes more steps")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the arithmetic and the teacher (default: the recipe's)")
+    add("--save-dtype", choices=["float32", "bfloat16", "float16"], help="of the saved weights (default: STUDENT's)")
+    add("--device", help="as torch names it (default: what Accelerate finds)")
+    add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, or another that accelerate knows; none")
+    add("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
+
+
+def run_distill(
+    student,
+    teacher,
+    recipe,
+    settings,
+    batch_size,
+    learning_rate,
+    max_steps,
+    dtype,
+    device,
+    tracker,
+    seed,
+    out,
+    **options,
+):
+    import torch
+
+    from ..checkpoints.load import choose_device, kind_of_model, load_language_model
+    from ..convert import convert
+    from ..training.loop import distill
+    from ..training.recipe import read_recipe
+    from ..training.sharding import fsdp_asked
+
+    wanted = {"*.batch_size": batch_size, "*.lr": learning_rate}
+    wanted["run.mixed_precision"] = dtype and {"float32": "no", "bfloat16": "bf16"}[dtype]
+    wanted["run.tracker"] = "" if tracker == "none" else tracker
+    wanted = {place: value for place, value in wanted.items() if value is not None} | parse_settings(settings)
+    recipe = read_recipe(recipe, wanted)
+    for stage in recipe.stages:
+        stage.steps = min(stage.steps, max_steps or stage.steps)
+    if (kind := kind_of_model(student)) in KINDS:
+        what, place = "an image classifier", "conversion/image_classifier.py"
+        if kind == "encoders":
+            what, place = "an encoder of text, which has no next tokens", "experiments/encoder.py"
+        raise ValueError(f"student {student!r} is {what}; expected a causal language model (others: {place})")
+    if device:
+        on_cpu = choose_device(device).type == "cpu"
+        os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
+    here = {"device": "cpu", "weights": not fsdp_asked() or os.environ.get("RANK", "0") == "0"}
+    model, tokenizer = load_language_model(student, **here)
+    if not hasattr(model.config, "mhla"):
+        torch.manual_seed(seed)
+        convert(model, **recipe.settings)
+        teacher = teacher or student
+    elif odd := [place for place in wanted if place.startswith("settings.")]:
+        raise ValueError(f"set: got {odd[0]!r}, and {student!r} is converted already; expected a softmax model with it")
+    dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
+    original = teacher and load_language_model(teacher, dtype=dtype, **here)[0]
+    distill(model, original, tokenizer=tokenizer, recipe=recipe, seed=seed, out=out, **options)
+    if not int(os.environ.get("RANK", "0")):  # of several processes the first one says it
+        line = shlex.join(["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"])
+        print(f"{out}: trained; now judge it: {line}")
+
+
+def recipes_options(add):
+    add(
+        "--model", metavar="DIR_OR_ID", help="of a softmax language model, to tell memory and work; config.json is read"
+    )
+    add("--tflops", type=float, help="with --model: what the training machine does in a second, for hours")
+    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+
+
+def run_recipes(model, tflops, as_json, **_):
+    from ..planning import list_recipes, render_recipes
+
+    record = list_recipes(model, tflops)
+    print(json.dumps(record, indent=2) if as_json else render_recipes(record))

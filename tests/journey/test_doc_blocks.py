@@ -1,0 +1,256 @@
+"""Every Python block of the docs runs, in its document's order, and every shell block has options that its program takes.
+
+What a block expects to be there (a model of the Hub, `batch`, `pipe`) is made by the function of its document in
+`STAND_INS`: small, with the real shapes, dtypes and names. A block for several processes (`TOGETHER`) is compiled, its
+imports are made and its calls are held against the signatures.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from small_encoders import softmax_encoder
+from small_models import softmax_model, tokens
+from small_scores import colors, save_llama, save_mhla, small_llama, small_tokenizer
+from small_towers import small_classifier, softmax_tower
+from tiny_pipelines import PIPELINES
+from transformers import ViTImageProcessorPil
+
+import mhla_hf
+from mhla_hf.cli import build_parser
+from mhla_hf.evaluation.runner import read_score_recipe
+from mhla_hf.training.recipe import read_recipe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    "README.md",
+    "conversion/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+SMALL = {  # what makes the real recipe short
+    "recall": {"lengths": [128], "depths": [0, 100], "items": 2},
+    "table_9_class_to_image": {"images": 20, "sampling.num_inference_steps": 2},
+    "table_2_imagenet": {},
+}
+TOGETHER = ("DistributedConfig(",)
+OTHERS = {"accelerate", "cd", "cp", "git", "hf", "make", "pip", "sed", "transformers"}  # programs that are not ours
+
+
+def blocks(document, *languages):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [textwrap.dedent(code) for _, language, code in FENCE.findall(text) if language in languages]
+
+
+PYTHON = {document: blocks(document, "python") for document in DOCUMENTS}
+
+
+def save_wan():
+    PIPELINES["wan"]().to(torch.bfloat16).save_pretrained(WAN)
+
+
+def for_diffusion():
+    save_wan()
+    Path("prompts.txt").write_text("a cat\na dog walks\n")
+    return {"name": WAN}
+
+
+def for_families():
+    save_mhla(Path("llama-mhla"))
+    softmax_encoder("bert").save_pretrained("sentence-transformers/all-MiniLM-L6-v2")
+    return {}
+
+
+def for_images():
+    softmax_tower("ViTForImageClassification").save_pretrained("facebook/deit-small-patch16-224")
+    softmax_tower("SiglipVisionModel").save_pretrained("google/siglip-base-patch16-224")
+    small_classifier("digits", num_channels=3, num_labels=2).save_pretrained("out/deit-t")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("out/deit-t")
+    save_pictures("imagenet/val/cat", "imagenet/val/dog")
+    return {}
+
+
+def for_judging():
+    save_llama(Path("out/teacher"))
+    for name in ("mhla", "linear"):
+        save_mhla(Path("out", name))
+    save_pictures("digits")
+    classifier = argparse.Namespace(features=lambda images: colors(images)["features"])
+    return {"pipe": PIPELINES["dit"](), "classifier": classifier}
+
+
+def for_language():
+    softmax_model().to(torch.bfloat16).save_pretrained("meta-llama/Llama-3.2-1B")
+    return {}
+
+
+def for_scale():
+    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16).train()
+    ids = tokens(2, 64)
+    names = {"folder": "llama-mhla", "model": model, "batch": {"input_ids": ids, "labels": ids}}
+    return names | {"tokenizer": small_tokenizer(), "texts": ["The try statement", "A class", "An assertion is"]}
+
+
+def for_sharing():
+    save_mhla(Path("out/mhla"))
+    return {"pipe": PIPELINES["wan"]().to(torch.bfloat16)}
+
+
+STAND_INS = {
+    f"docs/{name.removeprefix('for_')}.md": make for name, make in globals().items() if name.startswith("for_")
+}
+
+
+def save_pictures(*folders):
+    for folder in folders:
+        Path(folder).mkdir(parents=True)
+        for number in range(4):
+            Image.effect_noise((32, 32), 20 + number).convert("RGB").save(Path(folder, f"{number}.png"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, in which evaluate, distill and push do what they do, but for the length of it and the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conversion").symlink_to(ROOT / "conversion")
+    evaluate, distill, push = mhla_hf.evaluate, mhla_hf.distill, mhla_hf.push
+
+    def judge(models, tasks=None, *, recipe=None, settings=None):
+        if recipe is None:
+            return None  # lm-eval's tasks have to be fetched
+        read_score_recipe(recipe)
+        settings = {**(settings or {}), **SMALL[recipe]}
+        return evaluate(models, tasks, recipe=recipe, settings=settings, progress=False)
+
+    def teach(student, teacher, *, recipe, **options):
+        known = read_recipe(recipe)
+        short = {"steps": 1, "warmup": 0, "batch_size": 2, "grad_accum": 1, "size": [5, 32, 32], "sampling_steps": 2}
+        stages = [dataclasses.replace(stage, **short) for stage in known.stages[:1]]
+        return distill(student, teacher, stages=stages, mixed_precision=known.run["mixed_precision"], **options)
+
+    def share(what, repo_id, **options):
+        inspect.signature(push).bind(what, repo_id, **options)
+        assert Path(what).is_dir() if isinstance(what, str) else what.save_pretrained(repo_id) is None
+
+    for name, stand_in in (("evaluate", judge), ("distill", teach), ("push", share)):
+        monkeypatch.setattr(mhla_hf, name, stand_in)
+    return tmp_path
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A group of one, for what `torchrun` starts."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def check_calls(block):
+    """Import what it imports, and hold the calls of imported names against their signatures."""
+    tree, names = ast.parse(block), {}
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "imports", "exec"), names)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func).split(".")[0] in names:
+            called = eval(ast.unparse(call.func), names)
+            inspect.signature(called).bind(*call.args, **{word.arg: word.value for word in call.keywords if word.arg})
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+@pytest.mark.parametrize("document", [name for name in PYTHON if PYTHON[name] and name != "README.md"])
+def test_python_blocks(document, here, one_process):
+    names = STAND_INS[document]()
+    for block in PYTHON[document]:
+        try:
+            if any(mark in block for mark in TOGETHER):
+                check_calls(block)
+            else:
+                exec(compile(block, f"a block of {document}", "exec"), names)
+        except ModuleNotFoundError as error:
+            if error.name != "sentence_transformers":  # of which no other dependency is needed here
+                raise
+
+
+def test_the_readmes_blocks_run_beside_this():
+    """test_readme.py runs those that hold the marks that it names: all of them."""
+    source = Path(__file__).with_name("test_readme.py").read_text(encoding="utf-8")
+    marks = re.findall(r'"([^"]+)" in block', source)
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        marks += [mark.value for mark in call.args] if ast.unparse(call.func) == "run" else []
+    assert [block for block in PYTHON["README.md"] if not any(mark in block for mark in marks)] == []
+
+
+class Parsed(BaseException):
+    """The options were taken; what would follow is not done."""
+
+
+def commands(document):
+    """The commands of shell blocks and of indented lines, each as a list of words."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    lines = [*re.findall(r"^    (mhla-hf .*)$", text, re.MULTILINE)]
+    for block in blocks(document, "bash"):
+        lines += block.replace("\\\n", " ").splitlines() if "python -c" not in block else []
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        for part in " ".join(shlex.quote(word) for word in words).split(" '&&' "):
+            if words := shlex.split(part):
+                yield words
+
+
+def parse(words):
+    """Have the program of a command parse its options. SystemExit: it does not take them."""
+    program, *rest = words
+    if (program in ("torchrun", "accelerate") and "-m" in rest) or (program == "python" and rest[0] == "-m"):
+        module, *arguments = rest[rest.index("-m") + 1 :]
+    elif script := next((word for word in words if word.endswith(".py")), None):
+        module, arguments = ROOT / script, words[words.index(script) + 1 :]
+    elif program == "mhla-hf":
+        module, arguments = "mhla_hf.cli", rest
+    else:
+        assert program in OTHERS or "=" in program, words
+        return
+    sys.argv = [str(module), *arguments]
+    if isinstance(module, Path):
+        runpy.run_path(str(module), run_name="__main__")
+    elif module == "mhla_hf.cli":
+        build_parser().parse_args(arguments)
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    raise AssertionError(f"{shlex.join(words)}: its options were not parsed")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_shell_blocks(document, monkeypatch):
+    whole = argparse.ArgumentParser.parse_args
+
+    def stop(self, *given):
+        whole(self, *given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "conversion")])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for words in commands(document):
+        try:
+            parse(words)
+        except Parsed:
+            continue
+        except SystemExit:
+            pytest.fail(f"{document}: {shlex.join(words)}")
+    for block in blocks(document, "bash"):
+        for code in re.findall(r'python -c "(.*?)"', block, re.DOTALL):
+            compile(code, document, "exec")

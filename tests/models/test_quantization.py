@@ -1,0 +1,71 @@
+"""Converted language models with int8 and 4-bit weights, by torchao and bitsandbytes, as `from_pretrained` makes them."""
+
+import copy
+
+import pytest
+import torch
+from small_models import shaken, softmax_model, tokens
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+import mhla_hf
+
+FORMS = {
+    "window": {"mixing_form": "decay", "local": "softmax"},
+    "dense": {"mixing_form": "softmax", "output_norm": True},
+}
+
+
+def by_torchao():
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
+
+
+def by_bitsandbytes(**bits):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    return BitsAndBytesConfig(**bits)
+
+
+KINDS = {
+    "torchao": by_torchao,
+    "8-bit": lambda: by_bitsandbytes(load_in_8bit=True),
+    "4-bit": lambda: by_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+}
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(tokens(2, 40)).logits
+
+
+def quantized(model, config, folder):
+    """The model loaded from a folder with this configuration, and how far its logits are from what they were, relative."""
+    model.save_pretrained(folder)
+    loaded, whole = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config), logits_of(model)
+    return loaded, float((logits_of(loaded) - whole).norm() / whole.norm())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_weights_are_quantized_and_maps_mixing_and_norms_are_not(kind, form, tmp_path):
+    """It loses at most twice what the softmax model loses, and saves and loads to the same bits."""
+    config = KINDS[kind]()
+    base = softmax_model(hidden_size=64, intermediate_size=64, head_dim=16, initializer_range=0.05)
+    model = shaken(mhla_hf.convert(copy.deepcopy(base), block_size=8, gate=True, **FORMS[form]))
+    _, usual = quantized(base, config, tmp_path / "base")
+    loaded, lost = quantized(model, config, tmp_path / "whole")
+    assert 0 < lost < 2 * usual
+    attention = loaded.model.layers[1].self_attn
+    assert type(attention.q_proj.weight) is not nn.Parameter
+    kept = {name: value for name, value in attention.mhla.named_parameters() if name != "gate.weight"}
+    assert {name.split(".")[0] for name in kept} >= {"q_map", "k_map", "mixing"} and len(kept) > 3
+    for name, value in kept.items():
+        assert type(value) is nn.Parameter and torch.equal(
+            value, model.model.layers[1].self_attn.mhla.get_parameter(name)
+        )
+    assert loaded.generate(tokens(1, 30), max_new_tokens=10).shape == (1, 40)
+    loaded.save_pretrained(tmp_path / "small")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.equal(logits_of(again), logits_of(loaded))
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "whole")]
+    assert sizes[0] < 0.5 * sizes[1]

@@ -1,0 +1,66 @@
+"""A model whose heads are split over two processes, as `torchrun` starts them: what one process gives alone."""
+
+import os
+
+import torch
+from small_models import converted_model, scratch_model, tokens
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+LOCAL = {"mixing_form": "decay", "local": "softmax"}
+MODELS = {
+    "decays": lambda: converted_model(**LOCAL),
+    "one decay, hybrid": lambda: converted_model("qwen3", [0, 2], num_decays=1, **LOCAL),
+    "matrix": lambda: converted_model("mixtral", gate=True, output_norm=True, normalize=False),
+    "matrix by head": lambda: converted_model(per_head=True),
+    "scratch": scratch_model,
+}
+SHARED = ("matrix", "scratch")  # one matrix for all heads, replicated
+IDS, CUT = tokens(2, 40), 21
+
+
+def results(model):
+    """Logits at once and in parts, a loss and all gradients."""
+    whole = model(IDS, labels=IDS)
+    whole.loss.backward()
+    with torch.no_grad():
+        first = model(IDS[:, :CUT], use_cache=True)
+        parts = [first.logits, model(IDS[:, CUT:], past_key_values=first.past_key_values).logits]
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+    return {"logits": whole.logits.detach(), "parts": torch.cat(parts, 1), "loss": whole.loss.detach(), **grads}
+
+
+def one_process(rank, port, folder):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name in MODELS:
+        config = DistributedConfig(tp_size=2, tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=config)
+        mixing = model.model.layers[0].self_attn.mhla.mixing.weight
+        assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
+        torch.save(results(model), f"{folder}/{name}/{rank}.pt")
+        model.save_pretrained(f"{folder}/{name}/again", is_main_process=rank == 0)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    expected = {}
+    for name, make in MODELS.items():
+        model = make()
+        model.save_pretrained(tmp_path / name)
+        expected[name] = results(model)
+    listener = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    port = listener.port
+    del listener
+    torch.multiprocessing.start_processes(one_process, (port, str(tmp_path)), nprocs=2, start_method="fork")
+    for name, wanted in expected.items():
+        for rank in range(2):
+            got = torch.load(tmp_path / name / f"{rank}.pt")
+            assert got.keys() == wanted.keys()
+            for key, value in wanted.items():
+                assert (got[key] - value).norm() <= 1e-5 * value.norm() + 1e-7, (name, rank, key)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name / "again").state_dict()
+        assert all(torch.equal(again[key], value) for key, value in MODELS[name]().state_dict().items())

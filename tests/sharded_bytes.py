@@ -1,0 +1,58 @@
+"""Run by `accelerate launch`: prints, for every process, the most bytes of parameters that it held at once, as JSON.
+
+Counted when a unit has been gathered: every process's own shares, and all that is gathered at that moment.
+"""
+
+import json
+import sys
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mhla_hf
+from mhla_hf.training import loop
+
+torch.set_num_threads(1)
+GROUPS, PEAK = [], [0, 0]
+Group = _fsdp_param_group.FSDPParamGroup
+begin, gathered = Group.__init__, Group.wait_for_unshard
+
+
+def count(group):
+    whole = sum(tensor.untyped_storage().size() for p in group.fsdp_params for tensor in p.all_gather_outputs)
+    return sum(p._sharded_param_data.untyped_storage().size() for p in group.fsdp_params), whole
+
+
+def remember(self, *arguments, **options):
+    begin(self, *arguments, **options)
+    GROUPS.append(self)
+
+
+def look(self):
+    gathered(self)
+    own, whole = map(sum, zip(*map(count, GROUPS), strict=True))
+    PEAK[:] = own, max(PEAK[1], whole)
+
+
+def main(out, loss):
+    Group.__init__, Group.wait_for_unshard = remember, look
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4}
+    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=False, **sizes)).eval()
+    student = mhla_hf.convert(LlamaForCausalLM(teacher.config), block_size=16)
+    student.load_state_dict(teacher.state_dict(), strict=False)
+    total = sum(p.nbytes for model in (student, teacher) for p in model.parameters())
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in student.model.layers]
+    both = {"transfer": {"trainable": "mhla"}}.get(loss, {})
+    stages = [{"name": "s", "loss": loss, "steps": 2, "lr": 1e-3, "seq_len": 32, "batch_size": 8, **both}]
+    tokens = torch.randint(0, 128, (2000,))
+    mhla_hf.distill(student, teacher, out=out, data=tokens, stages=stages, progress=False)
+    world = torch.distributed.get_world_size()
+    found = {"share": PEAK[0], "gathered": PEAK[1], "total": total, "layer": max(layers), "world": world}
+    print(json.dumps({"rank": torch.distributed.get_rank()} | found), flush=True)
+
+
+if __name__ == "__main__":
+    assert loop  # the loop is what is measured
+    main(*sys.argv[1:])

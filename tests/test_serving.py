@@ -1,0 +1,197 @@
+"""Continuous batching: every request as `generate` alone, whoever shares the batch with it."""
+
+import random
+
+import pytest
+import torch
+from small_models import VOCAB, converted_model, refused, softmax_model
+from torch._dynamo.utils import counters
+from transformers import GenerationConfig
+
+import mhla_hf
+from mhla_hf.serving import ContinuousBatch, generate_batch
+
+LOCAL = {"mixing_form": "decay", "local": "softmax"}
+
+
+def alone(model, prompt, count, **options):
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)[
+        0, len(prompt) :
+    ].tolist()
+
+
+def prompts(count, longest, seed=0):
+    source = random.Random(seed)
+    return [[source.randrange(2, VOCAB) for _ in range(source.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("layers", ["all", [1]])
+@pytest.mark.parametrize("compiled", [False, "eager"])
+def test_requests_that_come_and_go(layers, compiled):
+    torch.compiler.reset()
+    counters.clear()
+    model, source = converted_model(layers=layers, **LOCAL), random.Random(1)
+    batch = ContinuousBatch(model, slots=3, max_length=80, chunk_size=7, compile=compiled)
+    todo, requests, canceled = prompts(12, 40), [], []
+    while todo or batch.pending:
+        if todo and source.random() < 0.4:
+            requests.append(batch.add(todo.pop(), source.randint(1, 30)))
+        if requests and source.random() < 0.03:
+            batch.cancel(requests[-1])
+            canceled.append(requests[-1])
+        batch.step()
+    for request in requests:
+        expected = alone(model, request.prompt, request.max_new_tokens)
+        assert request.tokens == (expected[: len(request.tokens)] if request in canceled else expected)
+        assert request.finished and request.slot is None
+    assert counters["stats"]["unique_graphs"] == bool(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, layers", [("llama", "all"), ("qwen3", [1]), ("mixtral", [0, 2])])
+def test_two_hundred_requests(family, layers):
+    model, todo = converted_model(family, layers, **LOCAL), prompts(200, 90)
+    torch.compiler.reset()
+    counters.clear()
+    got = generate_batch(model, todo, max_new_tokens=24, slots=16, max_length=128, chunk_size=32, compile="eager")
+    assert got == [alone(model, prompt, 24) for prompt in todo]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 2.5},
+        {"eos_token_id": list(range(20))},
+        {"eos_token_id": list(range(40)), "min_new_tokens": 5},
+        {"forced_eos_token_id": 3},
+        {"encoder_repetition_penalty": 1.5},
+    ],
+)
+def test_options_of_generate(options):
+    model, todo = converted_model(layers=[1], **LOCAL), prompts(4, 20)
+    got = generate_batch(
+        model, todo, max_new_tokens=12, slots=2, max_length=64, generation_config=GenerationConfig(**options)
+    )
+    assert got == [alone(model, prompt, 12, **options) for prompt in todo]
+    assert "eos_token_id" not in options or min(map(len, got)) < 12
+
+
+def test_sampling():
+    model, todo = converted_model(**LOCAL), prompts(3, 20)
+    sampled = GenerationConfig(do_sample=True, top_k=1)
+    assert generate_batch(model, todo, max_new_tokens=9, generation_config=sampled) == [
+        alone(model, p, 9) for p in todo
+    ]
+    sampled, seeds = GenerationConfig(do_sample=True, temperature=3.0), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        seeds.append(generate_batch(model, todo, max_new_tokens=9, generation_config=sampled))
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_the_length_of_the_generation_config():
+    model, todo = converted_model(**LOCAL), prompts(3, 20)
+    given = GenerationConfig(max_length=26)
+    expected = [alone(model, prompt, None, generation_config=given) for prompt in todo]
+    assert generate_batch(model, todo, generation_config=given) == expected
+    model.generation_config.max_length = 30
+    expected = [alone(model, prompt, None) for prompt in todo]
+    assert generate_batch(model, todo) == expected and len(expected[0]) == 30 - len(todo[0])
+
+
+@pytest.mark.parametrize("call", [0, 1, 5, 9])
+def test_an_error_in_a_step_changes_no_token(call):
+    """Whatever the layer before it has put in its cache."""
+    model, todo, calls = converted_model(layers=[1], **LOCAL), prompts(4, 20), []
+    expected = [alone(model, prompt, 6) for prompt in todo]
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == call + 1:
+            raise MemoryError("here")
+
+    hook = model.model.layers[2].register_forward_pre_hook(fails)
+    batch, errors = ContinuousBatch(model, slots=2, max_length=64, chunk_size=8), 0
+    requests = [batch.add(prompt, 6) for prompt in todo]
+    while batch.pending:
+        try:
+            batch.step()
+        except MemoryError:
+            errors += 1
+    hook.remove()
+    assert errors == 1 and [request.tokens for request in requests] == expected
+
+
+def test_a_slot_keeps_nothing_of_the_request_before():
+    """Not even NaN, which gets through a weight of zero."""
+    model, (first, second) = converted_model(layers=[1], **LOCAL), prompts(2, 20)
+    batch = ContinuousBatch(model, slots=1, max_length=64)
+    batch.cancel(batch.add(first, 30))
+    ruined, request = batch.add(first, 30), batch.add(second, 10)
+    batch.step()
+    for name in ("keys", "values"):
+        getattr(batch.cache.layers[0], name)[:] = torch.nan
+    batch.cancel(ruined)
+    while batch.pending:
+        batch.step()
+    assert request.tokens == alone(model, second, 10)
+
+
+def test_a_model_in_training_stays_in_training():
+    model = converted_model(**LOCAL).train()
+    generate_batch(model, [[3, 4]], max_new_tokens=2)
+    assert model.training
+
+
+def sliding_hybrid():
+    return mhla_hf.convert(
+        softmax_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1), layers=[0]
+    )
+
+
+def test_a_sliding_window_in_softmax_layers():
+    model, todo = sliding_hybrid(), prompts(3, 20)
+    assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
+    got = generate_batch(model, todo, max_new_tokens=20, slots=2, max_length=64, chunk_size=6)
+    assert got == [alone(model, prompt, 20) for prompt in todo]
+
+
+def flash_hybrid():
+    model = converted_model(layers=[1], **LOCAL)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+def add_twice(batch):
+    for _ in range(2):
+        batch.add([2], 2, "a")
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda: ContinuousBatch(converted_model()), ("layer 0", "matrix", "fit_decays")),
+        (lambda: ContinuousBatch(flash_hybrid()), ("layer 0", "'flash_attention_2'", "sdpa")),
+        (lambda: ContinuousBatch(converted_model(**LOCAL), slots=0), ("slots", "0", "1 or more")),
+        (
+            lambda: ContinuousBatch(converted_model(**LOCAL), generation_config=GenerationConfig(num_beams=2)),
+            ("beams",),
+        ),
+        (
+            lambda: ContinuousBatch(converted_model(**LOCAL), generation_config=GenerationConfig(stop_strings=["a"])),
+            ("stop_strings", "'a'"),
+        ),
+        (lambda: ContinuousBatch(converted_model(**LOCAL)).add([]), ("prompt", "0 tokens")),
+        (
+            lambda: ContinuousBatch(converted_model(layers=[1], **LOCAL), max_length=9).add([2] * 5, 5),
+            ("max_length, 9",),
+        ),
+        (lambda: add_twice(ContinuousBatch(converted_model(**LOCAL))), ("request_id", "'a'")),
+    ],
+)
+def test_bad_input(wrong, words):
+    with refused(*words):
+        wrong()

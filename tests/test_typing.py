@@ -1,0 +1,46 @@
+"""The types of the public names: what a checker is told is what `import mhla_hf` gives, and no signature has holes."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import mhla_hf
+
+HERE = Path(__file__).parent
+
+
+def test_checkers_are_told_of_every_public_name():
+    tree = ast.parse(Path(mhla_hf.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    told = {alias.asname: line.module for line in tree.body if isinstance(line, ast.ImportFrom) for alias in line.names}
+    told.pop(None)  # what is not given on
+    assert told == mhla_hf._PUBLIC
+
+
+def test_the_typed_example_uses_every_public_name():
+    tree = ast.parse((HERE / "typed_use.py").read_text(encoding="utf-8"))
+    names = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mhla_hf"
+    }
+    assert set(mhla_hf._PUBLIC) <= names
+
+
+def functions_of(public):
+    """The function, or a class's own public methods."""
+    if not inspect.isclass(public):
+        return [public]
+    named = {name: member for name, member in vars(public).items() if not name.startswith("_")}
+    return [function for name in named if inspect.isroutine(function := getattr(public, name))]
+
+
+@pytest.mark.parametrize("name", mhla_hf._PUBLIC)
+def test_every_argument_has_a_type(name):
+    for function in functions_of(getattr(mhla_hf, name)):
+        if not inspect.unwrap(function).__module__.startswith("mhla_hf"):
+            continue  # made by a library's decorator
+        signature = inspect.signature(function)
+        holes = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")
+        ]
+        assert not holes and signature.return_annotation is not signature.empty, (function, holes)

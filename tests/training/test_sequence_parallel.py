@@ -1,0 +1,134 @@
+"""Sequences shared by several processes, as `torchrun` starts them: what one process gives alone."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import converted_model, refused, scratch_model, softmax_model, tokens
+from torch.distributed.fsdp import fully_shard
+
+import mhla_hf
+from mhla_hf.training.sequence_parallel import mhla_cores, sequence_parallel, share_of_sequence
+
+LOCAL = {"mixing_form": "decay", "local": "softmax"}
+
+
+def sliding():
+    base = softmax_model("qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1)
+    return mhla_hf.convert(base, layers=[0], block_size=8)
+
+
+MODELS = {
+    "decays": lambda: converted_model(**LOCAL),
+    "decays alone, hybrid": lambda: converted_model("qwen3", [0, 2], mixing_form="decay", num_decays=3),
+    "sliding hybrid": sliding,
+    "matrix": lambda: converted_model(num_blocks=16),
+    "scratch": lambda: scratch_model(num_blocks=16),
+    "scratch, normalized": lambda: scratch_model(normalize=True, output_norm=False, per_head=True),
+}
+IDS = tokens(2, 128)
+
+
+def results(model, batch):
+    """Loss and all gradients."""
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": output.logits.detach(), "loss": output.loss.detach(), **grads}
+
+
+def sent_bytes(model, ids):
+    """Bytes that this process gives to collectives and neighbors in a forward and a backward pass."""
+    counted, before = [], (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp)
+
+    def counting(function, tensor_at):
+        def call(*args, **kwargs):
+            counted.append(args[tensor_at].nbytes if args[0] is not dist.irecv else 0)
+            return function(*args, **kwargs)
+
+        return call
+
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp = map(counting, before, (1, 1, 1))
+    with sequence_parallel(model):
+        results(model, share_of_sequence({"input_ids": ids, "labels": ids}, model))
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp = before
+    return sum(counted)
+
+
+def one_process(rank, count, port, folder):
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    for name, make in MODELS.items():
+        model = make()
+        with sequence_parallel(model):
+            got = results(model, share_of_sequence({"input_ids": IDS, "labels": IDS}, model))
+        torch.save(got, f"{folder}/{name} {rank}.pt")
+    model = MODELS["decays"]()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with sequence_parallel(model):
+        got = results(model, share_of_sequence({"input_ids": IDS, "labels": IDS}, model))
+    got = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in got.items()}
+    torch.save(got, f"{folder}/fsdp {rank}.pt")
+    model = MODELS["decays"]()
+    counts = [sent_bytes(model, tokens(1, length)) for length in (128, 256)]
+    assert counts[0] == counts[1] > 0
+    with refused("input_ids", "120", f"multiple of {8 * count}"):
+        share_of_sequence({"input_ids": IDS[:, :-8]}, model)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rotated_by_length(kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    return mhla_hf.convert(softmax_model(rope_parameters=rope), **LOCAL)
+
+
+def balanced_experts():
+    model = converted_model("mixtral", **LOCAL)
+    model.config.output_router_logits = True
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (MODELS["decays"], ("use_cache", "expected False")),
+        (MODELS["sliding hybrid"], ("use_cache", "expected False")),
+        (MODELS["matrix"], ("use_cache", "expected False")),
+        (lambda: rotated_by_length("dynamic"), ("rope_type", "'dynamic'")),
+        (lambda: rotated_by_length("longrope"), ("rope_type", "'longrope'")),
+        (balanced_experts, ("output_router_logits", "True")),
+    ],
+)
+def test_what_shares_would_get_wrong(make, words):
+    model = make()
+    with refused(*words), sequence_parallel(model):
+        model(IDS)
+    assert all(not core._forward_pre_hooks and "attend" not in vars(core) for core in mhla_cores(model))
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_give_what_one_gives(count, tmp_path):
+    listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = listener.port
+    del listener
+    torch.multiprocessing.start_processes(one_process, (count, port, str(tmp_path)), nprocs=count, start_method="fork")
+    for name, make in MODELS.items():
+        wanted = results(make(), {"input_ids": IDS, "labels": IDS})
+        parts = [torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(count)]
+        torch.testing.assert_close(
+            torch.cat([p["logits"] for p in parts], 1), wanted.pop("logits"), rtol=1e-5, atol=1e-5
+        )
+        for key, value in wanted.items():
+            got = sum(part[key] for part in parts)
+            assert (got - value).norm() <= 1e-5 * value.norm() + 1e-7, (name, key)
+    wanted = results(MODELS["decays"](), {"input_ids": IDS, "labels": IDS})
+    sharded = torch.load(tmp_path / "fsdp 0.pt")
+    for key, value in wanted.items():  # FSDP averages over processes
+        if key not in ("logits", "loss"):
+            assert (count * sharded[key] - value).norm() <= 1e-5 * value.norm() + 1e-7, key

@@ -1,0 +1,112 @@
+"""Several processes by `accelerate launch`, with FSDP2 and without: the numbers of one process, whatever is killed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from launched import SETUPS, compare, kill, launch
+from small_scores import TRAINING, save_llama
+
+RECIPE = """\
+settings: {layers: [1, 2], block_size: 16}
+stages:
+  - {name: transfer, loss: transfer, trainable: mhla, steps: 8, lr: 1e-2, warmup: 2, seq_len: 64, batch_size: 12}
+  - {name: distil, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, warmup: 3, weight_decay: 0.01, seq_len: 64,
+     batch_size: 12, ce_weight: 0.5, ema: 0.9}
+run: {save_every: 3, log_every: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A softmax model, a text, a recipe, and in `one` what one process makes of them."""
+    place = tmp_path_factory.mktemp("launched")
+    save_llama(place / "llama")
+    (place / "text.txt").write_text(TRAINING)
+    (place / "recipe.yaml").write_text(RECIPE)
+    code, text = launch(place, None, 1, *line("one"))
+    assert code == 0, text
+    return place
+
+
+def line(out, recipe="recipe.yaml"):
+    return "distill", "llama", "--recipe", recipe, "--data", "text.txt", "--out", out, "--quiet"
+
+
+def newest(place, out):
+    return max(
+        (int(path.name[5:]) for path in place.glob(f"{out}.state/step-*[0-9]") if ".tmp" not in path.name), default=0
+    )
+
+
+def test_two_sharded_processes_equal_one(place):
+    code, text = launch(place, "fsdp2_8gpu", 2, *line("two"))
+    assert code == 0, text
+    compare(place / "one", place / "two")
+    assert json.loads((place / "two" / "train.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "processes"), [("ddp", 2), ("ddp", 4), ("fsdp2_8gpu", 3), ("fsdp2_8gpu", 4)])
+def test_more_processes_equal_one(place, setup, processes):
+    out = f"{setup}{processes}"
+    code, text = launch(place, setup, processes, *line(out))
+    assert code == 0, text
+    compare(place / "one", place / out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("setup", ["fsdp2_8gpu", "ddp"])
+def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, setup, one):
+    """At the first state, at the border of the stages, in the second, while a state is written, and near the end."""
+    out = f"killed-{setup}-{one}"
+
+    def after(step):
+        return lambda: newest(place, out) >= step
+
+    def writing():
+        return newest(place, out) >= 14 and any(place.glob(f"{out}.state/*.tmp-*"))
+
+    for processes, until in ((2, after(3)), (3, after(8)), (4, after(11)), (2, writing), (3, after(26))):
+        assert kill(place, setup, processes, until, one, *line(out)) < 60
+        assert not (place / out).exists()
+    code, text = launch(place, setup, 2, *line(out))
+    assert code == 0, text
+    compare(place / "one", place / out)
+    assert json.loads((place / out / "train.json").read_text())["resumed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "offload"), [("one_gpu_offload", 1, True), ("fsdp2_8gpu", 8, False), ("two_nodes", 16, False)]
+)
+def test_accelerate_reads_the_setups(name, processes, offload):
+    found = load_config_from_file(str(SETUPS / f"{name}.yaml"))
+    assert (found.distributed_type, found.num_processes, found.mixed_precision) == ("FSDP", processes, "bf16")
+    assert (found.fsdp_config["fsdp_version"], found.fsdp_config["fsdp_offload_params"]) == (2, offload)
+
+
+@pytest.mark.slow
+def test_a_batch_that_three_processes_cannot_share(place):
+    (place / "odd.yaml").write_text(RECIPE.replace("batch_size: 12", "batch_size: 10"))
+    code, text = launch(place, "fsdp2_8gpu", 3, *line("odd", "odd.yaml"))
+    said = set(re.findall("mhla-hf distill: .*? each", text))
+    assert code != 0 and not list(place.glob("odd.state")) and not (place / "odd").exists()
+    assert said == {
+        "mhla-hf distill: stage 'transfer': batch_size 10 cannot be shared by 3 processes in grad_accum 1 equal parts each"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["transfer", "logits"])
+def test_bytes_of_parameters_per_process(tmp_path, loss):
+    """An equal share of student and teacher, and one layer; in transfer also the student's attention beside it."""
+    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", loss, script=Path(__file__).parents[1] / "sharded_bytes.py")
+    assert code == 0, text
+    found = [json.loads(part) for part in re.findall(r"\{\"rank\".*?\}", text)]
+    assert len(found) == 4
+    for row in found:
+        assert row["share"] <= row["total"] / 4 + 4 * 1024
+        assert row["gathered"] <= (1.5 if loss == "transfer" else 1.01) * row["layer"]
