@@ -34,7 +34,8 @@ def _seeded():
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator_of_another_test():
+def _no_accelerator_for_the_next_test():
+    yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
