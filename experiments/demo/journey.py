@@ -258,11 +258,13 @@ class _Demo:
                 teacher = teacher or self._load(self.folder("teacher", seed))
                 self.say(f"{LABELS[name]}:")
                 student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
+                self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
                 if name == "hybrid":
-                    kept = max(1, student.config.num_hidden_layers // 4)
-                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=kept, seed=seed)
-                    self.say(f"softmax stays in layers {student.config.mhla_measured['choice']['kept']}")
-                    self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
+                    budget = max(1, student.config.num_hidden_layers // 4)
+                    self.say("measuring which layer misses softmax most")
+                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=budget, seed=seed)
+                    kept = student.config.mhla_measured["choice"]["kept"]
+                    self.say(f"with softmax in layers {kept}, before any training: {PROMPT}{self._continue(student)}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
         folder = self.folder("control", seed)
         if "control" in self.models and self._missing(folder, RECORD):
