@@ -19,13 +19,14 @@ from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.overlay import MODEL_NAME, base_classes
 from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
+from mhla_hf.training.recipe import read_recipe, recipe_names
 
 from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.report import render_report, render_short
 from .encoder import render_encoder
-from .forms import render_forms
+from .forms import render_choice, render_depths, render_forms
 from .mqar import render_mqar
 from .serving import render_serving
 from .speed import render_speed, speed_table
@@ -34,14 +35,9 @@ from .studies.report import render_study
 from .studies.scaling import render_scaling
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("diffusion", "evidence", "families", "images", "language", "performance", "scale")
-    ),
-)
+PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DOCUMENTS = tuple(name for name in ("README.md", *PAGES) if TABLE.search((ROOT / name).read_text(encoding="utf-8")))
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
 )
@@ -84,6 +80,17 @@ def render_families(_):
     lines += ["", "| refused, because | model types |", "|---|---|"]
     for reason, types in REFUSED.items():
         lines.append(f"| {reason} | {', '.join(f'`{one}`' for one in types.split())} |")
+    return "\n".join(lines)
+
+
+def render_recipes(_):
+    """The recipes that come with the package: what each starts from, reads and does."""
+    lines = ["| recipe | base | data | stages: steps of samples |", "|---" * 4 + "|"]
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        base = recipe.base or (f"preset {recipe.settings['preset']}" if "preset" in recipe.settings else "yours")
+        stages = [f"{one.name}: {one.steps:,} of {one.batch_size}" for one in recipe.stages]
+        lines.append(f"| `{name}` | {base} | {recipe.data or 'yours'} | {', '.join(stages)} |")
     return "\n".join(lines)
 
 
@@ -148,6 +155,9 @@ KINDS = {
     "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "forms": render_forms,
+    "choice": render_choice,
+    "depths": render_depths,
+    "recipes": render_recipes,
     "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,

@@ -42,6 +42,13 @@ FORMS = {
     "the same, softmax in layers 0 and 3": {**WINDOW, "layers": "2/3"},
     "started from the teacher, softmax in the layer missed most": WINDOW,
 }
+CHOICE = {  # in the words of docs/language.md
+    "plain linear": "plain linear attention, no window",
+    "window + MHLA by 2 decays": "MHLA in all layers",
+    "the same, started from the teacher": "MHLA in all layers, started from the teacher",
+    "the same, softmax in layers 0 and 3": "softmax in layers 0 and 3, by rule",
+    "started from the teacher, softmax in the layer missed most": "softmax in one layer, chosen by measurement",
+}
 CONTROL = "teacher, trained on"
 TRAINED = {  # by the demo
     "plain linear": "linear",
@@ -152,12 +159,16 @@ def describe(row):
     return f"seed {row['seed']}, {row['form']}: {kl}; recall {recall}"
 
 
+def teachers_of(rows):
+    """The teacher's own rows, which are what the control was before its training."""
+    return [{"seed": row["seed"], "form": "teacher", "after": row["before"]} for row in rows if row["form"] == CONTROL]
+
+
 def render_forms(record):
     """The tables over the seeds that have all rows: mean and standard error."""
     kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
     controls = {row["seed"]: row for row in kept if row["form"] == CONTROL}
-    teachers = [{"seed": seed, "form": "teacher", "after": row["before"]} for seed, row in controls.items()]
-    near, far = [], []
+    teachers, near, far = teachers_of(kept), [], []
     for form in ("teacher", *FORMS, CONTROL):
         rows = [row for row in (*teachers, *kept) if row["form"] == form]
         cells = [number([row[when]["kl"] for row in rows], "{:.4f}") if "before" in rows[0] else "" for when in WHEN]
@@ -177,14 +188,26 @@ def render_forms(record):
         "\n".join([f"| attention | {' | '.join(head)} |", "|---" + "|---:" * len(head) + "|", *lines])
         for head, lines in zip(heads, (near, far), strict=True)
     ]
-    if any("depths" in row["after"] for row in kept):
-        tables.append(render_depths(kept, teachers))
     return "\n\n".join([*tables, f"{over.capitalize()}. {made(record)}"])
 
 
-def render_depths(rows, teachers):
+def render_choice(record):
+    """What a user chooses between: one row per form of `CHOICE`, means over the seeds."""
+    kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
+    lines = ["| attention | KL before training | after | recall | state, KiB |", "|---" + "|---:" * 4 + "|"]
+    for form, name in CHOICE.items():
+        rows = [row for row in kept if row["form"] == form]
+        kl = [f"{statistics.fmean(row[when]['kl'] for row in rows):.3f}" for when in WHEN]
+        recall = f"{statistics.fmean(row['after']['recall']['1'] for row in rows):.2f}"
+        state = f"{statistics.fmean(row['state_bytes'] for row in rows) / 1024:,.0f}"
+        lines.append(f"| {name} | {' | '.join([*kl, recall, state])} |")
+    return "\n".join([*lines, "", f"{over.capitalize()}. {made(record)}".replace(" ± standard error", "")])
+
+
+def render_depths(record):
     """Recall by depth of what the demo trained, and of the teacher."""
-    rows = [row for row in (*teachers, *rows) if row["form"] in ("teacher", *TRAINED) and "depths" in row["after"]]
+    kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
+    rows = [row for row in (*teachers_of(kept), *kept) if row["form"] in ("teacher", *TRAINED)]
     depths = sorted({depth for row in rows for shares in row["after"]["depths"].values() for depth in shares})
     lines = [f"| attention, times the trained length | {' | '.join(depths)} |", "|---" + "|---:" * len(depths) + "|"]
     names = [form for form in ("teacher", *TRAINED) if any(row["form"] == form for row in rows)]
@@ -192,7 +215,7 @@ def render_depths(rows, teachers):
         own = [row["after"]["depths"].get(times, {}) for row in rows if row["form"] == form]
         cells = [number([one[depth] for one in own], "{:.2f}") if depth in own[0] else "" for depth in depths]
         lines.append(f"| {form}, {times}x | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{over.capitalize()}. {made(record)}"])
 
 
 def main():
@@ -203,7 +226,8 @@ def main():
     parser.add_argument("--demo", default="out", help="folder of the demo (default: out)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     given = vars(parser.parse_args())
-    print(render_forms(run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")))
+    record = run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")
+    print(render_forms(record), render_depths(record), sep="\n\n")
 
 
 if __name__ == "__main__":

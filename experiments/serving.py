@@ -1,4 +1,4 @@
-"""What continuous batching brings: python -m experiments.serving (docs/scale.md)
+"""What continuous batching brings: python -m experiments.serving (docs/serving.md)
 
 Requests of many lengths, greedy, answered one after the other by `generate`, then together in slots; a Llama of the demo's
 size and its conversion with default settings, in all layers and with softmax in one of three; random weights, fp32.
@@ -71,7 +71,7 @@ def measure(count):
 
 
 def render_serving(record):
-    """The table of docs/scale.md."""
+    """The table of docs/serving.md."""
     lines = [
         "| model | " + " | ".join((ALONE, TOGETHER, COMPILED)) + " | a slot keeps, KiB |",
         "|---" + "|---:" * 4 + "|",

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"(?<=\]\()\.\./([^)#]+)")
+DOCS = ROOT / "docs"
+ABOVE = re.compile(r"(?<=\]\()(?:\.\./)+[^)#]+")
 logger = logging.getLogger("mkdocs.hooks")
 
 
@@ -20,12 +21,14 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """`../mhla_hf/x.py` becomes its address in the repository; one that is not there is warned of, an error if strict."""
+    """A link out of docs/ becomes its address in the repository; one that is not there is warned of, an error if strict."""
 
     def address(found):
-        kind = "tree" if (ROOT / found[1]).is_dir() else "blob"
-        if not (ROOT / found[1]).exists():
+        place = (DOCS / page.file.src_uri).parent.joinpath(found[0]).resolve()
+        if place.is_relative_to(DOCS):
+            return found[0]
+        if not place.exists():
             logger.warning("%s: links to %s, which does not exist", page.file.src_uri, found[0])
-        return f"{config.repo_url}/{kind}/main/{found[1]}"
+        return f"{config.repo_url}/{'tree' if place.is_dir() else 'blob'}/main/{place.relative_to(ROOT)}"
 
-    return OUTSIDE.sub(address, markdown)
+    return ABOVE.sub(address, markdown)

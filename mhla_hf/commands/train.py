@@ -33,7 +33,7 @@ example:
   mhla-hf distill ... --recipe language_llama_lite --batch-size 16 --max-steps 20 --report-to tensorboard
   mhla-hf distill ... --set distil.lr=5e-5 --set distil.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
 Stopped at any moment, the same command goes on where it was. `mhla-hf recipes` has the recipes and their stages.
-On several processes, docs/many_processes.md:
+On several processes, docs/scale.md:
   accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill ...
 """
 RECIPES = """\
@@ -44,7 +44,7 @@ Memory is that of weights, gradients, moments and teacher; activations come on t
 """
 KINDS = {  # of models that are no language models: what loads one, and what comes next
     "images": ("load_classifier", "distill it: conversion/image_classifier.py"),
-    "encoders": ("load_encoder", "train it as what it is: docs/families.md"),
+    "encoders": ("load_encoder", "train it as what it is: docs/encoders.md"),
 }
 
 

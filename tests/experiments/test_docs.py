@@ -1,16 +1,21 @@
 """README and docs: every table is what its JSON renders to, and every file and command they name exists."""
 
+import dataclasses
 import json
 import re
 
 import pytest
 
-from experiments.docs import DOCUMENTS, ROOT, TABLE, render
+from experiments.docs import DOCUMENTS, PAGES, ROOT, TABLE, render
 from mhla_hf.cli import build_parser
 from mhla_hf.planning import advise
+from mhla_hf.training.recipe import STAGE_TYPES, Options, Recipe
 
-MORE = ("CONTRIBUTING.md", "conversion/README.md", "docs/sharing.md", "docs/judging.md", "docs/shell.md")
-TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in (*DOCUMENTS, *MORE)}
+TEXTS = {
+    path: (ROOT / path).read_text(encoding="utf-8")
+    for path in ("README.md", "CONTRIBUTING.md", "conversion/README.md", *PAGES)
+}
+LONGEST = 1200  # words of a page that somebody wrote
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -24,11 +29,28 @@ def test_the_stored_advice_is_what_its_numbers_say():
     assert record["advice"] == advise(record)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_is_too_long_to_read(page):
+    assert len(TABLE.sub("", TEXTS[page]).split()) <= LONGEST
+
+
+def test_every_picture_and_record_is_used():
+    """By a page, a notebook, or the code that renders or makes it."""
+    users = [*PAGES, "README.md", *(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in users)
+    for path in (ROOT / "docs").rglob("*.*"):
+        assert path.suffix == ".md" or f"{path.parent.name}/{path.name}" in text, path
+
+
+def test_every_key_of_a_recipe_is_explained():
+    fields = {field.name for kind in (Recipe, Options, *STAGE_TYPES.values()) for field in dataclasses.fields(kind)}
+    assert sorted(fields - set(re.findall(r"`(\w+)`", TEXTS["docs/recipes.md"]))) == []
+
+
 @pytest.mark.parametrize("document", TEXTS)
 def test_named_files_exist(document):
     rooms = "mhla_hf|conversion|experiments|docs|model_cards|notebooks|tests|ops|nn|models|hub"
-    named = set(re.findall(rf"\b(?:{rooms})/[\w./-]*\w", TEXTS[document])) - {"docs/bench/gpu.json"}
-    assert named
+    named = set(re.findall(rf"(?<!\w/)\b(?:{rooms})/[\w./-]*\w", TEXTS[document])) - {"docs/bench/gpu.json"}
     for name in named:
         assert (ROOT / name).exists() or (ROOT / "mhla_hf" / name).exists(), name
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXTS[document]):
@@ -36,13 +58,14 @@ def test_named_files_exist(document):
 
 
 def test_named_commands_exist():
-    """docs/evidence.md names those that measured it, at commits that had other ones."""
-    text = "\n".join(TABLE.sub("", text) for name, text in TEXTS.items() if name != "docs/evidence.md")
+    """The evidence names those that measured it, at commits that had other ones."""
+    everything = "\n".join(TABLE.sub("", text) for text in TEXTS.values())
+    text = "\n".join(TABLE.sub("", text) for name, text in TEXTS.items() if not name.startswith("docs/evidence"))
     commands = set(build_parser()._subparsers._group_actions[0].choices)
     assert set(re.findall(r"mhla-hf (\w+)", text)) <= commands
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
-    for module in re.findall(r"python -m (experiments[\w.]*)", text + TEXTS["docs/evidence.md"]):
+    for module in re.findall(r"python -m (experiments[\w.]*)", everything):
         place = ROOT / module.rstrip(".").replace(".", "/")
         assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), module
 

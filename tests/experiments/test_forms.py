@@ -46,6 +46,7 @@ def test_rows_of_what_is_trained_and_of_what_the_demo_has(tmp_path, monkeypatch)
         and found["state_bytes"] < trained["state_bytes"]
     )
     assert forms.describe(found).startswith("seed 0, window + MHLA by 2 decays: KL ")
-    table = forms.render_forms({"rows": json.loads(json.dumps(rows)), **describe_run("test", "cpu")})
-    assert table.count("\n| ") == 2 * (1 + 2 + 2) - 1 + 1 + 3 * 2 and "Seed 0 alone" in table
-    assert "| teacher, 4x | " in table and "| 0.10 | 0.30 |" in table
+    record = {"rows": json.loads(json.dumps(rows)), **describe_run("test", "cpu")}
+    table, depths = forms.render_forms(record), forms.render_depths(record)
+    assert table.count("\n| ") == 2 * (1 + 2 + 2) - 1 and "Seed 0 alone" in table
+    assert depths.count("\n| ") == 3 * 2 and "| teacher, 4x | " in depths and "| 0.10 | 0.30 |" in depths

@@ -100,7 +100,7 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     small_tokenizer().save_pretrained("encoder")
     line = ["encoder", "out", "--layers", "1,2", "--set", "block_size=8", "--quiet"]
     assert main(["convert", *line]) == 0
-    assert capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now train it as what it is: docs/families.md\n"
+    assert capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now train it as what it is: docs/encoders.md\n"
     auto = getattr(transformers, {"Model": "AutoModel"}.get(head, f"AutoModel{head}"))
     model, info = auto.from_pretrained("out", output_loading_info=True)
     assert type(model).__name__ == f"MHLA{type(softmax).__name__}" and not info["missing_keys"]

@@ -29,16 +29,13 @@ from tiny_pipelines import PIPELINES
 from transformers import ViTImageProcessorPil
 
 import mhla_hf
+from experiments.docs import PAGES
 from mhla_hf.cli import build_parser
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.training.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    "README.md",
-    "conversion/README.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
-]
+DOCUMENTS = ["README.md", "conversion/README.md", *PAGES]
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 SMALL = {  # what makes the real recipe short
@@ -70,6 +67,10 @@ def for_diffusion():
 
 def for_families():
     save_mhla(Path("llama-mhla"))
+    return {}
+
+
+def for_encoders():
     softmax_encoder("bert").save_pretrained("sentence-transformers/all-MiniLM-L6-v2")
     return {}
 
@@ -100,8 +101,16 @@ def for_language():
 def for_scale():
     model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16).train()
     ids = tokens(2, 64)
-    names = {"folder": "llama-mhla", "model": model, "batch": {"input_ids": ids, "labels": ids}}
-    return names | {"tokenizer": small_tokenizer(), "texts": ["The try statement", "A class", "An assertion is"]}
+    return {"folder": "llama-mhla", "model": model, "batch": {"input_ids": ids, "labels": ids}}
+
+
+def for_serving():
+    model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16).eval()
+    return {
+        "model": model,
+        "tokenizer": small_tokenizer(),
+        "texts": ["The try statement", "A class", "An assertion is"],
+    }
 
 
 def for_sharing():

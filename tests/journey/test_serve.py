@@ -1,4 +1,4 @@
-"""A converted model behind `transformers serve`, as docs/language.md says it: over HTTP it says what `generate` says."""
+"""A converted model behind `transformers serve`, as docs/serving.md says it: over HTTP it says what `generate` says."""
 
 import json
 import os
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 ASKED = {"messages": [{"role": "user", "content": "What is a class?"}], "temperature": 0, "max_tokens": 40}
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/language.md").read_text(encoding="utf-8"), re.DOTALL)
+COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/serving.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = {word: text for text in COMMANDS for word in ("import mhla_hf", "sed") if " serve " in text and word in text}
 
 
