@@ -1,9 +1,8 @@
 """An image classifier from scratch with the paper's settings, or a pretrained one (or a vision tower) distilled from itself.
 
     python conversion/image_classifier.py --data FOLDER_OR_DATASET --out out/mine --model google/vit-base-patch16-224
-    python conversion/image_classifier.py --recipe image_deit_tiny_scratch --data DATA --out out/t
     python conversion/image_classifier.py --recipe image_features --data DATA --out out/tower
-    torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe ... --data imagenet/ --out out/t
+    torchrun --nproc_per_node 8 conversion/image_classifier.py --recipe image_deit_tiny_scratch --data imagenet/ --out out/t
 
 A folder holds one folder of images per class, perhaps below `train` and `val`. Stopped at any moment, the same command goes
 on. The classes of a model from scratch are those of the images; a converted one keeps its own; a vision tower has

@@ -10,7 +10,7 @@ the same 1,300 digits, never shown a sample. The distance in that judge's featur
 FID, which means Inception's features. Results: `digits.json`, `digits.png` and a table. The model that was distilled on the
 digits with seed 0 has its scores and the others' beside it and a card, for
 
-    mhla-hf card out/digits/MHLA-distilled-on-the-digits-0/transformer --shelve model_cards/digits_dit \
+    mhla-hf card out/digits/MHLA-distilled-on-the-digits-0/transformer --shelve model_cards/digits_dit \\
         --over-seeds out/digits/digits.json
 
 It is the transformer that has them, not the pipeline: diffusers' `DiTPipeline` asks for a VAE, which pixels do not need, and

@@ -1,9 +1,10 @@
-"""The tables of README and docs, from the JSON files that were measured: python -m experiments.docs (`make docs`)
+"""The tables of README and docs, from the JSON files that were measured: python -m experiments.docs (`make docs`).
 
 A table stands between two comments, `<!-- KIND FILE -->` and `<!-- end -->`, and is rendered anew from FILE (from the
 repository's root) by the function that KIND names; prose is written in the document itself.
 """
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -175,5 +176,6 @@ KINDS = {
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m experiments.docs", description=__doc__).parse_args()
     draw_gains(ROOT / "docs/gains.png")
     print("\n".join(f"{name}: rendered" for name in write_documents()) or "every table is what its numbers render to")

@@ -29,12 +29,14 @@ DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
       --recipe language_cpu --out out/smollm-distilled
-  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe ... --out ...    converts it first
-  mhla-hf distill ... --recipe language_llama_lite --batch-size 16 --max-steps 20 --report-to tensorboard
-  mhla-hf distill ... --set distil.lr=5e-5 --set distil.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts it first
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
+      --batch-size 16 --max-steps 20 --report-to tensorboard \\
+      --set distil.lr=5e-5 --set distil.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
 Stopped at any moment, the same command goes on where it was. `mhla-hf recipes` has the recipes and their stages.
 On several processes, docs/scale.md:
-  accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill ...
+  accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill \\
+      meta-llama/Llama-3.1-8B --recipe language_llama_full --data DATA --out out/mine
 """
 RECIPES = """\
 example:

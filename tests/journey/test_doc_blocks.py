@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, in its document's order, and every shell block has options that its program takes.
+"""Every Python block of the docs runs, in its document's order; every command of docs and helps is one that its program takes.
 
 What a block expects to be there (a model of the Hub, `batch`, `pipe`) is made by the function of its document in
 `STAND_INS`: small, with the real shapes, dtypes and names. A block for several processes (`TOGETHER`) is compiled, its
@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import runpy
@@ -23,16 +24,17 @@ import torch.distributed as dist
 from PIL import Image
 from small_encoders import softmax_encoder
 from small_models import softmax_model, tokens
-from small_scores import colors, save_llama, save_mhla, small_llama, small_tokenizer
+from small_scores import TRAINING, colors, save_llama, save_mhla, small_llama, small_tokenizer
 from small_towers import small_classifier, softmax_tower
 from tiny_pipelines import PIPELINES
 from transformers import ViTImageProcessorPil
 
 import mhla_hf
 from experiments.docs import PAGES
-from mhla_hf.cli import build_parser
+from mhla_hf.cli import COMMANDS, build_parser, main
+from mhla_hf.evaluation import runner
 from mhla_hf.evaluation.runner import read_score_recipe
-from mhla_hf.training.recipe import read_recipe
+from mhla_hf.training.recipe import read_recipe, recipe_names
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "conversion/README.md", *PAGES]
@@ -44,6 +46,13 @@ SMALL = {  # what makes the real recipe short
     "table_2_imagenet": {},
 }
 TOGETHER = ("DistributedConfig(",)
+COMMAND = "mhla-hf|python|torchrun|accelerate"
+SCRIPTS = [*sorted((ROOT / "conversion").glob("*.py")), *sorted((ROOT / "experiments").rglob("*.py"))]
+SCRIPTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SCRIPTS}
+HELPS = {name: ast.get_docstring(ast.parse(text)) for name, text in SCRIPTS.items() if "__main__" in text}
+HELPS |= {name: epilog for name, (*_, epilog) in COMMANDS.items()}
+SHORT = [["mhla-hf", name] for name in ("recipes", "convert", "teach", "info", "tasks", "analyze")]
+SHORT.append(["mhla-hf", "plan", "DIR"])
 OTHERS = {"accelerate", "cd", "cp", "git", "hf", "make", "pip", "sed", "transformers"}  # programs that are not ours
 
 
@@ -206,12 +215,16 @@ class Parsed(BaseException):
     """The options were taken; what would follow is not done."""
 
 
-def commands(document):
-    """The commands of shell blocks and of indented lines, each as a list of words."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    lines = [*re.findall(r"^    (mhla-hf .*)$", text, re.MULTILINE)]
-    for block in blocks(document, "bash"):
-        lines += block.replace("\\\n", " ").splitlines() if "python -c" not in block else []
+def commands(place):
+    """The commands of a document's shell blocks and indented lines, or of a help, each as a list of words."""
+    if place in HELPS:
+        text = re.sub(r" *\\\n +", " ", HELPS[place])
+        lines = [re.split(" > |   ", line)[0] for line in re.findall(rf"^ +((?:{COMMAND}) .*)$", text, re.MULTILINE)]
+        lines += re.findall(r"(?<=: )python -m experiments\.\w+", text)
+    else:
+        lines = re.findall(r"^    (mhla-hf .*)$", (ROOT / place).read_text(encoding="utf-8"), re.MULTILINE)
+        for block in blocks(place, "bash"):
+            lines += block.replace("\\\n", " ").splitlines() if "python -c" not in block else []
     for line in lines:
         words = shlex.split(line, comments=True)
         for part in " ".join(shlex.quote(word) for word in words).split(" '&&' "):
@@ -241,8 +254,16 @@ def parse(words):
     raise AssertionError(f"{shlex.join(words)}: its options were not parsed")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_shell_blocks(document, monkeypatch):
+def check_recipe(words):
+    """A recipe that a command names is one that there is, a file, or a word that stands for one."""
+    for flag, name in itertools.pairwise(words):
+        if flag in ("--recipe", "--judge") and name.islower() and not name.endswith(".yaml"):
+            assert name in (*recipe_names(), *runner.recipe_names()), words
+
+
+@pytest.fixture
+def parse_only(monkeypatch):
+    """A program's `parse_args` ends it when the options were taken."""
     whole = argparse.ArgumentParser.parse_args
 
     def stop(self, *given):
@@ -253,13 +274,57 @@ def test_shell_blocks(document, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "conversion")])
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for words in commands(document):
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")  # runpy
+@pytest.mark.parametrize("place", [*DOCUMENTS, *HELPS])
+def test_commands_are_taken(place, parse_only):
+    for words in commands(place):
+        check_recipe(words)
         try:
             parse(words)
         except Parsed:
             continue
         except SystemExit:
-            pytest.fail(f"{document}: {shlex.join(words)}")
-    for block in blocks(document, "bash"):
+            pytest.fail(f"{place}: {shlex.join(words)}")
+    for block in blocks(place, "bash") if place in DOCUMENTS else ():
         for code in re.findall(r'python -c "(.*?)"', block, re.DOTALL):
-            compile(code, document, "exec")
+            compile(code, place, "exec")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")  # runpy
+@pytest.mark.parametrize("place", HELPS)
+def test_a_help_shows_its_examples(place, monkeypatch, capsys):
+    """Line for line, so that they can be copied."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "conversion")])
+    words = ["mhla-hf", place] if place in COMMANDS else ["python", place]
+    if place.startswith("experiments"):
+        words = ["python", "-m", place.removesuffix(".py").removesuffix("/__main__").replace("/", ".")]
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse([*words, "--help"])
+    printed = capsys.readouterr().out
+    examples = re.findall(rf"^ +(?:{COMMAND}) .*$", HELPS[place], re.MULTILINE)
+    assert [line for line in examples if line not in printed] == []
+
+
+def test_what_a_help_shows_runs(tmp_path, monkeypatch, capsys):
+    """Those that are done in a moment, as they stand."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.2-1B", "DIR"):
+        save_llama(Path(name))
+    save_wan()
+    for name in ("mhla", "teacher", "linear"):
+        save_mhla(Path("out", name), max_position_embeddings=256)
+    small_classifier("digits", num_channels=3, num_labels=2).save_pretrained("out/vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("out/vit")
+    save_pictures("photos/cat", "photos/dog", "photos/hen", "photos/owl")
+    for name in ("notes.txt", "train.txt"):
+        Path(name).write_text(TRAINING)
+    ran = []
+    for place in COMMANDS:
+        for words in commands(place):
+            if any(words[: len(start)] == start for start in SHORT) and "--calibrate" not in words:
+                assert main([*words[1:], "--quiet"]) == 0, words
+                ran.append(words[1])
+    assert set(ran) == {start[1] for start in SHORT} and "\ntaught: " in capsys.readouterr().out
