@@ -1,4 +1,4 @@
-"""Every Python block of the docs runs, in its document's order; every command of docs and helps is one that its program takes.
+"""Every Python block of the docs runs, in its document's order; every command of docs and helps is taken by its program.
 
 What a block expects to be there (a model of the Hub, `batch`, `pipe`) is made by the function of its document in
 `STAND_INS`: small, with the real shapes, dtypes and names. A block for several processes (`TOGETHER`) is compiled, its
