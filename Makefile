@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 
-.PHONY: demo demo-images test test-slow lint format bench gpu docs clean
+.PHONY: demo demo-images test test-slow lint format bench gpu docs notebooks clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,9 @@ docs: $(VENV)/.docs  ## every table and card rendered anew from what was measure
 	$(BIN)/python -m experiments.docs
 	$(BIN)/mhla-hf card model_cards
 	$(BIN)/mkdocs build --strict
+
+notebooks: $(VENV)/.test  ## every notebook executed again, with a Hub in memory, and its outputs kept
+	$(BIN)/python -m tests.execute_notebooks $(ARGS)
 
 clean:
 	rm -rf $(VENV) out build dist site *.egg-info
