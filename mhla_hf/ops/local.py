@@ -56,8 +56,9 @@ def attend_local(
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
     [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
     they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
-    int [B]; now: int [B], the last block behind these tokens. Returns the outputs and the running sums there (None without
-    `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
+    int [B], and whose sequence is that of the first block; now: int [B], the last block behind these tokens. Returns the
+    outputs and the running sums there (None without `now`). Without gradients a long sequence is taken `SEGMENT` tokens at
+    a time: memory and cost per token do not grow.
     """
     if form.sinks and sink is None:
         sink = find_sinks(k, v, valid, form, sequence)
@@ -110,6 +111,8 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
     if carried is not None:
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
+        if sequence is not None:
+            decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
     o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)

@@ -12,39 +12,45 @@ import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..models.attention import SOFTMAX_ONLY, padding_mask, softmax_attentions
+from ..models.attention import SOFTMAX_ONLY, packed_arguments, packed_borders, padding_mask, softmax_attentions
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
-from ..ops.causal_shards import sharded_causal_mhla, sharded_local_attention
-from ..ops.exchange import AllGather
+from ..ops.causal_shards import RowShards, gather_parts, sharded_causal_mhla, sharded_local_attention, shards_of
 
 GATHERED = "mhla_gathered"
+TAKEN = {"input_ids", "labels", "position_ids", "seq_idx"}
+TAKEN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 def share_of_sequence(batch: dict, model, group=None) -> dict:
     """What this process gives `model` of a batch that all processes have: `input_ids` `[B, T]`, and `labels` if training.
 
-    Returns `input_ids` and `position_ids` of its share, and with `labels` also `shift_labels` and `num_items_in_batch`, by
-    which the losses of all processes add up to that of the whole batch. ValueError: T that is not a whole number of blocks
-    for each process, padding on the left, packed sequences.
+    Sequences packed into one row (B is 1) come with `position_ids`, `seq_idx` or `cu_seq_lens_q`, as for one process. Each
+    process gets T / P tokens, up to a block more or less. Returns `input_ids`, `position_ids` and the row's `cu_seq_lens_q`,
+    and with labels also `shift_labels` and `num_items_in_batch`, by which the losses of all processes add up to that of the
+    whole batch. ValueError: fewer tokens than a block for each process, padding.
     """
-    ids, count, rank = batch["input_ids"], dist.get_world_size(group), dist.get_rank(group)
-    size = max((core.settings.block_size for core in mhla_cores(model)), default=1)
-    if ids.shape[1] % (count * size):
-        what = f"expected a multiple of {count * size}, blocks of {size} for each of {count} processes"
-        raise ValueError(f"input_ids: got {ids.shape[1]} tokens, {what}.")
-    if unknown := sorted(batch.keys() - {"input_ids", "labels"}):
-        raise ValueError(
-            f"batch: got {', '.join(unknown)}, expected input_ids and labels alone (no padding, no packing)."
-        )
-    own = slice(rank * (ids.shape[1] // count), (rank + 1) * (ids.shape[1] // count))
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    share = {"input_ids": ids[:, own], "position_ids": places[:, own]}
+    if unknown := sorted(batch.keys() - TAKEN):
+        raise ValueError(f"batch: got {', '.join(unknown)}, expected {', '.join(sorted(TAKEN))} alone (no padding).")
+    ids, rank = batch["input_ids"], dist.get_rank(group)
+    borders = packed_borders(batch, len(ids), 0)
+    borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32) if borders is None else borders
+    shards = RowShards(borders, block_size(model), dist.get_world_size(group))
+    own = slice(*shards.token[rank : rank + 2].tolist())
+    places = batch.get("position_ids")
+    if places is None:
+        places = packed_arguments({}, borders.to(ids.device), ids.shape[1])["position_ids"].expand_as(ids)
+    share = {"input_ids": ids[:, own], "position_ids": places[:, own], "cu_seq_lens_q": borders}
     if "labels" in batch:
         following = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
         share |= {"labels": batch["labels"][:, own], "shift_labels": following[:, own].contiguous()}
         share["num_items_in_batch"] = int((following != -100).sum())
     return share
+
+
+def block_size(model) -> int:
+    """Tokens per block of a model's MHLA layers."""
+    return max((core.settings.block_size for core in mhla_cores(model)), default=1)
 
 
 def mhla_cores(model) -> list:
@@ -83,7 +89,7 @@ def sequence_parallel(model, group=None):
         for core in cores:
             core.attend = attend_shards(core, group)
         for layer in softmax:
-            layer.config._attn_implementation_internal, layer.mhla_group = GATHERED, group
+            layer.config._attn_implementation_internal, layer.mhla_shards = GATHERED, (block_size(model), group)
         yield
     finally:
         for hook in hooks:
@@ -91,7 +97,7 @@ def sequence_parallel(model, group=None):
         for core in cores:
             del core.attend
         for layer in softmax:
-            del layer.mhla_group
+            del layer.mhla_shards
         for config, implementation in before.values():
             config._attn_implementation_internal = implementation
 
@@ -107,9 +113,8 @@ def attend_shards(core, group):
     if isinstance(core, DecayMHLA):
         return lambda *inputs, **padding: sharded_local_attention(*inputs, group=group, **padding)
 
-    def attend(q, k, v, blocks, **options):
-        mixing = core.mixing(blocks.num_blocks * dist.get_world_size(group))
-        return sharded_causal_mhla(q, k, v, mixing, block_size=core.settings.block_size, group=group, **options)
+    def attend(q, k, v, _blocks, **options):
+        return sharded_causal_mhla(q, k, v, core.mixing, block_size=core.settings.block_size, group=group, **options)
 
     return attend
 
@@ -118,11 +123,14 @@ def gathered_attention(module, query, key, value, attention_mask, scaling=None, 
     """Causal softmax attention of a share, `[B, H, T, K]`, to the keys and values of all; o is `[B, T, H, V]`."""
     if any(kwargs.get(name) is not None for name in SOFTMAX_ONLY if name != "sliding_window"):
         raise ValueError(f"model: a softmax layer came with one of {', '.join(SOFTMAX_ONLY)}, expected none of them.")
-    group = module.mhla_group
-    k, v = (AllGather.apply(x[None], group).permute(1, 2, 0, 3, 4).flatten(2, 3) for x in (key, value))
-    row = torch.arange(query.shape[2], device=query.device) + dist.get_rank(group) * query.shape[2]
-    distance = row[:, None] - torch.arange(k.shape[2], device=query.device)
-    seen = distance >= 0
+    (size, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
+    shards, rank = shards_of(borders, size, group)
+    k, v = (gather_parts(x, shards.token, 2, group) for x in (key, value))
+    token = torch.arange(k.shape[2], device=query.device)
+    sequence = torch.searchsorted(borders.to(token.device), token, right=True)
+    row = slice(*shards.token[rank : rank + 2].tolist())
+    distance = token[row, None] - token
+    seen = (distance >= 0) & (sequence[row, None] == sequence)
     if kwargs.get("sliding_window") is not None:
         seen = seen & (distance < kwargs["sliding_window"])
     o = F.scaled_dot_product_attention(query, k, v, seen, dropout, scale=scaling, enable_gqa=True)

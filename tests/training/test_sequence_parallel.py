@@ -28,6 +28,31 @@ MODELS = {
     "scratch, normalized": lambda: scratch_model(normalize=True, output_norm=False, per_head=True),
 }
 IDS = tokens(2, 128)
+LENGTHS = {
+    "borders of shards": [32, 32, 64],
+    "one over all": [3, 120, 5],
+    "single tokens": [1, 1, 30, 1, 31, 1, 1, 40, 1, 21],
+    "many short": [7, 2, 9, 5, 1, 8, 3, 16, 4, 11, 8, 6, 17, 10, 12, 9],
+}
+for seed in range(3):
+    inner = torch.randperm(126, generator=torch.Generator().manual_seed(seed))[: 2 + 3 * seed].sort().values + 1
+    LENGTHS[f"random {seed}"] = torch.cat([torch.tensor([0]), inner, torch.tensor([127])]).diff().tolist()
+
+
+def batches():
+    """By name: whole rows, of a length that shares well and of one that does not, and packed ones."""
+    found = {"even": {"input_ids": IDS}, "odd": {"input_ids": tokens(2, 107)}}
+    for name, lengths in LENGTHS.items():
+        places = torch.cat([torch.arange(n) for n in lengths])[None]
+        found[name] = {"input_ids": tokens(1, sum(lengths), seed=len(lengths)), "position_ids": places}
+    for batch in found.values():
+        batch["labels"] = batch["input_ids"].masked_fill(batch.get("position_ids", torch.tensor(1)) == 0, -100)
+    return found
+
+
+def model_for(name, row):
+    """In fp64 for packed rows: behind a single token the norms magnify fp32's own rounding to 3e-5, in one process too."""
+    return MODELS[name]().to(torch.float64 if row in LENGTHS else torch.float32)
 
 
 def results(model, batch):
@@ -38,7 +63,25 @@ def results(model, batch):
     return {"logits": output.logits.detach(), "loss": output.loss.detach(), **grads}
 
 
-def sent_bytes(model, ids):
+def alone(model, batch, lengths):
+    """`results` of every sequence by itself, together."""
+    total, logits, loss = int((batch["labels"][:, 1:] != -100).sum()), [], 0
+    for ids in batch["input_ids"].split(lengths, 1):
+        output = model(ids, labels=ids, num_items_in_batch=total, use_cache=False)
+        logits, loss = [*logits, output.logits.detach()], loss + output.loss if ids.shape[1] > 1 else loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": torch.cat(logits, 1), "loss": loss.detach(), **grads}
+
+
+def close(got, wanted, what):
+    """Logits, loss and every gradient, relative."""
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert (got[key] - value).norm() <= 1e-5 * value.norm() + 1e-7, (*what, key)
+
+
+def sent_bytes(model, batch):
     """Bytes that this process gives to collectives and neighbors in a forward and a backward pass."""
     counted, before = [], (dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp)
 
@@ -51,7 +94,7 @@ def sent_bytes(model, ids):
 
     dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp = map(counting, before, (1, 1, 1))
     with sequence_parallel(model):
-        results(model, share_of_sequence({"input_ids": ids, "labels": ids}, model))
+        results(model, share_of_sequence(batch, model))
     dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.P2POp = before
     return sum(counted)
 
@@ -60,11 +103,12 @@ def one_process(rank, count, port, folder):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    for name, make in MODELS.items():
-        model = make()
-        with sequence_parallel(model):
-            got = results(model, share_of_sequence({"input_ids": IDS, "labels": IDS}, model))
-        torch.save(got, f"{folder}/{name} {rank}.pt")
+    for name in MODELS:
+        for row, batch in batches().items():
+            model = model_for(name, row)
+            with sequence_parallel(model):
+                got = results(model, share_of_sequence(batch, model))
+            torch.save(got, f"{folder}/{name} {row} {rank}.pt")
     model = MODELS["decays"]()
     for layer in model.model.layers:
         fully_shard(layer)
@@ -74,10 +118,13 @@ def one_process(rank, count, port, folder):
     got = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in got.items()}
     torch.save(got, f"{folder}/fsdp {rank}.pt")
     model = MODELS["decays"]()
-    counts = [sent_bytes(model, tokens(1, length)) for length in (128, 256)]
-    assert counts[0] == counts[1] > 0
-    with refused("input_ids", "120", f"multiple of {8 * count}"):
-        share_of_sequence({"input_ids": IDS[:, :-8]}, model)
+    rows = [{"input_ids": tokens(1, length), "labels": tokens(1, length)} for length in (128, 256)]
+    counts = [sent_bytes(model, batch) for batch in (*rows, batches()["many short"])]
+    assert counts[0] == counts[1] == counts[2] > 0
+    with refused("input_ids", f"got {8 * count - 1} tokens", f"at least {8 * count}"):
+        share_of_sequence({"input_ids": IDS[:, : 8 * count - 1]}, model)
+    with refused("batch", "attention_mask", "no padding"):
+        share_of_sequence({"input_ids": IDS, "attention_mask": IDS}, model)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -118,15 +165,14 @@ def test_processes_give_what_one_gives(count, tmp_path):
     port = listener.port
     del listener
     torch.multiprocessing.start_processes(one_process, (count, port, str(tmp_path)), nprocs=count, start_method="fork")
-    for name, make in MODELS.items():
-        wanted = results(make(), {"input_ids": IDS, "labels": IDS})
-        parts = [torch.load(tmp_path / f"{name} {rank}.pt") for rank in range(count)]
-        torch.testing.assert_close(
-            torch.cat([p["logits"] for p in parts], 1), wanted.pop("logits"), rtol=1e-5, atol=1e-5
-        )
-        for key, value in wanted.items():
-            got = sum(part[key] for part in parts)
-            assert (got - value).norm() <= 1e-5 * value.norm() + 1e-7, (name, key)
+    for name in MODELS:
+        for row, batch in batches().items():
+            parts = [torch.load(tmp_path / f"{name} {row} {rank}.pt") for rank in range(count)]
+            got = {"logits": torch.cat([part.pop("logits") for part in parts], 1)}
+            got |= {key: sum(part[key] for part in parts) for key in parts[0]}
+            close(got, results(model_for(name, row), batch), (name, row))
+            if row in LENGTHS:
+                close(got, alone(model_for(name, row), batch, LENGTHS[row]), (name, row))
     wanted = results(MODELS["decays"](), {"input_ids": IDS, "labels": IDS})
     sharded = torch.load(tmp_path / "fsdp 0.pt")
     for key, value in wanted.items():  # FSDP averages over processes
