@@ -199,7 +199,7 @@ class _Run:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=stage.eps, fused=True)
         objective = self.task.objective(stage)
         if accelerator.is_fsdp2:
-            expose(accelerator, objective, objective.student)
+            expose(accelerator, objective, objective.student, objective.student)
         step, optimizer = accelerator.prepare(objective, optimizer)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.average = None

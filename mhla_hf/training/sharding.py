@@ -107,18 +107,23 @@ def sharded(accelerator, task, needs_teacher):
         return
     try:
         if needs_teacher:
-            task.teacher = _shard_teacher(accelerator, task.teacher)
+            task.teacher = _shard_teacher(accelerator, task.teacher, task.student)
         task.student = _copy(task.student, accelerator.is_main_process)
         yield
     finally:
         task.student, task.teacher = given
 
 
-def expose(accelerator, root, model):
-    """Give `root`, a module around `model`, what Accelerate looks for when it shards: units, embeddings, tied weights."""
-    units = {type(model.get_submodule(name)).__name__ for name in mhla_attentions(model)}
+def expose(accelerator, root, model, student):
+    """Give `root`, a module around `model`, what Accelerate looks for when it shards: units, embeddings, tied weights.
+
+    Attention that is MHLA in the student is a unit of its own, in the teacher too: the loss "transfer" has a layer of the
+    teacher without its attention and the student's attention at the same time.
+    """
+    modules = dict(model.named_modules())
+    units = {type(modules[name]).__name__ for name in mhla_attentions(student) if name in modules}
     units |= CALLED_ALONE | set(getattr(model, "_no_split_modules", None) or ())
-    present = {type(module).__name__ for module in model.modules()}
+    present = {type(module).__name__ for module in modules.values()}
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(units & present)
     for name in ("get_input_embeddings", "get_output_embeddings", "tie_weights"):
         if hasattr(model, name):
@@ -144,11 +149,11 @@ class _Root(nn.Module):
         """Nothing, but FSDP begins with it."""
 
 
-def _shard_teacher(accelerator, teacher):
+def _shard_teacher(accelerator, teacher, student):
     from accelerate.utils import fsdp2_prepare_model
 
     root = _Root(_copy(teacher, accelerator.is_main_process, frozen=True)).eval()
-    expose(accelerator, root, root.model)
+    expose(accelerator, root, root.model, student)
     accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
     fsdp2_prepare_model(accelerator, root)
     root.set_reshard_after_forward(True)
