@@ -25,9 +25,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
 LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}
 LATENT |= {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "head_dim": ...}
 DEEP, UNCAPPED = {**LATENT, "num_hidden_layers": 8}, {"attn_logit_softcapping": None, **WINDOW}
-OWN = dict.fromkeys(
-    ("afmoe", "cohere2", "cohere2_moe", "cwm", "gemma4_text", "laguna", "mimo_v2_flash", "olmo3"), WINDOW
-)
+OWN = dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "mimo_v2_flash", "olmo3"), WINDOW)
 OWN |= dict.fromkeys(("exaone4", "exaone_moe", "gemma3_text", "kolibri1", "ministral"), MIXED)
 OWN |= dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT)
 OWN |= dict.fromkeys(("bailing_hybrid", "kimi_linear"), DEEP) | dict.fromkeys(("gemma2", "vaultgemma"), UNCAPPED)
@@ -35,6 +33,7 @@ OWN |= {
     "beam": {**LATENT, **WINDOW},
     "dots1": {"n_shared_experts": 1},
     "exaone4": {**MIXED, "sliding_window_pattern": 2},
+    "gemma4_text": {**WINDOW, "global_head_dim": 16},
     "gemma3n_text": {**MIXED, "num_kv_shared_layers": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_d_head": 8, "mamba_n_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -45,7 +44,8 @@ TYPES = [family.base for family in LANGUAGE]
 def small_model_of(model_type: str):
     """The causal language model of this type, in eval mode."""
     config_class = CONFIG_MAPPING[model_type]
-    known = {*inspect.signature(config_class.__init__).parameters, *(config_class.attribute_map or {})}
+    parameters = inspect.signature(config_class.__init__).parameters
+    known = {*parameters, *(config_class.attribute_map or {}), "global_head_dim"}  # which Gemma 4 takes by **kwargs
     sizes = {**SIZES, **OWN.get(model_type, {})}
     config = config_class(**{name: size for name, size in sizes.items() if name in known and size is not ...})
     classes = base_classes(family_of_type(model_type))
