@@ -111,37 +111,45 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
     if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
-    real = real_tokens(mask, batch, length, seen)
+    columns = real_columns(mask, batch, length, seen)
+    real = None if columns is None else new_columns(columns, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
+        before = torch.arange(columns.shape[1], device=columns.device) < first_new_column(columns, length, seen)
+        begun = (columns & before).any(1)  # what is padding after a row's first token has a position, too
+        starts = torch.where(real.any(1), real.int().argmax(1), length)
+        kwargs["mhla_padding"] = (starts.masked_fill(begun, 0), real)
     two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
     if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 
 
+def first_new_column(mask: torch.Tensor, length: int, seen):
+    """The first of `length` new columns of `[B, S]`: number `seen`, or the last ones of a shorter mask."""
+    last = mask.shape[1] - length
+    return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
+
+
 def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
-    """What `[B, S]` says of the new tokens `[B, T]`: of columns `seen` and after, or the last ones of a shorter mask."""
+    """What `[B, S]` says of the new tokens `[B, T]`."""
     if mask.shape[1] == length:
         return mask
-    last = mask.shape[1] - length
-    first = seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
-    return mask[:, first + torch.arange(length, device=mask.device)]
+    return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
 
 
-def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
-    """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
+def real_columns(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
+    """Which tokens are real, old and new, bool `[B, S]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
     if isinstance(mask, dict):
         mask = mask["full_attention"]  # MHLA layers were no sliding ones
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
-        return new_columns(mask, length, seen).bool()
+        return mask.bool()
     if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
-        return allowed[..., seen + torch.arange(length, device=mask.device)].any(1).expand(batch, length)
+        return allowed.any(1).expand(batch, -1)
     expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 

@@ -123,8 +123,9 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         fk_leaving, real = map_keys(state.leaving(k, form)), None if key_mask is None else key_mask[:, 0]
+        own = real if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real)
+            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
@@ -160,16 +161,20 @@ def extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout):
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None):
+def local_step(
+    q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None
+):
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
-    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], rows without a token are
-    left as they are. The same graph for every position.
+    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], whose token is no
+    padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
+    The same graph for every position.
     """
     size, lag, ring = form.block_size, form.lag, state.k.shape[1]
     groups, exact = k.shape[2], state.running.dtype
     decays, p = decays.to(exact), state.position
     real = torch.ones_like(p, dtype=torch.bool) if real is None else real
+    own = real if own is None else own
     rows, slot = torch.arange(len(p), device=p.device), p % ring
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
@@ -179,12 +184,12 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
         for held, new in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, here)):
             write(held, here, new)
 
-    opens = ((p % size == 0) & real).view(-1, 1, 1, 1)
+    opens = ((p % size == 0) & own).view(-1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens[..., None], decay, 1))
     state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
-    enters = real & (old >= form.sinks) & state.valid[rows, old % ring]
+    enters = own & (old >= form.sinks) & state.valid[rows, old % ring]
     left_v = with_ones(state.v[rows, old % ring]).to(exact)
     entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
     state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
@@ -201,9 +206,9 @@ def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm
     near_k, near_v = (by_block_and_group(x, groups, x.shape[1], exact) for x in (near_k, with_ones(near_v)))
     mixed, seen = state.running[:, :, None], seen[:, None, None]
     o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, block[:, None])
-    state.position.add_(real)
+    state.position.add_(own)
     torch.maximum(state.furthest, state.position, out=state.furthest)
-    return torch.where(real.view(-1, 1, 1, 1), o, 0)
+    return torch.where(own.view(-1, 1, 1, 1), o, 0)
 
 
 @torch.no_grad()

@@ -124,6 +124,21 @@ def test_left_padding_in_a_loop_without_position_ids(model):
     torch.testing.assert_close(expected[0, 5:], full_logits(model, row)[0], **CLOSE)
 
 
+@torch.no_grad()
+def test_padding_after_the_first_token_has_its_places_however_it_is_cut(model):
+    """A row that was padded on the right and goes on, beside one that begins late; the pieces begin within the padding."""
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, 11:25], mask[1, :3] = 0, 0
+    expected = full_logits(model, ids, mask)
+    for sizes in ([14, 26], [11, 9, 20], [10, *[1] * 30], [2, 10, 3, 25]):
+        cache, parts = DynamicCache(config=model.config), []
+        for piece in ids.split(sizes, 1):
+            seen = cache.get_seq_length() + piece.shape[1]
+            parts.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+        real = mask.bool()
+        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], **CLOSE)
+
+
 def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):
     ids = tokens(1, 12)
     with torch.inference_mode():
