@@ -41,7 +41,7 @@ REFUSED = {  # why -> model types of causal and of masked language models
     "its attention is sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 longformer",
     "its attention is not one softmax": "diffllama doge",
     "attention and a recurrent part share a layer's cache": "falcon_h1 hrm_text inkling2_text inkling_text zaya",
-    "its own cached and whole forward passes differ, so the conversion cannot be checked": "bamba jamba nemotron_h",
+    "its own cached and whole forward passes differ, so the conversion cannot be checked": "bamba",
     "it sees more than text; its language model has a type of its own": (
         "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama modernvbert "
         "moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp ultravbert"

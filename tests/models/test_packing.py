@@ -36,10 +36,12 @@ def test_packed_equals_separate(make, given):
         torch.testing.assert_close(model.lm_head(hidden), expected, **CLOSE)
 
 
-def test_compiled_packed_equals_separate():
+@pytest.mark.parametrize("given", list(COLLATORS))
+def test_compiled_packed_equals_separate(given):
+    """As one graph where the borders are given; where they are read from the numbers, the graph is cut there."""
     torch.compiler.reset()
-    model, batch = converted_model(layers=[1]), packed("cu_seq_lens_q")
-    out = torch.compile(model, backend="eager", fullgraph=True)(**batch)
+    model, batch = converted_model(layers=[1]), packed(given)
+    out = torch.compile(model, backend="eager", fullgraph=given == "cu_seq_lens_q")(**batch)
     torch.testing.assert_close(out.logits, separate(model), **CLOSE)
     out.loss.backward()
     compiled = [parameter.grad.clone() for parameter in model.parameters()]
