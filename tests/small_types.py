@@ -37,7 +37,13 @@ OWN |= {
     "gemma3n_text": {**MIXED, "num_kv_shared_layers": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_d_head": 8, "mamba_n_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "initializer_range": 0.1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"] * 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "initializer_range": 0.1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
 TYPES = [family.base for family in LANGUAGE]
