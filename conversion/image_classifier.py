@@ -56,7 +56,7 @@ def main(arguments=None):
     """Run the script; returns the trained model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--recipe", default="image_distil", help="one of `mhla-hf recipes`, or a YAML file; default: %(default)s"
+        "--recipe", default="image_distill", help="one of `mhla-hf recipes`, or a YAML file; default: %(default)s"
     )
     parser.add_argument("--model", help="folder or Hub id of the softmax original; default: the recipe's base")
     parser.add_argument("--data", help="folder or dataset to train on; default: the recipe's data")

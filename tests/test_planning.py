@@ -84,14 +84,14 @@ def test_a_large_model_without_its_weights(name):
         assert row_at(record, tokens) == {"tokens": tokens, "softmax": token * tokens, "mhla": converted}
     one = token // config.num_hidden_layers
     assert one * (record["cache"]["smaller_from"] - 1) <= state < one * record["cache"]["smaller_from"]
-    transfer, distil = record["distillation"]["stages"]
+    transfer, distill = record["distillation"]["stages"]
     assert transfer["trained"] == added and transfer["tokens"] == 2441 * 8 * 1024
     total, teacher = parameters + added, 2 * parameters
-    trained = distil["trained"]
+    trained = distill["trained"]
     wanted = {"weights": 4 * total, "gradients": 4 * trained, "moments": 8 * trained, "teacher": teacher}
-    assert distil["memory"] == wanted
+    assert distill["memory"] == wanted
     assert record["distillation"]["memory"] == sum(wanted.values())
-    assert distil["flops"] == (6 * (active + added) + 2 * active) * 4882 * 8 * 1024
+    assert distill["flops"] == (6 * (active + added) + 2 * active) * 4882 * 8 * 1024
     assert transfer["flops"] == (6 * trained + 2 * active) * transfer["tokens"]  # the same attentions run
 
 
@@ -328,5 +328,5 @@ def test_from_the_shell(folders, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["timing"] == {"unknown": "the speed on 'abacus' is not known: it is not here"}
     assert "Time: the speed on 'abacus' is not known: it is not here.\n" in render_plan(record)
-    assert main([*line, "--no-timing", "--recipe", "dit_distil"]) == 2
+    assert main([*line, "--no-timing", "--recipe", "dit_distill"]) == 2
     assert "recipe: it is for diffusion; expected one for language" in capsys.readouterr().err

@@ -32,7 +32,7 @@ example:
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts it first
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
       --batch-size 16 --max-steps 20 --report-to tensorboard \\
-      --set distil.lr=5e-5 --set distil.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
+      --set distill.lr=5e-5 --set distill.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
 Stopped at any moment, the same command goes on where it was. `mhla-hf recipes` has the recipes and their stages.
 On several processes, docs/scale.md:
   accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill \\

@@ -202,5 +202,5 @@ def test_spread_is_over_seeds(journey):
 
 def test_tokens_to_a_loss():
     curve = [{"stage": "transfer", "loss": 0.0, "tokens": 1}]
-    curve += [{"stage": "distil", "loss": loss, "tokens": 10 * n} for n, loss in enumerate((9, 8, 7, 6, 5, 4, 3), 1)]
+    curve += [{"stage": "distill", "loss": loss, "tokens": 10 * n} for n, loss in enumerate((9, 8, 7, 6, 5, 4, 3), 1)]
     assert [tokens_to_loss(curve, goal) for goal in (7.0, 5.9, 4.9)] == [50, 70, None]

@@ -38,7 +38,7 @@ RECIPE = """
 settings: {layers: all, block_size: 32, num_blocks: 4}
 stages:
   - {name: transfer, loss: transfer, trainable: mhla, steps: 2, lr: 1e-2, batch_size: 2, seq_len: 64}
-  - {name: distil, loss: logits, steps: %d, lr: 1e-3, batch_size: 2, seq_len: 64}
+  - {name: distill, loss: logits, steps: %d, lr: 1e-3, batch_size: 2, seq_len: 64}
 run: {save_every: 2}
 """
 
@@ -207,7 +207,7 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
     assert capsys.readouterr().out.startswith("mhla_hf ")
 
 
-def test_convert_distil_evaluate(shelf, tmp_path, monkeypatch, capsys):
+def test_convert_distill_evaluate(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
     converted, distilled = str(tmp_path / "converted"), str(tmp_path / "distilled")
     assert main(["convert", "llama", converted, "--layers", "1,2", "--set", "block_size=32", "--set", "gate=true"]) == 0
@@ -281,13 +281,13 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     monkeypatch.chdir(shelf)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     given = "--max_steps 3 --batch-size 2 --learning-rate 2e-3 --device cpu --dtype bfloat16 --save-dtype float16"
-    given += " --report-to tensorboard --set *.seq_len=64 --set distil.lr=5e-4 --set settings.block_size=32"
+    given += " --report-to tensorboard --set *.seq_len=64 --set distill.lr=5e-4 --set settings.block_size=32"
     given += f" --set run.log_every=1 --recipe language_cpu --data train.txt --seed 1 --out {tmp_path / 'out'}"
     assert main(["distill", "llama", *given.split()]) == 0
     again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; now judge it: {again}\n"
     lines = [line for line in caplog.messages if " of 3, loss " in line]
-    assert len(lines) == 6 and lines[4].startswith("distil (2/2): step 2 of 3, loss ")
+    assert len(lines) == 6 and lines[4].startswith("distill (2/2): step 2 of 3, loss ")
     record = json.loads((tmp_path / "out/train.json").read_text())
     told = [[stage[key] for key in ("steps", "batch_size", "seq_len", "lr")] for stage in record["stages"]]
     assert told == [[3, 2, 64, 2e-3], [3, 2, 64, 5e-4]] and record["mixed_precision"] == "bf16"

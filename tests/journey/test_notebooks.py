@@ -96,8 +96,8 @@ def test_video(run):
     assert distilled < 0.5 * untrained and without_numbers(printed) == without_numbers(kept("02_video.ipynb"))
 
 
-def test_convert_distil_share(run, hub, signed_in):
-    printed, _ = run("03_convert_distil_share.ipynb")
+def test_convert_distill_share(run, hub, signed_in):
+    printed, _ = run("03_convert_distill_share.ipynb")
     assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == 1
     assert hub.sent("POST", "/commit/main") == 1 and hub.sent("POST", "/tag/") == 1
     assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed

@@ -39,7 +39,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_convert_distil_share(here, monkeypatch):
+def test_convert_distill_share(here, monkeypatch):
     """The recipe that it names but for its length; for the tasks, which have to be fetched, recall stands in."""
     save_llama(here / BASE, dtype=torch.bfloat16, **LLAMA)
     (here / "train.txt").write_text(TRAINING)

@@ -55,7 +55,7 @@ def test_bad_recipe(tmp_path):
 def test_a_recipe_by_name_with_some_values_changed():
     changes = {
         "*.batch_size": 16,
-        "distil.lr": 5e-5,
+        "distill.lr": 5e-5,
         "settings.block_size": 64,
         "run.save_every": 7,
         "data": "notes.txt",
@@ -71,13 +71,13 @@ def test_a_recipe_by_name_with_some_values_changed():
     ("place", "words"),
     [
         (
-            "distill.lr",
-            r"set: got 'distill.lr', and the recipe has no 'distill'; expected one of transfer.\*, distil.\*, set",
+            "distil.lr",
+            r"set: got 'distil.lr', and the recipe has no 'distil'; expected one of transfer.\*, distill.\*, set",
         ),
-        ("distil.rate", "stage 'distil': unknown 'rate'; expected name, loss"),
+        ("distill.rate", "stage 'distill': unknown 'rate'; expected name, loss"),
         ("run.speed", "run: unknown 'speed'"),
         ("colour", "unknown 'colour'; expected stages, task"),
-        ("distil.lr", "stage 'distil': lr is 'x'; expected"),
+        ("distill.lr", "stage 'distill': lr is 'x'; expected"),
     ],
 )
 def test_bad_changes(place, words):

@@ -13,7 +13,7 @@ RECIPE = """\
 settings: {layers: [1, 2], block_size: 16}
 stages:
   - {name: transfer, loss: transfer, trainable: mhla, steps: 8, lr: 1e-2, warmup: 2, seq_len: 64, batch_size: 12}
-  - {name: distil, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, warmup: 3, weight_decay: 0.01, seq_len: 64,
+  - {name: distill, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, warmup: 3, weight_decay: 0.01, seq_len: 64,
      batch_size: 12, ce_weight: 0.5, ema: 0.9}
 run: {save_every: 3, log_every: 2}
 """
