@@ -139,19 +139,19 @@ def plot_gains(path, time, kept, models):
         kept: the same for the bytes of one layer.
         models: model -> its measures, as results.json has them.
     """
-    with drawing(path, 1, 3, figsize=(14.5, 4.0), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
-        megabytes = {length: [value / 2**20 for value in pair] for length, pair in kept.items()}
+    with drawing(path, 1, 3, figsize=(11.5, 3.5), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
+        mebibytes = {length: [value / 2**20 for value in pair] for length, pair in kept.items()}
         panels = (
-            (left, time, "Time of the next token", "ms"),
-            (middle, megabytes, "Memory kept, one layer of a 1B Llama", "MiB"),
+            (left, time, "Time per new token, one CPU thread", "ms"),
+            (middle, mebibytes, "Cache per layer, 1B Llama", "MiB"),
         )
         for axes, values, title, unit in panels:
             for place, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
                 y = [pair[place] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
                 axes.annotate(
-                    f"{y[-1]:.3g} {unit}", (list(values)[-1], y[-1]), xytext=(-9, -3), textcoords="offset points",
-                    ha="right", color=COLORS[name], fontweight="bold",
+                    f"{y[-1]:.3g} {unit}", (list(values)[-1], y[-1]), xytext=((-9, -3), (5, 9))[place],
+                    textcoords="offset points", ha="right", color=COLORS[name], fontweight="bold",
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -164,11 +164,11 @@ def plot_gains(path, time, kept, models):
         for place, (name, measures) in enumerate(models.items()):
             recall, bits = measures["recall_far"]["mean"], measures["over_teacher_percent"]["mean"]
             right.bar(place, recall, color=COLORS[name], width=0.7, zorder=2)
-            said = f"{recall:.2f}" + ("" if place == 0 else f"\nbits {bits:+.1f} %".replace("-", "\N{MINUS SIGN}"))
+            said = f"{recall:.2f}" + ("" if place == 0 else f"\n({bits:+.1f} %)".replace("-", "\N{MINUS SIGN}"))
             right.annotate(said, (place, recall), xytext=(0, 4), textcoords="offset points", ha="center", va="bottom")
         right.set_xticks(range(len(models)), [LABELS[name].replace(" ", "\n", 1) for name in models])
         right.tick_params(axis="x", length=0)
-        right.set(title="Quality: lookups answered from far back", ylabel="share, higher is better", ylim=(0, 1.25))
+        right.set(title="Recall (and bits per byte)", ylabel="lookups answered", ylim=(0, 1.25))
 
 
 def _mark_ratio(axes, length, softmax, mhla):

@@ -34,6 +34,16 @@ def test_no_page_is_too_long_to_read(page):
     assert len(TABLE.sub("", TEXTS[page]).split()) <= LONGEST
 
 
+def test_the_readme_comes_to_the_point():
+    """Its words, how far down the first code is, and its tables as they are shown, in rows and columns."""
+    text = TEXTS["README.md"]
+    assert len(text.split()) <= 900 and "```python" in text.splitlines()[:40]
+    shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    for table in re.findall(r"(?:^\|.*\n)+", shown, flags=re.MULTILINE):
+        head, _, *rows = table.splitlines()
+        assert len(rows) <= 5 and max(map(len, (head, *rows))) <= 90, table
+
+
 def test_every_picture_and_record_is_used():
     """By a page, a notebook, or the code that renders or makes it."""
     users = [*PAGES, "README.md", *(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
@@ -54,6 +64,7 @@ def test_named_files_exist(document):
     for name in named:
         assert (ROOT / name).exists() or (ROOT / "mhla_hf" / name).exists(), name
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXTS[document]):
+        target = re.sub(r"^\.\./\.\./actions/(workflows/[\w.]+).*", r".github/\1", target)  # a badge, on GitHub
         assert (ROOT / document).parent.joinpath(target).exists(), target
 
 
