@@ -2,26 +2,18 @@
 
 What is missing is decided before a model is loaded: a score counts when task, hash of the task, shots, limit, seeds, window,
 precision and the fingerprint of the weights are those asked for. Scores go into results.json after every task, so a stopped
-evaluation continues. Importing this registers the model type "mhla" with lm-eval.
-
-Needles in a haystack, after RULER's multi-key task (arXiv 2404.06654), are made here without any download: the codes of
-several things are hidden in a text that says nothing, and one of them is asked for, by ranking the codes that stand in the
-text (`needle_recall_<tokens>`) and by writing the code (`needle_generation_<tokens>`). Both are also reported by depth.
+evaluation continues.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import difflib
-import fnmatch
 import functools
 import hashlib
 import io
-import itertools
 import json
 import logging
 import math
-import os
 import random
 import tempfile
 import time
@@ -30,46 +22,22 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import broadcast_object_list
-from datasets import Dataset, DatasetDict
 from lm_eval import evaluate as run_harness
-from lm_eval.api.registry import register_model
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
 from ..checkpoints.values import at_least, checked, read_settings
+from .needles import THINGS, make_needles
 from .records import Result, Results, finite
-from .subjects import find_subjects, paths_of
+from .subjects import agree, find_subjects, joined_processes, paths_of
 
 logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
 NOT_THE_TASK = ("metadata", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset", "num_fewshot")
 RATIO_METRICS = ("bits_per_byte", "byte_perplexity", "word_perplexity")
-ANSWER_TOKENS = 32  # left free for the answer to a question about needles
 LEAST = 128
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-FACT, ASK = "The code of the {} is {}.", "\n\nThe code of the {} is"
-THINGS = tuple(
-    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
-    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
-    river""".split()  # noqa: SIM905
-)
-
-
-@register_model("mhla")
-class MHLALM(HFLM):
-    """lm-eval's `HFLM`; with mhla_hf imported, MHLA models load by it without `trust_remote_code`."""
-
-    def __init__(self, *args, **kwargs):
-        fresh = not PartialState._shared_state
-        super().__init__(*args, **kwargs)
-        if fresh and not hasattr(self, "accelerator"):
-            # lm-eval made an Accelerator only to count processes; its global settings would bind a later training.
-            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @checked
@@ -129,46 +97,32 @@ def judge_language_models(models, asked):
         requested = _load_recipe(protocol, subjects[0], asked)
     shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
     compared = {}
-    for subject in subjects:
-        subject.kept = _of_main(subject.kept)
-        window = _window(subject, asked) if subject.kept else None
-        missing = [item for item in requested if asked.force or not item.known(subject, window)]
-        if missing:
-            _judge(subject, missing, asked, max(protocol.lengths, default=0))
-            subject.kept = _of_main(subject.kept)
-        else:
-            logger.info("%s: every score is known already", subject.name)
-        found = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
-        compared[subject.name] = Results(found)
+    with joined_processes() as state:
+        for subject in subjects:
+            agree(subject, state)
+            window = _window(subject, asked) if subject.kept else None
+            missing = [item for item in requested if asked.force or not item.known(subject, window)]
+            if missing:
+                _judge(subject, missing, asked, state, max(protocol.lengths, default=0))
+                agree(subject, state)
+            else:
+                logger.info("%s: every score is known already", subject.name)
+            found = (r for r in subject.kept if r.limit == asked.limit and (r.task, r.shots) in shots)
+            compared[subject.name] = Results(found)
     return compared
-
-
-def _launched():
-    """Whether a launcher started several processes, which then share the documents of each task."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _of_main(value):
-    """The main process's value, in every process."""
-    if not _launched():
-        return value
-    PartialState(cpu=not torch.accelerator.is_available())
-    return broadcast_object_list([value])[0]
 
 
 def _load_recipe(protocol, first, asked):
     """The tasks asked for, each a `Requested`; what is made to length counts tokens of the `first` model's tokenizer."""
-    names, made, metadata = dict(asked.recipe.tasks), {}, None
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-tokenizer-") as place:
+    names, paths, metadata = asked.recipe.tasks, paths_of(asked.include_path), None
+    with tempfile.TemporaryDirectory(prefix="mhla_hf-tasks-") as place:
         if protocol.lengths:
             tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where)
             tokenizer.save_pretrained(place)
             metadata = {"tokenizer": place, "max_seq_lengths": protocol.lengths}
-            own = [name for name in names if name.startswith("needle_")]
-            made = make_needles(own, tokenizer, **vars(protocol))
-            names = {name: shots for name, shots in names.items() if name not in own}
-        loaded = load_tasks(names, asked.include_path, asked.num_fewshot, metadata) if names else []
-    return [Requested(name, {"tasks": {name: task}}) for name, task in made.items()] + loaded
+            if any(name.startswith("needle_") for name in names):
+                paths.append(make_needles(Path(place, "needles"), tokenizer, **vars(protocol)).folder)
+        return load_tasks(names, paths, asked.num_fewshot, metadata)
 
 
 def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
@@ -235,9 +189,9 @@ def seed_of(asked):
     return ",".join(map(str, HARNESS_SEEDS)) if asked.seed is None else asked.seed
 
 
-def _judge(subject, missing, asked, longest):
+def _judge(subject, missing, asked, state, longest):
     """Run what is missing on one model, whose records are kept after each task. longest: tokens that a task needs."""
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if _launched() else None
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     device = asked.device or (accelerator and str(accelerator.device))
     how = {"dtype": asked.dtype, "device": device, **subject.where}
     loaded = (subject.source, asked.tokenizer) if subject.loaded else load_language_model(subject.source, **how)
@@ -248,7 +202,7 @@ def _judge(subject, missing, asked, longest):
     known |= {"revision": getattr(model.config, "_commit_hash", None)}
     try:
         with quiet_harness(asked.progress):
-            judge = MHLALM(pretrained=model, tokenizer=tokenizer, **sizes)
+            judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would cut it, and with it perhaps what is asked for
             seen = f"the model sees {judge.max_length}; expected shorter ones, or max_length"
             raise ValueError(f"settings: lengths has {longest} tokens, but {seen}")
@@ -261,14 +215,14 @@ def _judge(subject, missing, asked, longest):
                 judge.accelerator, (judge._rank, judge._world_size) = accelerator, share
             with quiet_harness(asked.progress):
                 records = score(judge, item, seeds=seeds, facts=subject.facts(model.device, item.name) | known)
-            if accelerator is None or accelerator.is_main_process:
+            if state.is_main_process:
                 subject.store(records)
     finally:
         model.train(was_training)
 
 
 def score(language_model, requested, *, seeds, facts):
-    """Run one `Requested` on an `MHLALM`. facts: the `Result` fields that all its records share. Returns the records."""
+    """Run one `Requested` on an `HFLM`. facts: the `Result` fields that all its records share. Returns the records."""
     random.seed(seeds[0])
     numpy.random.seed(seeds[1])
     torch.manual_seed(seeds[2])
@@ -334,87 +288,3 @@ def quiet_harness(progress):
             yield
     finally:
         harness.setLevel(level)
-
-
-def score_choice(doc, results):
-    """The share of the right code among those with the highest likelihood, alone and by depth."""
-    scores = [loglikelihood for loglikelihood, _ in results]
-    right = (scores[doc["answer"]] == max(scores)) / scores.count(max(scores))
-    return {"acc": right, f"acc_back_{doc['back']}": right}
-
-
-def score_answer(doc, results):
-    """Whether the text begins with the right code, alone and by depth."""
-    right = float(results[0].strip().startswith(doc["target"].strip()))
-    return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
-
-
-CHOICE = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
-ANSWER = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS}
-WRITING = {"output_type": "generate_until", "doc_to_target": "target", "generation_kwargs": ANSWER}
-KINDS = {  # in the name of the task -> its metric, how an answer is scored, and lm-eval's settings
-    "recall": ("acc", score_choice, CHOICE),
-    "generation": ("exact_match", score_answer, WRITING),
-}
-
-
-def make_needles(patterns, tokenizer, *, lengths, depths=(0, 25, 50, 75, 100), items=20, seed=0):
-    """The tasks whose names match one of `patterns`, name -> lm-eval task; the rest as in `LanguageProtocol`."""
-    made = {}
-    for length in lengths:
-        rows = make_questions(tokenizer, length, sorted(depths), items, seed)
-        for kind, (metric, scored, own) in KINDS.items():
-            name = f"needle_{kind}_{length}"
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                metrics = [metric, *(f"{metric}_back_{back}" for back in sorted({row["back"] for row in rows}))]
-                means = [{"metric": one, "aggregation": "mean", "higher_is_better": True} for one in metrics]
-                config = {"task": name, "process_results": scored, "metric_list": means, **own}
-                config |= {"custom_dataset": functools.partial(_as_data_set, rows), "test_split": "test"}
-                config |= {"doc_to_text": "context", "target_delimiter": "", "num_fewshot": 0}
-                made[name] = ConfigurableTask(config=config | {"metadata": {"version": 1.0}})
-    return made
-
-
-def _as_data_set(rows, **_):
-    return DatasetDict({"test": Dataset.from_list(rows)})
-
-
-def make_questions(tokenizer, length, depths, items, seed):
-    """Rows {"context", "choices", "answer", "target", "back"} of one length, `items` for each depth; ValueError: too short.
-
-    All have the same haystack: as many sentences of noise as fit beside the longest needles.
-    """
-
-    def count(piece):
-        return len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
-
-    longest, room = sorted(THINGS, key=count)[-len(depths) :], length - ANSWER_TOKENS
-    facts, noise = (
-        [FACT.format(thing, "8888") for thing in longest],
-        list(itertools.islice(itertools.cycle(NOISE), room)),
-    )
-    question = ASK.format(longest[-1])
-    fits = bisect.bisect_right(range(room + 1), room, key=lambda n: count(" ".join(noise[:n] + facts) + question)) - 1
-    if fits < len(depths):
-        raise ValueError(f"settings: lengths: {length} tokens are too few for {len(depths)} depths")
-    return [
-        _question(noise[:fits], length, depths, number, random.Random(f"needle {seed} {length} {depth} {item}"))
-        for item in range(items)
-        for number, depth in enumerate(depths)
-    ]
-
-
-def _question(sentences, length, depths, asked, rng):
-    """One row: the code at depth number `asked` is wanted; the codes at the other depths are the wrong answers."""
-    things = rng.sample(THINGS, len(depths))
-    codes = [str(code) for code in rng.sample(range(1000, 10_000), len(depths))]
-    places = [round(depth / 100 * len(sentences)) for depth in depths]
-    for place, thing, code in reversed(list(zip(places, things, codes, strict=True))):
-        sentences.insert(place, FACT.format(thing, code))
-    return {
-        "context": " ".join(sentences) + ASK.format(things[asked]),
-        "choices": [f" {code}" for code in codes],
-        "answer": asked,
-        "target": f" {codes[asked]}",
-        "back": round(length * (100 - depths[asked]) / 100),
-    }

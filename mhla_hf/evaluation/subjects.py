@@ -223,6 +223,13 @@ def joined_processes():
             PartialState._reset_state()
 
 
+def agree(subject, state):
+    """Every process goes by the scores that the main process knows."""
+    from accelerate.utils import broadcast_object_list
+
+    subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One file to make. name: of the file in the folder. condition: class label (int), prompt (str) or None. seed: int."""
@@ -241,14 +248,12 @@ class PipelineJudge:
     """One pipeline under a protocol: the loaded pipeline, its samples, its scores."""
 
     def __init__(self, subject, asked, protocol, state):
-        from accelerate.utils import broadcast_object_list
-
         self.subject, self.asked, self.protocol, self.state = subject, asked, protocol, state
         self.seed, self.progress = asked.seed or 0, asked.progress and state.is_main_process
         given = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(given or asked.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # where this model's samples lie
-        subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
+        agree(subject, state)
 
     @functools.cached_property
     def pipeline(self):

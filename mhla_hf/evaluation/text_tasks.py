@@ -44,6 +44,18 @@ def copy(doc, results):
     threes = list(zip(said, said[1:], said[2:]))
     distinct = len(set(threes)) / len(threes) if threes else 1.0
     return {"exact_match": float(right == 1), "right_words": right, "distinct_threes": distinct}
+
+
+def choice(doc, results):
+    likelihoods = [likelihood for likelihood, _ in results]
+    best = max(likelihoods)  # which several may share
+    right = (likelihoods[doc["answer"]] == best) / likelihoods.count(best)
+    return {"acc": right, f"acc_back_{doc['back']}": right}
+
+
+def answer(doc, results):
+    right = float(results[0].strip().startswith(doc["target"].strip()))
+    return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 '''
 MANIFEST = "tasks.json"
 
@@ -73,6 +85,8 @@ KINDS = {
     "cloze": (_QUESTION, None, {"acc": "mean", "acc_mutual_info": "mean"}),
     "recall": (_LOOKUP, "recall", {"acc": "mean"}),
     "generation": (_WRITING, "copy", {"exact_match": "mean", "right_words": "mean", "distinct_threes": "mean"}),
+    "choice": (_QUESTION, "choice", {"acc": "mean"}),
+    "answer": (_WRITING, "answer", {"exact_match": "mean"}),
 }
 
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.evaluation import language
-from mhla_hf.evaluation.language import make_needles, make_questions, ratio_stderr, task_hash
+from mhla_hf.evaluation.language import load_tasks, ratio_stderr
+from mhla_hf.evaluation.needles import make_needles, make_questions
 from mhla_hf.evaluation.records import Results
 
 NAMES = ["here_bits_per_byte", "here_cloze", "here_recall", "here_generation"]
@@ -76,7 +77,7 @@ def test_the_numbers_are_those_of_lm_eval_in_a_process_without_this_package(worl
     agree(theirs, judge(world, "mhla")["mhla"])
 
 
-def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
+def test_by_folder_by_object_and_by_lm_eval_itself_in_this_process(world, tmp_path):
     by_folder = values(judge(world, "mhla", output=tmp_path, limit=4)["mhla"])
     model = AutoModelForCausalLM.from_pretrained(world / "mhla").train()
     tokenizer = AutoTokenizer.from_pretrained(world / "mhla")
@@ -87,7 +88,7 @@ def test_by_folder_by_object_and_by_the_registered_model_type(world, tmp_path):
     arguments = {"pretrained": str(world / "mhla")}
     tasks = TaskManager(include_path=str(world / "tasks"), include_defaults=False)
     options = {"batch_size": 8, "device": "cpu", "task_manager": tasks, "limit": 4}
-    theirs = simple_evaluate(model="mhla", model_args=arguments, tasks=["here_cloze"], **options)
+    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=["here_cloze"], **options)
     assert theirs["results"]["here_cloze"]["acc,none"] == by_folder["here_cloze", "acc"]
 
 
@@ -255,13 +256,14 @@ def test_a_question_is_as_long_as_asked_and_can_be_answered_from_the_text_alone(
     assert sorted({row["back"] for row in rows}) == [round(length * part) for part in (0, 0.25, 0.5, 0.75, 1)]
 
 
-def test_needles_are_the_same_each_time_and_others_for_another_seed():
-    def hashes(**changes):
-        made = make_needles(["needle_*_256"], TOKENIZER, **{"lengths": [256, 512], "items": 2, **changes})
-        return {name: task_hash(task) for name, task in made.items()}
+def test_needles_are_the_same_each_time_and_others_for_another_seed(tmp_path):
+    def hashes(place, **changes):
+        made = make_needles(tmp_path / place, TOKENIZER, **{"lengths": [256, 512], "items": 2, **changes})
+        return {item.name: item.scored[item.name] for item in load_tasks(["needle_*_256"], made.folder)}
 
-    assert list(hashes()) == ["needle_recall_256", "needle_generation_256"] and hashes() == hashes()
-    assert not set(hashes().values()) & set(hashes(seed=1).values())
+    one = hashes("one")
+    assert set(one) == {"needle_recall_256", "needle_generation_256"} and hashes("two") == one
+    assert not set(hashes("three", seed=1).values()) & set(one.values())
 
 
 def test_the_recipe_makes_needles_and_scores_them():
