@@ -33,7 +33,6 @@ from .ops.local import LocalForm
 from .ops.local_state import LocalState
 from .speed import clock
 
-FORMAT_VERSION = 3
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 TURN = 0.02  # seconds that a competitor's turn takes at least
 FORWARD, TRAINING = "forward", "forward + backward"
@@ -181,7 +180,7 @@ def run_bench(cases=None, *, device="cpu", threads=1, seed=0, rounds=5, out=None
     device, before = choose_device(device), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        record = {"format_version": FORMAT_VERSION, **describe_run(command, device), "seed": seed, "rows": []}
+        record = {**describe_run(command, device), "seed": seed, "rows": []}
         record["kept"] = {str(length): kept_bytes(length) for length in LENGTHS}
         keep(record)
         for case in tqdm(quick_cases() if cases is None else cases, desc="bench", disable=not progress):

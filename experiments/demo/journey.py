@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from mhla_hf.analysis.figures import plot_mixing
 from mhla_hf.analysis.measures import describe_mixing
 from mhla_hf.checkpoints.clean_process import visit
-from mhla_hf.checkpoints.files import folder_aside, write_json, write_text
+from mhla_hf.checkpoints.files import folder_aside, is_claimed, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
 from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
@@ -198,25 +198,13 @@ class _Demo:
             "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
             "items": self.items,
         }
-        known = self.out / DESCRIPTION
-        if known.is_file():
-            self._compare(json.loads(known.read_text(encoding="utf-8")))
+        if is_claimed(self.out, DESCRIPTION, self.identity, "out"):
             self.say(f"going on in {self.out}")
-        elif self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ValueError(f"out: {str(self.out)!r} is there and is not a demo's; expected a new or an empty folder")
         else:
             self._make_folder(text)
         self.train_text = self.out / "data" / "train.txt"
         self.held_out = (self.out / "data" / "heldout.txt").read_text(encoding="utf-8")
         self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
-
-    def _compare(self, known):
-        for key, value in self.identity.items():
-            if known.get(key) != value:
-                raise ValueError(
-                    f"out: {str(self.out)!r} holds a demo with another {key.removesuffix('_sha256')} "
-                    f"({known.get(key)!r}, now {value!r}); give another folder, or delete this one"
-                )
 
     def _make_folder(self, text):
         train, held_out = hold_out(text)

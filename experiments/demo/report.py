@@ -5,17 +5,16 @@ spread is that over seeds, not the standard error of one task. Where MHLA loses,
 """
 
 import json
-import math
 import statistics
 from pathlib import Path
 
-from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.evaluation.records import Results
 from mhla_hf.training.run_folder import RECORD
 
+from ..studies.report import over_seeds
 from .figures import LABELS
 
-FORMAT_VERSION = 1
 NEAR = 64
 BACK = "recall_back_"
 COLUMNS = (
@@ -43,13 +42,12 @@ def collect(folders, prefix, description, command=None):
     first = next(iter(per_seed.values()))
     models = {
         model: {
-            measure: _over_seeds([measured[model].get(measure) for measured in per_seed.values()])
+            measure: over_seeds([measured[model].get(measure) for measured in per_seed.values()])
             for measure in measures
         }
         for model, measures in first.items()
     }
     return {
-        "format_version": FORMAT_VERSION,
         "seeds": list(folders),
         "models": models,
         "about": {
@@ -62,11 +60,7 @@ def collect(folders, prefix, description, command=None):
             "stderr": "standard error of the mean over seeds",
         },
         **description,
-        "hardware": describe_hardware(),
-        "versions": describe_versions(),
-        "commit": source_commit(),
-        "command": command,
-        "date": now(),
+        **describe_run(command),
     }
 
 
@@ -145,13 +139,6 @@ def recall_by_distance(results, model):
     """{tokens back: share of the lookups answered}, the mean over the seeds."""
     measures = results["models"][model].items()
     return {int(key.removeprefix(BACK)): value["mean"] for key, value in measures if key.startswith(BACK)}
-
-
-def _over_seeds(values):
-    if any(value is None for value in values):
-        return {"mean": None, "stderr": None, "values": values}
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "stderr": error, "values": values}
 
 
 def render_report(results):

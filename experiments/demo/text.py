@@ -4,9 +4,8 @@ The default is the Python language reference, which every Python carries, so the
 """
 
 import re
-from pathlib import Path
 
-from mhla_hf.training.data import TABLE_ENDINGS, TEXT_ENDINGS, place_of, read_text_file
+from mhla_hf.training.data import TEXT_ENDINGS, load_split, place_of, read_text_file
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000
@@ -42,28 +41,10 @@ def read_text(text=None):
 
 
 def _stream(name):
-    if name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS):
-        raise ValueError(f"text: there is no file or folder {name!r}")
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"text: {name!r} is read with datasets, which is missing: pip install 'mhla_hf[train]'"
-        ) from error
-    repository, _, configuration = name.partition(":")
-    try:
-        rows = datasets.load_dataset(repository, configuration or None, split="train", streaming=True)
-        return _first_rows(rows, name)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"text: {name!r} is neither a file or folder nor a dataset within reach ({reason})") from error
-
-
-def _first_rows(rows, name):
     taken, size = [], 0
-    for row in rows:
+    for row in load_split(name, streaming=True):
         if not isinstance(row.get("text"), str):
-            raise ValueError(f"the column 'text' of {name!r} is missing or holds no text")
+            raise ValueError(f"text: the column 'text' of {name!r} is missing or holds no text")
         taken.append(row["text"])
         size += len(row["text"])
         if size >= MOST_READ:

@@ -20,7 +20,6 @@ from mhla_hf.ops.blocks import Blocks
 
 from .figures import plot_random_rank
 
-FORMAT_VERSION = 1
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 WIDTHS = (16, 32, 64, 72)
 BLOCKS = 16
@@ -98,7 +97,7 @@ def study_random_rank(
         row = measure_random_rank(tokens, width, blocks=blocks, seed=seed)
         record["rows"].append(row | {"seconds": round(time.monotonic() - begun, 2)})
         record["rows"].sort(key=lambda row: (row["tokens"], row["width"]))
-        record |= {"format_version": FORMAT_VERSION, **describe_run(command)}
+        record |= describe_run(command)
         write_json(place, record)
     plot_random_rank(out / "rank.png", record["rows"])
     return record

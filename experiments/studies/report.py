@@ -21,7 +21,6 @@ from mhla_hf.training.run_folder import RECORD
 from .figures import plot_accuracy
 from .study import ANALYSIS, MEASURES, Study, folder_of, open_data, read_study, train_cells
 
-FORMAT_VERSION = 1
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided 95 %, by degrees of freedom
 
 
@@ -69,14 +68,14 @@ def collect_study(study: Study, out, *, data=None, command=None) -> dict:
             "parameters": cells[0]["parameters"],
             "layers": [_mean_layer(layers) for layers in zip(*(cell["layers"] for cell in cells), strict=True)],
             "mixing_moved": [
-                _moved(layers) for layers in zip(*(cell["mixing"].values() for cell in cells), strict=True)
+                over_seeds([layer["moved"] for layer in layers])
+                for layers in zip(*(cell["mixing"].values() for cell in cells), strict=True)
             ],
         }
         rows[row] |= {key: over_seeds([cell["mean"][key] for cell in cells]) for key in MEASURES[1:]}
     size = max(study.config(next(iter(study.rows))).image_sides())
     train, test, name = open_data(data, size)
     return {
-        "format_version": FORMAT_VERSION,
         "study": dataclasses.asdict(study),
         "data": {"name": name, "train": len(train), "test": len(test)},
         "seeds": list(range(study.seeds)),
@@ -97,11 +96,6 @@ def _cell(folder):
     }
 
 
-def _moved(layers):
-    """How far the mixing of one layer went from its start, over the seeds."""
-    return over_seeds([layer["moved"] for layer in layers])
-
-
 def _mean_layer(layers):
     """One layer over the seeds: what is the same in all of them, and the means of what was measured."""
     keys = (*MEASURES[1:], "uniform_entropy")
@@ -109,7 +103,9 @@ def _mean_layer(layers):
 
 
 def over_seeds(values) -> dict:
-    """Mean, standard error of the mean (None for one seed), and the values."""
+    """Mean, standard error of the mean (None for one seed), and the values; without a mean if one of them is None."""
+    if None in values:
+        return {"mean": None, "stderr": None, "values": values}
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "stderr": error, "values": list(values)}
 

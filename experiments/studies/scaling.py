@@ -19,7 +19,6 @@ from mhla_hf.ops.blocks import Blocks
 
 from .figures import plot_scaling
 
-FORMAT_VERSION = 1
 SIDES = (16, 32, 64)
 COUNTS = (1, 2, 4, 8, 16)
 HEADS, WIDTH = 6, 64
@@ -91,7 +90,7 @@ def study_scaling(out, *, sides=SIDES, seconds=SECONDS, threads=1, seed=0, progr
     missing = [side for side in sides if side * side not in done]
     for side in tqdm(missing, desc="scaling", unit="size", disable=not progress):
         record["rows"].append(time_scaling(side, seconds=seconds, seed=seed))
-        record |= {"format_version": FORMAT_VERSION, **describe_run(command)}
+        record |= describe_run(command)
         write_json(place, record)
     plot_scaling(out / "scaling.png", record["rows"], f"{HEADS} heads of {WIDTH}, batch 1, fp32, {record['hardware']}")
     return record

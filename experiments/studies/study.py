@@ -6,8 +6,6 @@ side, seed after seed, so that half a study is a smaller study and not half a ta
 """
 
 import dataclasses
-import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
-from mhla_hf.checkpoints.files import read_yaml, write_json
+from mhla_hf.checkpoints.files import is_claimed, read_yaml, write_json
 from mhla_hf.checkpoints.load import without_bars
 from mhla_hf.checkpoints.values import read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
@@ -141,16 +139,7 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
     out = Path(out)
     identity = {key: getattr(study, key) for key in ("model", "mhla", "positions", "stage", "epochs", "rows")}
     identity["data"] = str(data or DIGITS)
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    known = out / "study.json"
-    if known.is_file():
-        before = json.loads(known.read_text(encoding="utf-8"))
-        if before.get("sha256") != digest:
-            raise ValueError(
-                f"out: {str(out)!r} holds another study, or this one with other settings; give another folder"
-            )
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out: {str(out)!r} is there and is not a study's, expected a new or an empty folder")
+    is_claimed(out, "study.json", identity, "out")
     opened = {}
     for row in study.rows:
         size = max(study.config(row).image_sides())
@@ -158,7 +147,7 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
         opened[size] = opened[row]
         study.config(row, **_shape(opened[row][0], data))
     out.mkdir(parents=True, exist_ok=True)
-    write_json(known, identity | {"sha256": digest})
+    write_json(out / "study.json", identity)
     trained = 0
     for seed in range(study.seeds):
         for row in study.rows:

@@ -16,7 +16,6 @@ from .figures import plot_layers, plot_maps, plot_mixing
 from .inputs import load_any, make_batch
 from .measures import attention_maps, describe_mixing, measure_calls, record_model
 
-FORMAT_VERSION = 1
 RECORD = "analysis.json"
 
 
@@ -50,7 +49,7 @@ def analyze(
     if out is not None:
         out = Path(out).expanduser()
         check_writable(out / RECORD)
-    record, maps, mixing = {"format_version": FORMAT_VERSION, "models": {}, "inputs": {}}, {}, {}
+    record, maps, mixing = {"models": {}, "inputs": {}}, {}, {}
     for label, model in named.items():
         batch, what, run = inputs, "given by the caller", None
         if isinstance(model, (str, Path)):

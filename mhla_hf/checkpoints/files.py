@@ -84,6 +84,22 @@ def read_json(path) -> dict | None:
     return content
 
 
+def is_claimed(folder, record, identity, what) -> bool:
+    """Whether `folder` is the place of `identity` (a dict that JSON can say), by its file `record`; False: it is free.
+
+    ValueError, beginning with `what`: it is the place of something else.
+    """
+    folder, wanted = Path(folder), json.loads(json.dumps(identity))
+    if (known := read_json(folder / record)) is not None:
+        if other := [key for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]:
+            advice = "give another folder, or delete this one"
+            raise ValueError(f"{what}: {str(folder)!r} was begun with another {other[0]}; {advice}")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{what}: {str(folder)!r} holds other files and no {record}; expected a new or empty folder")
+    return False
+
+
 def write_text(path, text: str) -> Path:
     """Put `text` (UTF-8, line ends as they are) at `path`; an old file there is replaced whole. Returns the path."""
     with file_aside(path) as aside:

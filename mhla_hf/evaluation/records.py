@@ -176,27 +176,18 @@ def render_table(models, style="text", short=False):
     """
     found = {name: {record.identity: record for record in records} for name, records in models.items()}
     every = {identity: record for records in reversed(found.values()) for identity, record in records.items()}
-    rows, shots = [], not short or any(record.shots for record in every.values())
+    rows, places = [["task", "metric", "shots", "samples", *models]], 3 if short else 4
     for identity in sorted(every, key=_natural):
         first = every[identity]
         samples = f"{first.samples}" if first.limit is None else f"{first.samples} (limit)"
-        scores = [records.get(identity) for records in found.values()]
-        form = (
-            (lambda s: format_score(s.value, s.stderr or None, 3))
-            if short
-            else (lambda s: format_score(s.value, s.stderr))
-        )
-        cells = ["" if score is None else form(score) for score in scores]
-        rows.append(
-            [
-                first.task,
-                first.metric + ARROWS[first.higher_is_better],
-                *([str(first.shots)] if shots else []),
-                samples,
-                *cells,
-            ]
-        )
-    return render_rows(["task", "metric", *(["shots"] if shots else []), "samples", *models], rows, style)
+        row = [first.task, first.metric + ARROWS[first.higher_is_better], str(first.shots), samples]
+        for score in (records.get(identity) for records in found.values()):
+            stderr = score and (score.stderr or (None if short else score.stderr))
+            row.append("" if score is None else format_score(score.value, stderr, places))
+        rows.append(row)
+    if short and not any(record.shots for record in every.values()):
+        rows = [row[:2] + row[3:] for row in rows]
+    return render_rows(rows[0], rows[1:], style)
 
 
 def _natural(identity):

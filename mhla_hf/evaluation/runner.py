@@ -220,11 +220,11 @@ def judge_speed(models, asked):
     metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        how, loaded = {"dtype": asked.dtype, "device": asked.device}, {}
-        for subject in subjects:
-            loaded[subject.name] = subject.source
-            if not subject.loaded:
-                loaded[subject.name] = load_language_model(subject.source, **how, **subject.where)[0]
+        how = {"dtype": asked.dtype, "device": asked.device}
+        loaded = {
+            one.name: one.source if one.loaded else load_language_model(one.source, **how, **one.where)[0]
+            for one in subjects
+        }
         rows = measure_speed(loaded, **vars(protocol), progress=asked.progress)
         for subject in subjects:
             scores = {

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import logging
 import os
 import shlex
@@ -23,7 +22,7 @@ import torch
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.files import file_aside, write_json
+from ..checkpoints.files import file_aside, is_claimed, write_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import check_model_name, choose_device, load_pipeline, one_sentence, stored_dtype
 from ..checkpoints.machine import describe_run
@@ -277,7 +276,9 @@ class PipelineJudge:
             )
         if state.is_main_process:
             about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            _claim_folder(folder, {**about, **identity})
+            if not is_claimed(folder, IDENTITY, about | identity, "samples"):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(folder / IDENTITY, about | identity)
             logger.info("%s: %d in %s", what, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
@@ -299,18 +300,3 @@ class PipelineJudge:
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bars})
         state.wait_for_everyone()
-
-
-def _claim_folder(folder, identity):
-    """Make `folder` the place of samples of `identity` (a dict); ValueError when it is the place of others."""
-    known = folder / IDENTITY
-    if known.is_file():
-        found, wanted = json.loads(known.read_text(encoding="utf-8")), json.loads(json.dumps(identity))
-        if other := [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]:
-            advice = "give another folder, or delete this one"
-            raise ValueError(f"samples: {str(folder)!r} holds samples with another {other[0]}; {advice}")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"samples: {str(folder)!r} is not empty and holds no {IDENTITY}; expected an empty folder")
-    write_json(known, identity)

@@ -21,7 +21,8 @@ from small_types import small_model_of
 import mhla_hf
 from experiments.demo.text import make_tokenizer
 from mhla_hf.evaluation import language
-from mhla_hf.evaluation.language import NOISE, load_tasks
+from mhla_hf.evaluation.language import load_tasks
+from mhla_hf.evaluation.needles import NOISE
 from mhla_hf.evaluation.records import Comparison, Results, paper_values, speed_of_records
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.share.card import check_card, write_card

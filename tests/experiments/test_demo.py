@@ -144,14 +144,14 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"items": 17}, "holds a demo with another items"),
-        ({"model": "someone/else"}, "holds a demo with another model"),
+        ({"items": 17}, "was begun with another items"),
+        ({"model": "someone/else"}, "was begun with another model"),
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "there is no file or folder"),
         ({"text": ""}, "text: got ''; expected a file"),
         ({"student_recipe": "{teacher}"}, "student_recipe: expected a stage with loss 'transfer'"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
-        ({"out": "{place}"}, "is there and is not a demo's"),
+        ({"out": "{place}"}, "holds other files and no demo.json"),
         ({"out": "{place}/new", "text": "{place}/short.txt"}, "holds 110 characters; expected at least 60,000"),
     ],
 )

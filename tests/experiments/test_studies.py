@@ -81,7 +81,7 @@ def test_a_stopped_study_ends_as_the_one_that_was_not(photos, tmp_path, monkeypa
     more = run_study(recipe, tmp_path / "part", **options | {"seeds": 2})
     assert more["claims"][0]["interval"] is not None and again["claims"][0]["interval"] is None
     assert more["rows"]["softmax"]["accuracy"]["values"][:1] == again["rows"]["softmax"]["accuracy"]["values"]
-    with pytest.raises(ValueError, match="holds another study"):
+    with pytest.raises(ValueError, match="was begun with another"):
         run_study(recipe, tmp_path / "part", data=photos, epochs=3, progress=False)
 
 
@@ -132,7 +132,7 @@ BAD = {
     "scaling with data": ("scaling --data photos", {}, "no --data"),
     "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
     "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: 'odd' has the class 'other'"),
-    "out": ("tiny.yaml --out .", {}, "is not a study's"),
+    "out": ("tiny.yaml --out .", {}, "holds other files and no study.json"),
 }
 
 
