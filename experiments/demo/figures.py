@@ -9,7 +9,6 @@ LABELS = {
     "mhla": "MHLA",
     "hybrid": "hybrid 1 in 4",
 }
-MARKERS = {"teacher": "o", "linear": "s", "mhla": "D"}
 
 
 def plot_loss(path, histories, scores):
@@ -101,7 +100,7 @@ def plot_speed(path, rows, note):
 
     Args:
         path: PNG to write.
-        rows: of speed.json: "what", "length" (tokens), "softmax_ms", "mhla_ms", and "linear_ms" where that was timed.
+        rows: as `measure_speed` gives them: "what", "length" (tokens), "softmax_ms", "mhla_ms".
         note: one line below the figure: the machine, and what was timed.
     """
     kinds = list(dict.fromkeys(row["what"] for row in rows))
@@ -109,12 +108,9 @@ def plot_speed(path, rows, note):
         for axes, kind in zip(grid[0], kinds, strict=True):
             own = [row for row in rows if row["what"] == kind]
             lengths = [row["length"] for row in own]
-            for name, key in (("teacher", "softmax_ms"), ("linear", "linear_ms"), ("mhla", "mhla_ms")):
-                if key not in own[0]:
-                    continue
-                values = [row[key] for row in own]
-                label = "softmax" if name == "teacher" else LABELS[name]
-                axes.plot(lengths, values, color=COLORS[name], marker=MARKERS[name], markersize=5, label=label)
+            for name, label, marker in (("teacher", "softmax", "o"), ("mhla", "MHLA", "D")):
+                values = [row[f"{label.lower()}_ms"] for row in own]
+                axes.plot(lengths, values, color=COLORS[name], marker=marker, markersize=5, label=label)
             last = own[-1]
             _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
             axes.set_xscale("log", base=2)

@@ -27,16 +27,14 @@ from mhla_hf.analysis.measures import describe_mixing
 from mhla_hf.checkpoints.clean_process import visit
 from mhla_hf.checkpoints.files import folder_aside, is_claimed, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.checkpoints.load import choose_device, load_language_model, without_bars
-from mhla_hf.checkpoints.machine import describe_hardware, describe_versions
+from mhla_hf.checkpoints.load import load_language_model, without_bars
 from mhla_hf.convert import convert
 from mhla_hf.evaluation.lookups import choose_words
-from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.records import Results, speed_of_records
 from mhla_hf.evaluation.runner import evaluate
 from mhla_hf.evaluation.text_tasks import make_tasks
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.share.facts import find_license
-from mhla_hf.speed import measure_speed
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
@@ -366,31 +364,18 @@ class _Demo:
         scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
         plot_loss(self.out / "loss.png", curves, scores)
         plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
-        self._measure_speed()
+        speed = self._measure_speed()
         drawn = [self.out / name for name in ("mixing.png", "speed.png")]
         if not all(figure.exists() for figure in drawn):
             plot_mixing(drawn[0], describe_mixing(self._load(self.folder(self.main, 0))))
-            speed = json.loads((self.folder(self.main, 0) / "speed.json").read_text(encoding="utf-8"))
             plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
         self.say(f"{self.out}/results.json, loss.png, recall.png, mixing.png, speed.png")
         return results
 
     def _measure_speed(self):
-        place = self.folder(self.main, 0) / "speed.json"
-        if place.exists():
-            self.say(f"{place} is there already")
-            return
-        kinds = {
-            "softmax": "teacher",
-            "mhla": self.main,
-        }  # "linear" runs MHLA's code here: no speed of linear attention
-        models = {kind: self._load(self.folder(name, 0)) for kind, name in kinds.items()}
-        device = choose_device()
-        rows = measure_speed(
-            {kind: model.to(device) for kind, model in models.items()}, self.lengths, progress=self.progress
-        )
-        said = {"hardware": describe_hardware(device), "versions": describe_versions()}
-        write_json(place, {"rows": rows, **said, "seed": 0, "command": self.command or "python -m experiments.demo"})
+        folders = [self.folder(name, 0) for name in ("teacher", self.main)]  # "linear" runs MHLA's own code
+        evaluate(folders, recipe="speed", settings={"lengths": list(self.lengths)}, progress=self.progress)
+        return speed_of_records(dict(zip(("softmax", "mhla"), map(Results.read, folders), strict=True)))
 
     def share(self):
         """Step 4, its end: the model card, where a license is known."""

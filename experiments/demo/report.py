@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 from mhla_hf.checkpoints.machine import describe_run
-from mhla_hf.evaluation.records import Results
+from mhla_hf.evaluation.records import Results, render_rows
 from mhla_hf.training.run_folder import RECORD
 
 from ..studies.report import over_seeds
@@ -143,20 +143,13 @@ def recall_by_distance(results, model):
 
 def render_report(results):
     """The table for a terminal, and one line on how to read it."""
-    rows = [["", *(title for _, title, _ in COLUMNS)]]
-    for model, measures in results["models"].items():
-        rows.append([LABELS[model], *(_cell(measures.get(key), form) for key, _, form in COLUMNS)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    seeds = len(results["seeds"])
-    lines.append("")
-    lines.append(
-        f"mean ± standard error over {seeds} seeds"
-        if seeds > 1
-        else "one seed; --full --seeds 3 shows how much a seed changes"
-    )
-    return "\n".join(lines)
+    rows = [
+        [LABELS[model], *(_cell(measures.get(key), form) for key, _, form in COLUMNS)]
+        for model, measures in results["models"].items()
+    ]
+    table, seeds = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1), len(results["seeds"])
+    one = "one seed; --full --seeds 3 shows how much a seed changes"
+    return f"{table}\n\n{f'mean ± standard error over {seeds} seeds' if seeds > 1 else one}"
 
 
 def render_short(results):

@@ -12,7 +12,7 @@ from .fingerprint import PIPELINE
 from .load import without_bars
 
 CARD_FILE = "README.md"
-RECORDS = ("results.json", "train.json", "speed.json", "card.json")  # what mhla_hf writes about a model
+RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
 LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 VOCABULARIES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",

@@ -297,9 +297,9 @@ def _arrowed(label, columns):
 
 
 def speed_of_records(columns):
-    """speed.json's content from the records of "softmax" and "mhla" timed together; None where they were not.
+    """What a card shows of the records of "softmax" and "mhla" timed together; None where they were not.
 
-    columns: these two names -> list of `Result`.
+    columns: these two names -> list of `Result`. "rows" are as `measure_speed` gives them.
     """
     tables = {}
     for kind, record in ((kind, record) for kind, records in columns.items() for record in records):

@@ -37,8 +37,8 @@ def write_card(folder, *, name, base_model=None, compared=None, license=None, **
     """Write README.md and card.json into a saved and evaluated MHLA model's folder; returns the path of README.md.
 
     Args:
-        folder: holds config.json and results.json; train.json and speed.json are used when there, the latter's numbers also
-            from results.json when the teacher and this model were timed together (`--recipe speed`).
+        folder: holds config.json and results.json; train.json is used when there, and so are times, when the teacher and
+            this model were timed together (`--recipe speed`).
         compared: label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original; "hybrid" and "plain linear" are the usual others.
         license: taken from the base's card (README.md in the teacher's folder, else the Hub's); given here, as are

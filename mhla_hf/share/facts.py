@@ -114,7 +114,7 @@ class Facts:
         return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
 
     def timed(self, unit: str) -> dict[str, list[dict]]:
-        """What was timed -> the rows of speed.json that measure it in `unit`, "ms" or "mib", by length."""
+        """What was timed -> the rows of `speed` that measure it in `unit`, "ms" or "mib", by length."""
         rows = self.speed["rows"] if self.speed else []
         rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
         return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
@@ -159,7 +159,7 @@ def measure(folder, compared: dict, weights: bool = True) -> dict:
     kind, class_name, config = read_model(folder)
     measured = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
     measured |= {"results": read_records(folder, weights), "compared": compared}
-    return measured | {name: read_json(Path(folder, f"{name}.json")) for name in ("train", "speed")}
+    return measured | {"train": read_json(Path(folder, "train.json"))}
 
 
 def read_folder(folder, weights: bool = True) -> tuple[dict, Person]:
@@ -178,7 +178,7 @@ def make_facts(measured: dict, person: Person) -> Facts:
         raise ValueError(f"compared: the label {OWN!r} is the model's own, expected another")
     models = {OWN: measured["results"], **measured["compared"]}
     models = {label: [Result.from_dict(record) for record in records] for label, records in models.items()}
-    speed = measured["speed"] or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[OWN]})
+    speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[OWN]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 

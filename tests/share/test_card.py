@@ -9,7 +9,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
-from small_cards import SPEED, TRAIN, result, save_model, scores
+from small_cards import TRAIN, result, save_model, scores, times
 from small_scores import make_result
 from small_types import small_model_of
 from tiny_pipelines import dit_pipeline, wan_pipeline
@@ -28,12 +28,11 @@ CARDS = ("demo", "digits_dit", "digits_vit")
 def folders(tmp_path):
     """An MHLA model with all its files, its teacher (which states a license) and two yardsticks."""
     depths = [result("topics_recall", f"acc_back_{back}", 0.5, 0.1, True, samples=50) for back in (64, 512)]
-    mine = save_model(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths])
+    mine = save_model(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths, *times(1)])
     (mine / "train.json").write_text(json.dumps(TRAIN))
-    rows = [{**row, "softmax_mib": 8.0, "mhla_mib": 2.0} for row in SPEED["rows"]]
-    (mine / "speed.json").write_text(json.dumps({**SPEED, "rows": rows}))
     readme = "---\nlicense: afl-3.0\n---\n# Teacher\n"
     taught = [*scores(1.9003, 0.87), *depths[:1], result("topics_generation", "exact_match", 0.75, 0.05, True)]
+    taught += times(0)
     return mine, {
         "teacher": save_model(tmp_path / "teacher", taught, readme=readme),
         "hybrid": save_model(tmp_path / "hybrid", scores(1.9049, 0.86)),
@@ -99,10 +98,13 @@ FASTER = {
 @pytest.mark.parametrize("softmax", FASTER)
 def test_who_is_faster_where(tmp_path, softmax):
     """No length is given to the one that was slower there."""
-    mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
-    rows = [{"what": "a", "length": 256 << i, "softmax_ms": ms, "mhla_ms": 2} for i, ms in enumerate(softmax)]
-    (mine / "speed.json").write_text(json.dumps({**SPEED, "rows": rows[::-1]}))
-    assert f"| a, time | {FASTER[softmax]} |" in write_card(mine, name="toy", license="mit").read_text()
+    speed = {f"forward_ms_{256 << i}": (float(ms), 2.0) for i, ms in enumerate(softmax)}
+    mine, teacher = (
+        save_model(tmp_path / name, [*scores(1.9, 0.5), *times(column, speed)])
+        for column, name in ((1, "mhla"), (0, "teacher"))
+    )
+    text = write_card(mine, name="toy", license="mit", compared={"teacher": teacher}).read_text()
+    assert f"| forward, time | {FASTER[softmax]} |" in text
 
 
 CACHES = {
@@ -209,7 +211,6 @@ FILES = {
     "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "the label 'MHLA' is the model's own"),
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
-    "speed without length": (changed("speed.json", lambda j: j["rows"][0].pop("length")), "lack what it shows: 'length'"),
     "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
 ARGUMENTS = {
