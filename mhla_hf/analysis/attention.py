@@ -134,38 +134,32 @@ class _SoftmaxCalls(TorchFunctionMode):
 @torch.no_grad()
 def _keep_core(found, layer, core, args, kwargs):
     """What the operator will get in this call of a core."""
-    given = {**dict(zip(("q", "k", "v"), args, strict=False)), **kwargs}
+    given = {**dict(zip("qkv", args, strict=False)), **kwargs}
     if given.get("cu_seqlens") is not None or given.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    grid, settings, rotate = given.get("grid"), core.settings, given.get("rotate")
-    plain = given["q"], given["k"]
-    if rotate is not None and settings.rope == "before":
-        plain, rotate = rotate(*plain), None
-    plain = without_padding(given.get("key_mask"), *plain)
-    mapped = core.q_map(plain[0]), core.k_map(plain[1])
-    options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")} | {"causal": grid is None}
-    blocks = Blocks.sequence(plain[0].shape[1], settings.block_size) if grid is None else None
+    grid, key_mask, settings = given.get("grid") and tuple(given["grid"]), given.get("key_mask"), core.settings
+    blocks = Blocks.sequence(given["q"].shape[1], settings.block_size) if grid is None else None
+    blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)
+    options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")}
+    options |= {"causal": grid is None, "blocks": blocks}
     if hasattr(core, "form"):  # by decays
         form = core.form if given.get("scale") is None else dataclasses.replace(core.form, scale=given["scale"])
-        decays, balance = core.mixing()
+        (decays, balance), plain = core.mixing(), without_padding(key_mask, given["q"], given["k"])
+        mapped = core.q_map(plain[0]), core.k_map(plain[1])
         near = tuple(map(_kept, mapped if balance is None else plain))
-        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks)), "blocks": blocks, "form": form, "near": near}
+        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks)), "form": form, "near": near}
         found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
         return
-    grid = grid and tuple(grid)
-    if rotate is not None and settings.normalize:
-        options |= dict(zip(("q_den", "k_den"), map(_kept, mapped), strict=True))
-    blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)
+    q, k, _, own = core.operands(given["q"], given["k"], given["v"], key_mask, given.get("rotate"))
     mixing = _kept(core.mixing(blocks.num_blocks if grid is None else blocks.counts))
     mixing = mixing.reshape(-1, *mixing.shape[-2:])
-    options |= {"mixing": mixing, "blocks": blocks, "normalize": settings.normalize}
+    options |= {name: _kept(value) for name, value in own.items() if name != "unrounded"} | {"mixing": mixing}
     kind = "linear" if is_uniform(mixing, causal=grid is None) else "mhla"
-    q, k = map(_kept, mapped if rotate is None else rotate(*mapped))
-    found.append(Attention(layer, kind, q, k, options, grid))
+    found.append(Attention(layer, kind, _kept(q), _kept(k), options, grid))
 
 
 def _kept(value):
-    return None if value is None else value.detach().cpu()
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
