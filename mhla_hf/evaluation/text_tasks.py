@@ -60,16 +60,6 @@ def answer(doc, results):
 MANIFEST = "tasks.json"
 
 
-class _FunctionTag(str):
-    """Text that YAML writes as `!function text`."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that knows lm-eval's `!function` tag."""
-
-
-_Dumper.add_representer(_FunctionTag, lambda dumper, value: dumper.represent_scalar("!function", str(value)))
-
 _QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
 _WRITING = {
     "output_type": "generate_until",
@@ -139,19 +129,15 @@ def split_text(text, tokens, count):
     parts, current = [], ""
     for line in text.splitlines(keepends=True):
         while count(line) > tokens:
-            cut = next(size for size in _halves(len(line)) if count(line[:size]) <= tokens)
+            cut = len(line) // 2
+            while cut > 1 and count(line[:cut]) > tokens:
+                cut //= 2
             parts += [current] if current else []
             parts, current, line = [*parts, line[:cut]], "", line[cut:]
         if current and count(current + line) > tokens:
             parts, current = [*parts, current], ""
         current += line
     return parts + ([current] if current else [])
-
-
-def _halves(size):
-    while size > 1:
-        size //= 2
-        yield size
 
 
 def find_sentences(text):
@@ -278,8 +264,7 @@ def write_tasks(folder, documents, arguments):
 def _task_yaml(name, kind, rows):
     """lm-eval's description of one task; the field names are given as such, so that no template touches the text."""
     own, scoring, metrics = KINDS[kind]
-    if scoring:
-        own = {**own, "process_results": _FunctionTag(f"local_data.{scoring}")}
+    functions = {"custom_dataset": "load"} | ({"process_results": scoring} if scoring else {})
     depths = sorted({row["back"] for row in rows if "back" in row})
     metrics = {**metrics, **{f"{next(iter(metrics))}_back_{depth}": "mean" for depth in depths}}
     listed = [
@@ -288,7 +273,6 @@ def _task_yaml(name, kind, rows):
     ]
     content = {
         "task": name,
-        "custom_dataset": _FunctionTag("local_data.load"),
         "dataset_kwargs": {"file": f"{name}.jsonl"},
         "test_split": "test",
         "num_fewshot": 0,
@@ -298,4 +282,5 @@ def _task_yaml(name, kind, rows):
         "metric_list": listed,
         "metadata": {"version": 1.0},
     }
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    tags = "".join(f"{field}: !function local_data.{function}\n" for field, function in functions.items())
+    return tags + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

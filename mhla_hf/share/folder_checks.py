@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.clean_process import check_visit
-from ..checkpoints.files import write_text
+from ..checkpoints.files import read_json, write_text
 from ..checkpoints.fingerprint import NOTED, without_origin
 from ..checkpoints.load import check_shards, one_sentence
 from ..checkpoints.save import CARD_FILE, CONFIGURATIONS, RECORDS, saved_files
 from ..evaluation.records import Results
 from .card import check_card, folder_card
-from .facts import PERSON_FILE, not_measured, read_folder, read_model
+from .facts import PERSON_FILE, not_measured, read_model
 
 logger = logging.getLogger("mhla_hf")
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
@@ -133,6 +133,6 @@ def _check_card(file: Path, repo_id: str | None, measured: bool) -> None:
         raise ValueError(f"{file}: license is {license!r}, expected a license of the Hub such as apache-2.0")
     if measured:
         check_card(file.parent)
-        name = read_folder(file.parent)[1].name
+        name = read_json(file.parent / PERSON_FILE)["name"]
         if repo_id is not None and "/" in name and name != repo_id:
             raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
