@@ -312,7 +312,7 @@ def speed_of_records(columns):
     for rows, kinds in tables.values():
         if set(kinds) == {"softmax", "mhla"}:
             said = {key: getattr(kinds["mhla"], key) for key in ("hardware", "versions", "seed", "command")}
-            return {"rows": [rows[key] for key in sorted(rows)], **said}
+            return {"rows": [rows[key] for key in sorted(rows, key=lambda key: (key[0] == DECODE, key[1]))], **said}
     return None
 
 
