@@ -37,13 +37,8 @@ def plot_loss(path, histories, scores):
 
 
 def _curve(axes, name, entries, per_layer=False):
-    share = [entry["layers"] if per_layer else 1 for entry in entries]
-    axes.plot(
-        [entry["step"] for entry in entries],
-        [entry["loss"] / layers for entry, layers in zip(entries, share, strict=True)],
-        color=COLORS[name],
-        label=LABELS[name],
-    )
+    losses = [entry["loss"] / (entry["layers"] if per_layer else 1) for entry in entries]
+    axes.plot([entry["step"] for entry in entries], losses, color=COLORS[name], label=LABELS[name])
 
 
 def _bars(axes, scores):
@@ -57,28 +52,14 @@ def _bars(axes, scores):
             )
         change = "" if place == 0 else f"\n{100 * (mean / means[0] - 1):+.2f} %".replace("-", "\N{MINUS SIGN}")
         axes.annotate(
-            f"{mean:.3f}{change}",
-            (place, 0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 8),
-            textcoords="offset points",
-            ha="center",
-            color="white",
-            fontweight="bold",
-            fontsize=9.5,
-            zorder=4,
-        )
+            f"{mean:.3f}{change}", (place, 0), xycoords=("data", "axes fraction"), xytext=(0, 8),
+            textcoords="offset points", ha="center", color="white", fontweight="bold", fontsize=9.5, zorder=4,
+        )  # fmt: skip
     lowest, highest = min(map(min, scores.values())), max(map(max, scores.values()))
     room = max(highest - lowest, 0.01 * highest)
     axes.set_ylim(lowest - 1.3 * room, highest + 0.3 * room)
     axes.axhline(means[0], color=COLORS[names[0]], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    axes.set_xticks(
-        range(len(names)),
-        [
-            LABELS[name].replace(", ", ",\n") if "," in LABELS[name] else LABELS[name].replace(" ", "\n", 1)
-            for name in names
-        ],
-    )
+    axes.set_xticks(range(len(names)), [LABELS[name].replace(" ", "\n", 1) for name in names])
     axes.tick_params(axis="x", length=0)
     axes.set(title="Held-out text (axis does not start at 0)", ylabel="bits per byte, lower is better")
 
@@ -113,15 +94,9 @@ def plot_speed(path, rows, note):
                 axes.plot(lengths, values, color=COLORS[name], marker=marker, markersize=5, label=label)
             last = own[-1]
             _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-            axes.minorticks_off()
+            _by_length(axes, lengths, kind, "milliseconds")
             low, high = axes.get_ylim()
             axes.set_ylim(low / 1.6, high * 1.2)
-            plain_ticks(axes.yaxis)
-            axes.grid(True)
-            axes.set(title=kind, xlabel="tokens in the context", ylabel="milliseconds, lower is better")
         grid[0][0].legend(loc="upper left")
         figure.supxlabel(note, fontsize=8.5, color="#6b7079")
 
@@ -149,13 +124,7 @@ def plot_gains(path, time, kept, models):
                     f"{y[-1]:.3g} {unit}", (list(values)[-1], y[-1]), xytext=((-9, -3), (5, 9))[place],
                     textcoords="offset points", ha="right", color=COLORS[name], fontweight="bold",
                 )  # fmt: skip
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(list(values), [f"{length:,}" for length in values])
-            axes.minorticks_off()
-            plain_ticks(axes.yaxis)
-            axes.grid(True)
-            axes.set(title=title, xlabel="tokens in the context", ylabel=f"{unit}, lower is better")
+            _by_length(axes, values, title, unit)
         left.legend(loc="upper left")
         for place, (name, measures) in enumerate(models.items()):
             recall, bits = measures["recall_far"]["mean"], measures["over_teacher_percent"]["mean"]
@@ -167,22 +136,26 @@ def plot_gains(path, time, kept, models):
         right.set(title="Recall (and bits per byte)", ylabel="lookups answered", ylim=(0, 1.25))
 
 
+def _by_length(axes, lengths, title, unit):
+    """What is written around curves over the length of the context."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(lengths), [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    plain_ticks(axes.yaxis)
+    axes.grid(True)
+    axes.set(title=title, xlabel="tokens in the context", ylabel=f"{unit}, lower is better")
+
+
 def _mark_ratio(axes, length, softmax, mhla):
     """A line between the two last points, with their ratio in words."""
     axes.plot([length, length], [softmax, mhla], color=COLORS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
     faster = softmax >= mhla
     ratio = softmax / mhla if faster else mhla / softmax
     axes.annotate(
-        f"{ratio:.1f}x\n{'faster' if faster else 'slower'}",
-        (length, (softmax * mhla) ** 0.5),
-        xytext=(9, 0),
-        textcoords="offset points",
-        ha="left",
-        va="center",
-        color=COLORS["mhla"],
-        fontweight="bold",
-        annotation_clip=False,
-    )
+        f"{ratio:.1f}x\n{'faster' if faster else 'slower'}", (length, (softmax * mhla) ** 0.5), xytext=(9, 0),
+        textcoords="offset points", ha="left", va="center", color=COLORS["mhla"], fontweight="bold", annotation_clip=False,
+    )  # fmt: skip
 
 
 def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):
