@@ -247,9 +247,8 @@ def run(given, command):
     judge = train_judge(given.out, given.judge_epochs)
     rows = {name: [] for name in (*FROM_SCRATCH, *DISTILLED)}
     parameters, teachers = {}, {}
-    for name, seed in [
-        (name, seed) for part in (FROM_SCRATCH, DISTILLED) for seed in range(given.seeds) for name in part
-    ]:
+    runs = [(name, seed) for part in (FROM_SCRATCH, DISTILLED) for seed in range(given.seeds) for name in part]
+    for name, seed in runs:
         folder, started = given.out / folder_of(name, seed), time.perf_counter()
         if name in FROM_SCRATCH:
             pipe = train(pipeline(seed, FROM_SCRATCH[name], given.width), folder, seed, given.steps, command)
@@ -264,21 +263,14 @@ def run(given, command):
         print(f"{name}, seed {seed}: {rows[name][-1]}", file=sys.stderr)
     images, _, held, wanted = digits()
     with torch.no_grad():
-        known = {
-            "held_out_accuracy": 100 * (judge(held).argmax(1) == wanted).double().mean().item(),
-            "train_to_held_out_frechet": frechet_distance(
-                Moments.of(judge.features(images)), Moments.of(judge.features(held))
-            ),
-        }
-    return {
-        "seeds": list(range(given.seeds)),
-        **{key: getattr(given, key) for key in ("steps", "distill_steps", "samples", "width", "judge_epochs")},
-        "judge": known,
-        "parameters": parameters,
-        "models": rows,
-        "threads": torch.get_num_threads(),
-        **describe_run(command),
+        right = (judge(held).argmax(1) == wanted).double().mean().item()
+        apart = frechet_distance(*(Moments.of(judge.features(each)) for each in (images, held)))
+    known = {"held_out_accuracy": 100 * right, "train_to_held_out_frechet": apart}
+    sizes = {
+        key: getattr(given, key) for key in ("steps", "distill_steps", "samples", "width", "judge_epochs", "threads")
     }
+    found = {"judge": known, "parameters": parameters, "models": rows}
+    return {"seeds": list(range(given.seeds)), **sizes, **found, **describe_run(command)}
 
 
 def render(results):
@@ -344,11 +336,8 @@ def main(arguments=None):
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
-    if (
-        given.width < 32
-        or given.width % 32
-        or min(given.seeds, given.steps, given.distill_steps, given.judge_epochs) < 1
-    ):
+    counts = (given.width, given.seeds, given.steps, given.distill_steps, given.judge_epochs)
+    if given.width % 32 or min(counts) < 1:
         parser.error("expected a width that is a multiple of 32, and seeds, steps and epochs of at least 1")
     if given.samples < 2 * CLASSES or given.samples % CLASSES:
         parser.error(f"--samples is {given.samples}; expected a multiple of {CLASSES}, at least {2 * CLASSES}")

@@ -141,13 +141,7 @@ def main(arguments=None):
             raise ValueError(f"{name}: got {getattr(given, name)}, expected at least 1.")
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
-    record = run(
-        given.out,
-        given.seeds,
-        given.steps,
-        given.distill_steps,
-        shlex.join(["python", "-m", "experiments.digits_vit", *arguments]),
-    )
+    record = run(**vars(given), command=shlex.join(["python", "-m", "experiments.digits_vit", *arguments]))
     print(table(record))
     return record
 

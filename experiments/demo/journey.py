@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -77,22 +76,9 @@ It stands for a real checkpoint; how it was trained is in train.json, how good i
 
 
 def run_demo(
-    out="out",
-    model=None,
-    text=None,
-    seeds=1,
-    *,
-    full=False,
-    license=None,
-    teacher_recipe=None,
-    student_recipe=None,
-    items=TASK_ITEMS,
-    lengths=LENGTHS,
-    threads=1,
-    control=None,
-    progress=True,
-    command=None,
-):
+    out="out", model=None, text=None, seeds=1, *, full=False, license=None, teacher_recipe=None, student_recipe=None,
+    items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
+):  # fmt: skip
     """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
 
     Args:
@@ -118,10 +104,9 @@ def run_demo(
         ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
         KeyboardInterrupt: on Ctrl-C; the same call goes on from there.
     """
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise ValueError(f"seeds: got {seeds!r}; expected a whole number of at least 1")
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"threads: got {threads!r}; expected a whole number of at least 1")
+    for name, value in (("seeds", seeds), ("threads", threads)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}; expected a whole number of at least 1")
     _check_extras()
     started = time.monotonic()
     torch.set_num_threads(threads)
@@ -295,33 +280,17 @@ class _Demo:
     def _control_plan(self):
         """The teacher's own training, for as many steps, tokens and at the rate of the students'."""
         student = self.student_plan.stages[-1]
-        stage = dataclasses.replace(
-            self.teacher_plan.stages[0],
-            name="trained on",
-            steps=sum(stage.steps for stage in self.student_plan.stages),
-            lr=student.lr,
-            warmup=student.warmup,
-            batch_size=student.batch_size,
-            seq_len=student.seq_len,
-        )
+        own = {key: getattr(student, key) for key in ("lr", "warmup", "batch_size", "seq_len")}
+        own |= {"name": "trained on", "steps": sum(stage.steps for stage in self.student_plan.stages)}
+        stage = dataclasses.replace(self.teacher_plan.stages[0], **own)
         return dataclasses.replace(self.student_plan, stages=(stage,))
 
     def _distill(self, student, teacher, folder, plan, seed):
         """`distill`, with sequences no longer than the model was made for."""
         longest = student.config.max_position_embeddings
         stages = [dataclasses.replace(stage, seq_len=min(stage.seq_len, longest)) for stage in plan.stages]
-        distill(
-            student,
-            teacher,
-            out=folder,
-            data=self.train_text,
-            tokenizer=self.tokenizer,
-            stages=stages,
-            seed=seed,
-            progress=self.progress,
-            command=self.command,
-            **plan.run,
-        )
+        options = {"data": self.train_text, "tokenizer": self.tokenizer, "stages": stages, "seed": seed}
+        distill(student, teacher, out=folder, progress=self.progress, command=self.command, **options, **plan.run)
 
     def judge(self, seed):
         """Step 3: every model on the tasks made from the held-out text, through lm-eval."""
@@ -414,11 +383,7 @@ class _Demo:
                 raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
             write_json(place, seen)
         self.say(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
-        self.say(
-            f"  {PROMPT}\033[1m{seen['continuation']}\033[0m"
-            if sys.stdout.isatty()
-            else f"  {PROMPT}{seen['continuation']}"
-        )
+        self.say(f"  {PROMPT}{seen['continuation']}")
 
     def _visit(self, folder):
         """What a visitor says about `folder`, with the logits it has to meet."""

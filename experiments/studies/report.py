@@ -16,6 +16,7 @@ import torch
 from mhla_hf.analysis.figures import plot_layers, plot_mixing
 from mhla_hf.checkpoints.files import write_json, write_text
 from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.evaluation.records import format_score
 from mhla_hf.training.run_folder import RECORD
 
 from .figures import plot_accuracy
@@ -131,13 +132,10 @@ def render_study(results) -> str:
     for row, found in results["rows"].items():
         bound = statistics.fmean(layer["bound"] for layer in found["layers"])
         equal = statistics.fmean(layer["uniform_entropy"] for layer in found["layers"])
-        cells = [
-            _value(found["accuracy"], 3),
-            _value(found["rank"], 1),
-            f"{bound:.0f}",
-            _value(found["effective_rank"], 1),
-        ]
-        cells += [_value(found["entropy"], 2), f"{equal:.2f}", f"{found['seconds']['mean']:.0f}"]
+        places = {"accuracy": 3, "rank": 1, "effective_rank": 1, "entropy": 2}
+        shown = {key: format_score(found[key]["mean"], found[key]["stderr"], number) for key, number in places.items()}
+        cells = [shown["accuracy"], shown["rank"], f"{bound:.0f}", shown["effective_rank"], shown["entropy"]]
+        cells += [f"{equal:.2f}", f"{found['seconds']['mean']:.0f}"]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     if results["claims"]:
         lines += ["", "| claim | difference | 95 % interval | |", "|---|---:|---:|---|"]
@@ -148,11 +146,6 @@ def render_study(results) -> str:
         words = f"{claim['measure'].replace('_', ' ')}: {claim['higher']} above {claim['lower']}"
         lines.append(f"| {words} | {numbers[0]} | {interval} | {claim['verdict']} |")
     return "\n".join(lines)
-
-
-def _value(measure, places):
-    error = "" if measure["stderr"] is None else f" ± {measure['stderr']:.{places}f}"
-    return f"{measure['mean']:.{places}f}{error}"
 
 
 def draw_study(results, out):

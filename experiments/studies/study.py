@@ -10,14 +10,13 @@ import re
 from pathlib import Path
 
 import torch
-from huggingface_hub.dataclasses import strict
 from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
 from mhla_hf.checkpoints.files import is_claimed, read_yaml, write_json
 from mhla_hf.checkpoints.load import without_bars
-from mhla_hf.checkpoints.values import read_settings
+from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
 from mhla_hf.training.loop import distill
@@ -31,8 +30,7 @@ ANALYSIS = "analysis.json"
 MEASURES = ("accuracy", "rank", "effective_rank", "entropy")
 
 
-@strict
-@dataclasses.dataclass
+@checked
 class Study:
     """What a recipe of a study says.
 
@@ -44,9 +42,9 @@ class Study:
     """
 
     name: str
-    rows: dict
-    epochs: int
-    seeds: int
+    rows: dict = checked_field(bool, "at least one")
+    epochs: int = at_least(1)
+    seeds: int = at_least(1)
     about: str = ""
     paper: str = ""
     model: dict = dataclasses.field(default_factory=dict)
@@ -56,12 +54,7 @@ class Study:
     claims: list = dataclasses.field(default_factory=list)
 
     def validate_table(self):
-        """Numbers of at least 1, rows that there are, claims about rows and measures, a stage that can be trained."""
-        for key in ("epochs", "seeds"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)!r}, expected a whole number of at least 1")
-        if not self.rows:
-            raise ValueError("rows is empty, expected at least one")
+        """Claims about rows and measures, a stage that can be trained."""
         for claim in self.claims:
             for named, known in zip(claim, (self.rows, self.rows, MEASURES), strict=False):
                 if named not in known:
