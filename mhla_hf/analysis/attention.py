@@ -140,8 +140,11 @@ def _keep_core(found, layer, core, args, kwargs):
     grid, key_mask, settings = given.get("grid") and tuple(given["grid"]), given.get("key_mask"), core.settings
     blocks = Blocks.sequence(given["q"].shape[1], settings.block_size) if grid is None else None
     blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)
+    layout = getattr(core.mixing, "layout", None)  # only causal cores have none
+    if layout and given.get("starts") is not None:
+        raise ValueError(f"inputs: {layer} got rows that begin with padding, expected it at their end.")
     options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")}
-    options |= {"causal": grid is None, "blocks": blocks}
+    options |= {"causal": layout is None, "blocks": blocks}
     if hasattr(core, "form"):  # by decays
         form = core.form if given.get("scale") is None else dataclasses.replace(core.form, scale=given["scale"])
         (decays, balance), plain = core.mixing(), without_padding(key_mask, given["q"], given["k"])
@@ -151,10 +154,10 @@ def _keep_core(found, layer, core, args, kwargs):
         found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
         return
     q, k, _, own = core.operands(given["q"], given["k"], given["v"], key_mask, given.get("rotate"))
-    mixing = _kept(core.mixing(blocks.num_blocks if grid is None else blocks.counts))
-    mixing = mixing.reshape(-1, *mixing.shape[-2:])
+    mixing = _kept(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
+    mixing = mixing.reshape(-1, *mixing.shape[-2:])[:, : blocks.num_blocks, : blocks.num_blocks]
     options |= {name: _kept(value) for name, value in own.items() if name != "unrounded"} | {"mixing": mixing}
-    kind = "linear" if is_uniform(mixing, causal=grid is None) else "mhla"
+    kind = "linear" if is_uniform(mixing, causal=layout is None) else "mhla"
     found.append(Attention(layer, kind, _kept(q), _kept(k), options, grid))
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_encoders import converted_encoder
 from small_models import MODELS, scratch_model, softmax_model, tokens
 from torch import nn
 
@@ -99,6 +100,19 @@ def test_a_language_models_matrices_times_v_are_its_layers_outputs_on_padded_row
     mine = next(call for call in found if call.kind == "mhla")
     check(mine, kept["v"], kept["o"])
     assert "form" not in mine.options or 0 < mine.far_share(1) < 1
+
+
+def test_an_encoders_matrices_times_v_are_its_layers_outputs_where_nothing_is_padding():
+    model, kept = converted_encoder("bert", block_size=8), {}
+    core = next(module for name, module in model.named_modules() if name.endswith(".mhla"))
+    core.register_forward_hook(lambda core, args, output: kept.update(v=args[2], o=output))
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[1, 17:] = 0
+    found, _ = seen(model, input_ids=tokens(2, 21), attention_mask=mask)
+    assert not found[0].is_causal
+    check(found[0], kept["v"], kept["o"])
+    with pytest.raises(ValueError, match="got rows that begin with padding"):
+        seen(model, input_ids=tokens(2, 21), attention_mask=mask.flip(1))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
