@@ -27,8 +27,11 @@ STYLE = {
 
 
 @contextlib.contextmanager
-def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, **options):
-    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`. options: of the panels."""
+def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, note="", **options):
+    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`.
+
+    note: one line below them. options: of the panels.
+    """
     with optional("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -36,5 +39,7 @@ def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, **options):
     with rc_context(style):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+        if note:
+            figure.supxlabel(note, fontsize=8.5, color="#6b7079")
         with file_aside(path) as aside:
             figure.savefig(aside, format="png")

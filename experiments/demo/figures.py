@@ -85,7 +85,7 @@ def plot_speed(path, rows, note):
         note: one line below the figure: the machine, and what was timed.
     """
     kinds = list(dict.fromkeys(row["what"] for row in rows))
-    with drawing(path, 1, len(kinds), figsize=(5.6 * len(kinds), 4.3)) as (figure, grid):
+    with drawing(path, 1, len(kinds), figsize=(5.6 * len(kinds), 4.3), note=note) as (_, grid):
         for axes, kind in zip(grid[0], kinds, strict=True):
             own = [row for row in rows if row["what"] == kind]
             lengths = [row["length"] for row in own]
@@ -98,7 +98,6 @@ def plot_speed(path, rows, note):
             low, high = axes.get_ylim()
             axes.set_ylim(low / 1.6, high * 1.2)
         grid[0][0].legend(loc="upper left")
-        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
 
 
 def plot_gains(path, time, kept, models):

@@ -16,7 +16,8 @@ def plot_random_rank(path, rows):
     """
     widths = sorted({row["width"] for row in rows})
     size = (3.4 * len(widths) + 0.8, 3.9)
-    with drawing(path, 1, len(widths), figsize=size, sharey=True) as (figure, grid):
+    note = f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1"
+    with drawing(path, 1, len(widths), figsize=size, note=note, sharey=True) as (_, grid):
         for axes, width in zip(grid[0], widths, strict=True):
             own = sorted((row for row in rows if row["width"] == width), key=lambda row: row["tokens"])
             lengths = [row["tokens"] for row in own]
@@ -35,11 +36,6 @@ def plot_random_rank(path, rows):
 
         grid[0][0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         grid[0][0].legend(loc="upper left")
-        figure.supxlabel(
-            f"random features, {rows[0]['blocks']} blocks, fp64; points counted, dashed lines the bounds of table 1",
-            fontsize=8.5,
-            color="#6b7079",
-        )
 
 
 def plot_accuracy(path, curves, note=""):
@@ -50,7 +46,7 @@ def plot_accuracy(path, curves, note=""):
         curves: row -> per epoch {"mean", "stderr"}.
         note: one line below: data and seeds.
     """
-    with drawing(path, figsize=(7.4, 4.6)) as (figure, ((axes,),)):
+    with drawing(path, figsize=(7.4, 4.6), note=note) as (_, ((axes,),)):
         for (row, epochs), color in zip(curves.items(), itertools.cycle(PALETTE), strict=False):
             places = range(1, len(epochs) + 1)
             means = [epoch["mean"] for epoch in epochs]
@@ -61,7 +57,6 @@ def plot_accuracy(path, curves, note=""):
         axes.set(title="Test accuracy", xlabel="epoch", ylim=(0, 1))
         axes.grid(True)
         axes.legend(loc="lower right", fontsize=9)
-        figure.supxlabel(note, fontsize=8.5, color="#6b7079")
 
 
 def plot_scaling(path, rows, note=""):
@@ -71,7 +66,7 @@ def plot_scaling(path, rows, note=""):
     """
     from matplotlib.ticker import FuncFormatter
 
-    with drawing(path, figsize=(7, 4.3)) as (figure, ((axes,),)):
+    with drawing(path, figsize=(7, 4.3), note=note) as (_, ((axes,),)):
         for row, color in zip(rows, PALETTE[2:], strict=False):
             linear = next(cell["seconds"] for cell in row["mhla"] if cell["blocks"] == 1)
             blocks = [cell["blocks"] for cell in row["mhla"]]
@@ -87,4 +82,3 @@ def plot_scaling(path, rows, note=""):
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.legend(loc="upper left", fontsize=9)
-        figure.supxlabel(note, fontsize=8.5, color="#6b7079")

@@ -14,7 +14,10 @@ def plot_layers(path, models, note):
 
     models: label -> "layers" of `measure_calls`. note: one line below: what the inputs were.
     """
-    with drawing(path, 1, 2, figsize=(11, 4.1)) as (figure, (both,)):
+    limits = (
+        "dotted: the largest possible rank (causal: of the second half of the text on the first), the entropy of equal"
+    )
+    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits} weights; {note}") as (_, (both,)):
         measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
         for axes, (title, key, limit) in zip(both, measures, strict=True):
             for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
@@ -26,9 +29,6 @@ def plot_layers(path, models, note):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(True)
             axes.legend(loc="best", fontsize=9)
-        where = "causal: of the second half of the text on the first"
-        limits = f"dotted: the largest possible rank ({where}), the entropy of equal weights; {note}"
-        figure.supxlabel(limits, fontsize=8.5, color="#6b7079")
 
 
 def thinned(items):
