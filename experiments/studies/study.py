@@ -117,9 +117,7 @@ def open_data(data, size: int):
         test = test.numbered_as(train.names, train.name)
     classes = train.classes()["num_labels"]
     for own in (train, test):
-        low, high = int(own.labels.min()), int(own.labels.max())
-        if low < 0 or high >= classes:
-            raise ValueError(f"data: {own.name!r} has labels {low} to {high}, expected 0 to {classes - 1}, as trained")
+        own.check_labels(classes)
     return train, test, Path(str(data)).name
 
 

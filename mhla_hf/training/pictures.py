@@ -59,8 +59,17 @@ class Pictures:
         return self._renumbered([list(names).index(name) for name in self.names], names)
 
     def numbered_for(self, config, argument="data"):
-        """The same pictures, their classes numbered as the model of this configuration does; ValueError: it cannot."""
-        found = self._renumbered(label_order(config, self.names, argument)) if self.names else self
+        """The same pictures, numbered as the model of this configuration does: by name where it knows the names, else by
+        place; ValueError: it cannot."""
+        found, names = self, self.names or ()
+        known = {str(label): int(index) for index, label in config.id2label.items()}
+        odd = [name for name in names if name not in known]
+        if odd and len(odd) < len(names):
+            raise ValueError(f"{argument}: the model has no label {odd[0]!r}, though it has others of these classes")
+        if odd and len(names) != len(known):
+            raise ValueError(f"{argument}: {len(names)} classes for a model with {len(known)} labels; expected as many")
+        if names:
+            found = self._renumbered(range(len(names)) if odd else [known[name] for name in names])
         found.check_labels(config.num_labels, argument)
         return found
 
@@ -219,19 +228,6 @@ def random_box(random, least: float, most: float = 1.0):
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
     left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
     return left, top, left + width, top + height
-
-
-def label_order(config, names, argument="data"):
-    """The model's index of each class in `names`: by name where the model knows them, else by place."""
-    known = {str(label): int(index) for index, label in config.id2label.items()}
-    odd = [name for name in names if name not in known]
-    if not odd:
-        return [known[name] for name in names]
-    if len(odd) < len(names):
-        raise ValueError(f"{argument}: the model has no label {odd[0]!r}, though it has others of these classes")
-    if len(names) != len(known):
-        raise ValueError(f"{argument}: {len(names)} classes for a model with {len(known)} labels; expected as many")
-    return list(range(len(names)))
 
 
 @torch.no_grad()
