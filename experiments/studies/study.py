@@ -14,7 +14,7 @@ from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
-from mhla_hf.checkpoints.files import is_claimed, read_yaml, write_json
+from mhla_hf.checkpoints.files import is_claimed, named_yaml, read_yaml, write_json
 from mhla_hf.checkpoints.load import without_bars
 from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
@@ -77,16 +77,9 @@ class Study:
         return model
 
 
-def study_names() -> list[str]:
-    """The studies that lie in `recipes`."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
 def read_study(name, *, epochs=None, seeds=None) -> Study:
     """One of our studies by its name, or one from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
-    path = RECIPES / f"{name}.yaml" if str(name) in study_names() else Path(name)
-    if not path.is_file():
-        raise ValueError(f"study: got {str(name)!r}, expected one of {', '.join(study_names())}, or a YAML file")
+    path = named_yaml(name, RECIPES, "study")
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     content = read_yaml(path, "study")
     if isinstance(content, dict):

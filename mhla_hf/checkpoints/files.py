@@ -61,6 +61,15 @@ _Loader.add_implicit_resolver(
 )
 
 
+def named_yaml(name, folder, what) -> Path:
+    """The YAML file `name`, or the one in `folder` that is called so. ValueError, beginning with `what`: there is none."""
+    names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
+    path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
+    if not path.is_file():
+        raise ValueError(f"{what}: {str(name)!r} is not a file; expected a YAML file, or a name: {', '.join(names)}")
+    return path
+
+
 def read_yaml(path, what, cls=None):
     """What the YAML file `path` holds, as the strict dataclass `cls` if one is given; ValueError begins with `what`."""
     try:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ..checkpoints.files import read_yaml
+from ..checkpoints.files import named_yaml, read_yaml
 from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
@@ -74,11 +74,7 @@ def recipe_names():
 
 def read_score_recipe(name):
     """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
-    own = str(name) in recipe_names()
-    path = FOLDER / f"{name}.yaml" if own else Path(name)
-    if not path.is_file():
-        raise ValueError(f"recipe {str(name)!r} is no file; expected one, or a name: {', '.join(recipe_names())}")
-    content, what = read_yaml(path, "recipe"), f"recipe {str(name)!r}: "
+    content, what = read_yaml(named_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
     if isinstance(content, dict):
         tasks = content.get("tasks")
         content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..checkpoints import values
-from ..checkpoints.files import read_yaml
+from ..checkpoints.files import named_yaml, read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -212,11 +212,7 @@ def read_recipe(name, changes=None) -> Recipe:
     """
     if isinstance(name, Recipe):
         return name
-    path = FOLDER / f"{name}.yaml" if str(name) in recipe_names() else Path(name)
-    if not path.is_file():
-        names = ", ".join(recipe_names())
-        raise ValueError(f"recipe: {str(name)!r} is not a file; expected a YAML file, or a name: {names}")
-    content = read_yaml(path, "recipe")
+    content = read_yaml(named_yaml(name, FOLDER, "recipe"), "recipe")
     if changes and isinstance(content, dict):
         content = changed(content, changes)
     return read_settings(Recipe, content, f"recipe {str(name)!r}: ")

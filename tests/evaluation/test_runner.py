@@ -123,7 +123,7 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         read_score_recipe(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="is no file; expected one, or a name: recall, ruler"):
+    with pytest.raises(ValueError, match="is not a file; expected a YAML file, or a name: recall, ruler"):
         read_score_recipe("nothing")
 
 
