@@ -109,6 +109,12 @@ class Facts:
         return dict((*KINDS.values(), BODY)).get(self.kind) or (self.family and self.family.task)
 
     @property
+    def loader(self) -> str:
+        """The class of transformers or diffusers that loads the model."""
+        named = {kind: auto for auto, (kind, _) in KINDS.items()} | {"pipeline": "DiffusionPipeline"}
+        return named.get(self.kind, "AutoModel")
+
+    @property
     def kept(self) -> list[int]:
         """The layers without MHLA."""
         return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
