@@ -8,7 +8,6 @@ evaluation continues.
 import contextlib
 import dataclasses
 import difflib
-import functools
 import hashlib
 import io
 import json
@@ -63,20 +62,23 @@ class LanguageProtocol:
 
 @dataclasses.dataclass
 class Requested:
-    """One name the user asked for. loaded: what lm-eval's `evaluate` takes."""
+    """One name the user asked for. loaded: what lm-eval's `evaluate` takes.
+
+    scored: name -> (hash, examples in the prompt) of every task, and of the groups that aggregate: all hashes, the most.
+    """
 
     name: str
     loaded: dict
+    scored: dict = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def scored(self):
-        """Name -> (hash, examples in the prompt) of every task, and of the groups that aggregate: all hashes, the most."""
+    def __post_init__(self):
+        """Now, as the source of what scores an answer is part of a hash, and its file may be gone later."""
         tasks = self.loaded["tasks"].items()
         found = {name: (task_hash(task), task.get_config("num_fewshot") or 0) for name, task in tasks}
         everything = hashlib.sha256(" ".join(found[name][0] for name in sorted(found)).encode()).hexdigest()[:16]
         most = max(shots for _, shots in found.values())
         groups = (self.loaded.get("groups") or {}).items()
-        return found | {name: (everything, most) for name, group in groups if group.has_aggregation}
+        self.scored = found | {name: (everything, most) for name, group in groups if group.has_aggregation}
 
     def known(self, subject, window):
         """Whether exactly what is asked for is kept under every name. window: tokens that the model will see."""

@@ -266,10 +266,12 @@ def test_needles_are_the_same_each_time_and_others_for_another_seed(tmp_path):
     assert not set(hashes("three", seed=1).values()) & set(one.values())
 
 
-def test_the_recipe_makes_needles_and_scores_them():
+def test_the_recipe_makes_needles_and_scores_them_once(tmp_path, runs):
     model = small_llama(max_position_embeddings=320)
-    options = {"tokenizer": TOKENIZER, "progress": False, "recipe": "recall"}
-    found = mhla_hf.evaluate(model, settings={"lengths": [240, 320], "items": 2}, **options)["LlamaForCausalLM"]
+    options = {"tokenizer": TOKENIZER, "progress": False, "recipe": "recall", "output": tmp_path / "llama.json"}
+    options |= {"settings": {"lengths": [240, 320], "items": 2}}
+    found = mhla_hf.evaluate(model, **options)["LlamaForCausalLM"]
+    assert mhla_hf.evaluate(model, **options)["LlamaForCausalLM"] == found and len(runs) == 4
     names = {f"needle_{kind}_{length}" for kind in ("recall", "generation") for length in (240, 320)}
     assert {record.task for record in found} == names
     record = found.find("needle_recall_240", "acc")
