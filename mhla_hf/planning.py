@@ -17,12 +17,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .bench import seconds_of
 from .checkpoints.load import choose_device, load_config, one_sentence
 from .checkpoints.machine import describe_run
 from .convert import convert
+from .convert.families import softmax_config
 from .convert.keep import bytes_of_layer
 from .convert.start import mhla_layers
 from .convert.transformers_models import family_to_convert, what_is_lost
@@ -44,8 +44,8 @@ SECONDS = 10.0  # for all lengths of prefill, and for all of decoding
 REACH = 4  # times the longest length measured: beyond it no crossover is told
 MIB, GIB = 2**20, 2**30
 KINDS = ("softmax_ms", "mhla_ms")
-SAVED = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", "transformers_weights", "base_model_type")
 WORTH = 2  # times that the cache has to shrink by
+MOST = 0.5  # of a prompt's operations: attention that takes more of them should be sparse where MHLA is no help
 
 
 def plan(
@@ -84,6 +84,7 @@ def plan(
     attentions, held = softmax_attentions(student), cache_of_layers(student)
     parameters, active = student.num_parameters(), active_parameters(student)
     reasons = {index: what_is_lost(attention, config) for index, attention in attentions.items()}
+    able = [index for index, reason in reasons.items() if reason is None]
     chosen = convert(student, layers=layers, **settings).config.mhla["layers"]
     core = attentions[chosen[0]].mhla
     if not hasattr(core, "form"):
@@ -92,6 +93,9 @@ def plan(
     for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept.setdefault(reason, []).append(index)
+    products = (
+        len(able) * core.num_heads * (core.q_map.head_dim + core.value_dim) * context
+    )  # half of the pairs, times two
     record = {
         "model": None if isinstance(model, PreTrainedConfig) else str(model),
         "model_type": config.model_type,
@@ -100,6 +104,7 @@ def plan(
         "mhla_layers": chosen,
         "kept_layers": kept,
         "parameters": {"base": parameters, "added": student.num_parameters() - parameters},
+        "attention": products / (products + 2 * active),
         "cache": compare_caches(held, states, context),
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
         "distillation": work_of(student, recipe, parameters, active, tflops),
@@ -123,13 +128,10 @@ def cache_of_saved(config, tokens):
 
     config: the saved model's. None: it is from scratch, or its state grows with the length (`mixing_form="softmax"`).
     """
-    base = getattr(config, "base_model_type", None)
-    if base is None or config.mhla["mixing_form"] != "decay":
+    if not hasattr(config, "base_model_type") or config.mhla["mixing_form"] != "decay":
         return None
-    kept = {name: value for name, value in config.to_dict().items() if name not in SAVED}
     with torch.device("meta"):
-        student = AutoModelForCausalLM.from_config(config).eval()
-        softmax = AutoModelForCausalLM.from_config(CONFIG_MAPPING[base](**kept)).eval()
+        softmax, student = (AutoModelForCausalLM.from_config(one).eval() for one in (softmax_config(config), config))
     states = {index: bytes_of_layer(layer, student.dtype)[1] for index, layer in mhla_layers(student).items()}
     rows = compare_caches(cache_of_layers(softmax), states, tokens)["rows"]
     return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
@@ -143,16 +145,17 @@ def list_recipes(model=None, tflops=None) -> list[dict]:
     """
     config, listed = None if model is None else load_config(model), []
     for name in recipe_names():
-        recipe, work = read_recipe(name), {}
+        recipe, student = read_recipe(name), None
         settings = dict(recipe.settings)
         if recipe.task == "language" and "preset" in settings:
             with torch.device("meta"):
                 student = MHLAForCausalLM(MHLAConfig.preset(settings.pop("preset"), **settings))
-            work = work_of(student, recipe, student.num_parameters(), active_parameters(student), tflops)
+            sizes = student.num_parameters(), active_parameters(student)
         elif recipe.task == "language" and config is not None:
             student = model_without_weights(copy.deepcopy(config))
             sizes = student.num_parameters(), active_parameters(student)
-            work = work_of(convert(student, **settings), recipe, *sizes, tflops)
+            student = convert(student, **settings)
+        work = {} if student is None else work_of(student, recipe, *sizes, tflops)
         told = ("name", "loss", "steps", "batch_size", "seq_len")
         stages = [{key: getattr(stage, key) for key in told if hasattr(stage, key)} for stage in recipe.stages]
         known = {key: work.get(key) for key in ("memory", "flops", "hours")}
@@ -169,10 +172,8 @@ def render_recipes(listed):
         stages = recipe["stages"]
         steps = " + ".join(f"{stage['name']} {stage['steps']:,}" for stage in stages)
         tokens = sum(stage["steps"] * stage["batch_size"] * stage.get("seq_len", 0) for stage in stages)
-        memory = "" if recipe["memory"] is None else in_digits(recipe["memory"] / GIB)
-        hours = "" if recipe["hours"] is None else in_digits(recipe["hours"])
-        sizes = f"{tokens / 1e6:,.1f}" if tokens else "", memory, hours
-        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *sizes])
+        numbers = tokens / 1e6 or None, recipe["memory"] and recipe["memory"] / GIB, recipe["hours"]
+        rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(in_digits, numbers)])
     heads = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
     return render_rows(heads, rows, left=4)
 
@@ -230,12 +231,10 @@ def time_layer(core, dtype, device, progress, command):
         device = choose_device(device)
     except ValueError:
         return {"unknown": f"the speed on {device!r} is not known: it is not here"}
-    core = started_core(core, device)
-    bar = tqdm(total=2 * len(TIMED), desc="timing", disable=not progress)
-    timed = {}
-    with torch.inference_mode(), bar:
+    core, timed = started_core(core, device), {}
+    with torch.inference_mode():
         for what, make in WORKS.items():
-            rows = time_lengths(lambda tokens, make=make: make(core, tokens, dtype, device), device, bar)
+            rows = time_lengths(lambda tokens, make=make: make(core, tokens, dtype, device), device, progress)
             timed[what] = {"rows": rows, **crossover(rows)}
     return {**describe_run(command, device), **timed}
 
@@ -249,16 +248,15 @@ def started_core(core, device):
     return core.eval()
 
 
-def time_lengths(make, device, bar):
+def time_lengths(make, device, progress):
     """Rows of milliseconds by length, until MHLA is clearly ahead or the next one would exceed SECONDS.
 
     make: from a length to {"softmax", "mhla": what is timed}; the two take turns, and the fastest turn of each counts.
     """
     rows, spent, expected = [], 0.0, 0.0
-    for tokens in TIMED:
-        bar.update()
+    for tokens in tqdm(TIMED, desc="timing", disable=not progress):
         if spent + expected > SECONDS:
-            continue
+            break
         best, works, begun = {}, make(tokens), spent
         for _ in range(ROUNDS):
             took = {name: seconds_of(work, device) for name, work in works.items()}
@@ -278,13 +276,18 @@ def operands(core, tokens, dtype, device):
     return [torch.randn(1, heads, tokens, width, dtype=dtype, device=device) for heads, width in sizes]
 
 
+def softmax_of(core):
+    """Softmax attention of q, k and v, with the heads of `core`, as transformers' models call it."""
+    grouped = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
+    return lambda q, k, v: sdpa_attention_forward(grouped, q, k, v, None)
+
+
 def prefill_work(core, tokens, dtype, device):
     """{"softmax", "mhla": a function that attends over a prompt and keeps it, as `generate` does by default}."""
     q, k, v = operands(core, tokens, dtype, device)
-    grouped = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    softmax, turned = softmax_of(core), [x.transpose(1, 2) for x in (q, k, v)]
     return {
-        "softmax": lambda: sdpa_attention_forward(grouped, q, *DynamicLayer().update(k, v), None),
+        "softmax": lambda: softmax(q, *DynamicLayer().update(k, v)),
         "mhla": lambda: core(*turned, cache=MHLACacheLayer()),
     }
 
@@ -292,17 +295,16 @@ def prefill_work(core, tokens, dtype, device):
 def decoding_work(core, tokens, dtype, device):
     """The same for one token behind `tokens` others."""
     q, k, v = operands(core, 1, dtype, device)
-    grouped = SimpleNamespace(num_key_value_groups=core.num_heads // core.num_kv_heads)
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    softmax, turned = softmax_of(core), [x.transpose(1, 2) for x in (q, k, v)]
     past, layer, cache = operands(core, tokens, dtype, device)[1:], DynamicLayer(), MHLACacheLayer()
     layer.update(*past)
     core(*turned, cache=cache)  # the state is as large, and a step as long, after one token as after many
 
-    def softmax():
+    def step():
         layer.keys, layer.values = past  # or each call would make it longer
-        return sdpa_attention_forward(grouped, q, *layer.update(k, v), None)
+        return softmax(q, *layer.update(k, v))
 
-    return {"softmax": softmax, "mhla": lambda: core(*turned, cache=cache)}
+    return {"softmax": step, "mhla": lambda: core(*turned, cache=cache)}
 
 
 WORKS = {"prefill": prefill_work, "decoding": decoding_work}
@@ -362,12 +364,16 @@ def advise(record):
     known = {what: timing[what]["faster_from"] or timing[what]["known_to"] for what in WORKS if what in timing}
     slower = [what for what, tokens in known.items() if context < tokens]
     unsure = [what for what in WORKS if what not in slower and not timing.get(what, {}).get("faster_from")]
+    stay = None
     if times < WORTH:
-        return (
-            f"Stay with softmax: {after} the cache would shrink by a factor of {times:.2f}, and {WORTH} is the least."
-        )
-    if len(slower) == len(WORKS):
-        return f"Stay with softmax: {after} neither prefill nor decoding is faster with MHLA."
+        stay = f"{after} the cache would shrink by a factor of {times:.2f}, and {WORTH} is the least"
+    elif len(slower) == len(WORKS):
+        stay = f"{after} neither prefill nor decoding is faster with MHLA"
+    if stay and record["attention"] > MOST:
+        share = f"{record['attention']:.0%} of a prompt's operations are attention's"
+        return f"Use sparse attention: {share}, and {stay}."
+    if stay:
+        return f"Stay with softmax: {stay}."
     but = f"; {slower[0]} is slower" if slower else ""
     but += f"; whether {' or '.join(unsure)} is faster there is not known" if unsure else ""
     won = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
@@ -378,27 +384,32 @@ def advise(record):
 def render_plan(record):
     """The record as a page of text."""
     chosen, kept, parameters = record["mhla_layers"], record["kept_layers"], record["parameters"]
-    count = len(chosen) + sum(map(len, kept.values()))
-    added = parameters["added"] / parameters["base"]
-    lines = [
+    count, cache = len(chosen) + sum(map(len, kept.values())), record["cache"]
+    added, share = parameters["added"] / parameters["base"], f"{record['attention']:.0%}"
+    sizes = [(row["tokens"], row["softmax"] / MIB, row["mhla"] / MIB) for row in cache["rows"]]
+    rows = [[f"{n:,}", f"{old:,.1f}", f"{new:,.1f}", f"{old / new:.2f}"] for n, old, new in sizes]
+    return "\n".join([
         f"{record['model'] or record['model_type']}: {record['dtype']}, sequences of {record['context']:,} tokens",
         "",
         f"{len(chosen)} of {count} layers become MHLA: {', '.join(map(str, chosen))}",
         *(f"{len(layers)} stay what they are: {', '.join(map(str, layers))} ({why})" for why, layers in kept.items()),
         f"{parameters['added']:,} parameters are added to {parameters['base']:,} ({added:.2%})",
+        f"{share} of the softmax model's operations on such a prompt are attention's products",
         "",
-        f"{'cache, tokens':>14}{'softmax, MiB':>14}{'converted, MiB':>16}{'times smaller':>15}",
-    ]
-    for row in record["cache"]["rows"]:
-        sizes = f"{row['softmax'] / MIB:>14,.1f}{row['mhla'] / MIB:>16,.1f}{row['softmax'] / row['mhla']:>15.2f}"
-        lines.append(f"{row['tokens']:>14,}{sizes}")
-    lines += [f"The conversion's is the smaller one from {record['cache']['smaller_from']:,} tokens on.", ""]
-    lines += [*render_timing(record["timing"], record["dtype"]), *render_work(record["distillation"])]
-    return "\n".join([*lines, "", record["advice"]])
+        render_rows(["cache, tokens", "softmax, MiB", "converted, MiB", "times smaller"], rows, left=0),
+        f"The conversion's is the smaller one from {cache['smaller_from']:,} tokens on.",
+        "",
+        *render_timing(record["timing"], record["dtype"]),
+        *render_work(record["distillation"]),
+        "",
+        record["advice"],
+    ])  # fmt: skip
 
 
 def in_digits(number):
-    """Three digits of a number below a hundred, all before the point of others."""
+    """Three digits of a number below a hundred, all before the point of others; nothing of None."""
+    if number is None:
+        return ""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
@@ -406,15 +417,14 @@ def render_timing(timing, dtype):
     """Lines on the time of one layer; none where nothing was timed."""
     if timing is None or "unknown" in timing:
         return [f"Time: {timing['unknown']}.", ""] if timing else []
-    heads = (
-        f"{'prefill, tokens':>16}{'softmax, ms':>13}{'MHLA, ms':>10}{'next token after':>18}{'softmax':>9}{'MHLA':>7}"
-    )
-    lines = [heads]
-    for rows in itertools.zip_longest(*(timing[what]["rows"] for what in WORKS)):
-        cells = ([f"{row['tokens']:,}", *(in_digits(row[x]) for x in KINDS)] if row else [""] * 3 for row in rows)
-        (n, softmax, mhla), (after, *step) = cells
-        lines.append(f"{n:>16}{softmax:>13}{mhla:>10}{after:>18}{step[0]:>9}{step[1]:>7}")
+
+    def cells(row):
+        return [f"{row['tokens']:,}", *(in_digits(row[kind]) for kind in KINDS)] if row else [""] * 3
+
+    pairs = itertools.zip_longest(*(timing[what]["rows"] for what in WORKS))
+    heads = ["prefill, tokens", "softmax, ms", "MHLA, ms", "next token after", "softmax, ms", "MHLA, ms"]
     machine = f"{timing['hardware']}, torch {timing['versions']['torch']}"
+    lines = [render_rows(heads, [[*cells(prefill), *cells(step)] for prefill, step in pairs], left=0)]
     lines.append(f"Attention of one layer, one sequence, {dtype}, not compiled; {machine}.")
     for what in WORKS:
         tokens, known = timing[what]["faster_from"], timing[what]["known_to"]
@@ -425,11 +435,12 @@ def render_timing(timing, dtype):
 
 def render_work(work):
     """Lines on the distillation."""
-    lines = [f"{'distillation':>14}{'trains, M':>11}{'tokens, M':>11}{'GiB':>7}  of which"]
+    rows = []
     for stage in work["stages"]:
-        memory = stage["memory"]
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
-        numbers = f"{stage['trained'] / 1e6:>11,.1f}{stage['tokens'] / 1e6:>11,.1f}{sum(memory.values()) / GIB:>7,.1f}"
-        lines.append(f"{stage['name']:>14}{numbers}  {parts}")
+        sizes = [sum(stage["memory"].values()), *stage["memory"].values()]
+        counts = f"{stage['trained'] / 1e6:,.1f}", f"{stage['tokens'] / 1e6:,.1f}"
+        rows.append([stage["name"], *counts, *(f"{size / GIB:,.2f}" for size in sizes)])
+    heads = ["distillation", "trains, M", "tokens, M", "GiB", *work["stages"][0]["memory"]]
     hours = "" if work["hours"] is None else f", {work['hours']:,.1f} hours at {work['tflops']:g} TFLOP/s"
-    return [*lines, f"In all {work['flops']:.2g} FLOPs{hours}; activations need memory of their own."]
+    said = f"In all {work['flops']:.2g} FLOPs{hours}; activations need memory of their own."
+    return [render_rows(heads, rows, left=1), said]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from small_models import SIZES, one_sentence, softmax_model
 from small_types import small_model_of
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfig
 
 import mhla_hf
@@ -203,6 +202,17 @@ def test_advice(monkeypatch):
     assert advise(short).startswith("Stay with softmax: at 2,048 tokens the cache would shrink by a factor of 1.81,")
 
 
+def test_attention_that_is_most_of_the_work_should_be_sparse_where_mhla_is_no_help():
+    """Of 131,072 tokens: 16 layers of 32 heads with keys and values of 64, two operations a number, half of the pairs."""
+    one = planned(config_of("Llama-3.2-1B"), 131072, layers=[1])
+    products = 16 * 32 * (64 + 64) * 131072
+    assert one["attention"] == pytest.approx(products / (products + 2 * 1_235_814_400))
+    said = "Use sparse attention: 78% of a prompt's operations are attention's, and at 131,072 tokens the cache would shrink"
+    assert one["advice"].startswith(said) and "78% of the softmax model's operations" in render_plan(one)
+    assert planned(config_of("Llama-3.2-1B"), 131072)["advice"].startswith("Convert")
+    assert planned(config_of("Llama-3.2-1B"), 8192, layers=[1])["advice"].startswith("Stay with softmax")
+
+
 def test_a_layer_is_timed(monkeypatch):
     monkeypatch.setattr(planning, "TIMED", (32, 64))
     config = softmax_model().config
@@ -246,9 +256,9 @@ def test_whole_models_cross_where_the_plan_says(what, monkeypatch):
         run = prefill_of if what == "prefill" else steps_of
         return {name: run(model, torch.zeros(1, tokens, dtype=torch.long)) for name, model in models.items()}
 
-    with torch.inference_mode(), tqdm(disable=True) as bar:
+    with torch.inference_mode():
         said = planning.time_layer(copy.deepcopy(core).to("meta"), torch.float32, "cpu", False, None)[what]
-        rows = planning.time_lengths(works, torch.device("cpu"), bar)
+        rows = planning.time_lengths(works, torch.device("cpu"), False)
     found = crossover(rows)["faster_from"]
     print(what, said, rows, found)
     assert found == pytest.approx(said["faster_from"], rel=0.3)

@@ -3,7 +3,11 @@
 import importlib
 import sys
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from ..models.families import DIFFUSION, Family, family_of_type
+
+OWN = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", "transformers_weights", "base_model_type")
 
 
 def is_of_diffusers(model) -> bool:
@@ -29,3 +33,9 @@ def transformer_family(cls: type) -> Family | None:
 def mhla_class(family: Family, base: type) -> type:
     """The MHLA class of `base`, one of the classes of `family`."""
     return getattr(importlib.import_module(f"..{family.entry}", __package__), f"MHLA{base.__name__}")
+
+
+def softmax_config(config):
+    """The configuration of the softmax model of transformers that a converted one with this configuration was made from."""
+    values = {name: value for name, value in config.to_dict().items() if name not in OWN}
+    return CONFIG_MAPPING[config.base_model_type](**values)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..analysis.behavior import (
     PASSAGE,
@@ -33,6 +32,7 @@ from ..checkpoints.bundle import FILE_NAME, build_bundle, check_bundle
 from ..checkpoints.clean_process import check_visit
 from ..checkpoints.load import load_language_model
 from ..checkpoints.save import CARD_FILE
+from ..convert.families import softmax_config
 from ..convert.start import mean_kl
 from ..evaluation.records import Results
 from .card import compare_card, folder_card
@@ -217,11 +217,9 @@ def stock_model(subject):
     for model in (subject.model, subject.teacher):
         if type(model).__module__.startswith("transformers."):
             return model
-    if (base := subject.config.model_type.removeprefix("mhla_")) == "mhla":
+    if not hasattr(subject.config, "base_model_type"):
         return None
-    own = ("mhla", "mhla_measured", "auto_map", "transformers_weights", "model_type", "architectures")
-    sizes = {name: value for name, value in subject.config.to_dict().items() if name not in own}
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[base](**sizes)).eval().to(subject.device)
+    return AutoModelForCausalLM.from_config(softmax_config(subject.config)).eval().to(subject.device)
 
 
 def see_far_part(subject):
