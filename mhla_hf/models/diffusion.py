@@ -8,7 +8,6 @@ forward are made from the base's own, in `MHLATransformerMixin.__init_subclass__
 
 import functools
 import inspect
-import math
 import os
 import re
 import sys
@@ -24,8 +23,8 @@ from torch import nn
 from ..nn.core import CORE_LOG
 from ..nn.grid import GridMHLA, rotate_pairs
 from ..nn.settings import MHLASettings
-from ..ops.exchange import ReduceScatter
 from .families import Family
+from .grid_shards import TokenShares, share_of_grid
 from .saving import check_loaded_weights, source_name, write_source
 
 ADAPTED = re.compile(r"\.(base_layer|modules_to_save)\.")  # names by which PEFT wraps a module
@@ -108,7 +107,7 @@ class MHLAAttnProcessor(nn.Module):
             return rotate_pairs(x, *rotary_emb), rotate_pairs(y, *rotary_emb)
 
         grid, rotate = self.state.grid, None if rotary_emb is None else rotate
-        shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
+        shard = None if self._parallel_config is None else share_of_grid(self._parallel_config, grid)
         o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
         o = attn.to_out[1](attn.to_out[0](o.flatten(2)))
         return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own
@@ -118,20 +117,6 @@ def holds_mhla(processor) -> bool:
     """Whether an attention's processor is MHLA's, by what it has: diffusers runs a checkpoint's file again at each load, and
     the class of an earlier model is then no longer the one that bears its name."""
     return hasattr(processor, "mhla")
-
-
-def shard_of_grid(config, grid) -> dict:
-    """What `sharded_mhla` takes of this process, as diffusers' context parallelism cuts tokens: in order, all shards equal
-    or the first ones longer by one."""
-    group = config.context_parallel_config._flattened_mesh.get_group()
-    count = torch.distributed.get_world_size(group)
-    size, longer = divmod(math.prod(grid), count)
-    edges = [shard * size + min(shard, longer) for shard in range(count + 1)]
-    return {
-        "rank": torch.distributed.get_rank(group),
-        "edges": edges,
-        "add_up": lambda parts: ReduceScatter.apply(parts, group),
-    }
 
 
 class MHLATransformerMixin:
@@ -190,6 +175,16 @@ class MHLATransformerMixin:
             raise ValueError(f"hidden_states: got latents {list(hidden_states.shape)}, {what}")
         patch = (patch,) * len(sides) if isinstance(patch, int) else patch
         return tuple(side // step for side, step in zip(sides, patch, strict=True))
+
+    def enable_parallelism(self, *, config, cp_plan=None) -> None:
+        """As diffusers. Context parallelism: each process has tokens in the order of their blocks (`TokenShares`)."""
+        if cp_plan is not None:
+            raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
+        if self._cp_plan is None:  # so that diffusers says what it needs
+            return super().enable_parallelism(config=config)
+        super().enable_parallelism(config=config, cp_plan={"proj_out": self._cp_plan["proj_out"]})
+        if self._parallel_config.context_parallel_config is not None:
+            TokenShares(self).hook(self)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None) -> None:
         function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint

@@ -2,10 +2,11 @@
 
 A query needs of far tokens only the mixed summary of its block. Each process mixes the summaries of its own tokens for the
 blocks of all queries; these parts are added up where the queries are (a reduce-scatter), once per layer, and everything
-else stays where it is. Any contiguous shards will do; a block may lie in several.
+else stays where it is. Tokens are in the order of their blocks, so that only the blocks at borders lie in several shards.
 """
 
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -18,10 +19,10 @@ from .torch_layout import Heads, gather_by_block
 def sharded_mhla(
     q, k, v, mixing, *, blocks: Blocks, rank: int, edges, add_up, normalize=True, q_den=None, k_den=None, unrounded=False
 ) -> torch.Tensor:  # fmt: skip
-    """What `mhla` gives for tokens `edges[rank]` to `edges[rank + 1]` of the row-major order, o [B, T, H, V] in v's dtype.
+    """What `mhla` gives for tokens `edges[rank]` to `edges[rank + 1]` in the order of their blocks, o [B, T, H, V].
 
     The tensors are of these tokens, all options as in `mhla`, but blocks: the cut of all tokens. edges: where the shards of
-    all processes begin, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..] and returns
+    all processes begin in that order, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..] and returns
     the sum over processes of part number `rank`, [N, ..] (`ReduceScatter`).
 
     ValueError, one sentence, if the tensors are not that shard or normalize is "official".
@@ -33,12 +34,13 @@ def sharded_mhla(
         raise ValueError("normalize is 'official'; expected True or False where tokens are sharded.")
     exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     (heads,) = Heads.groups(q, exact, one_by_one=False)
-    index = blocks.index(q.device)
-    wanted = [index[first:end].unique() for first, end in pairwise(edges)]  # blocks with queries in each process
-    wanted = torch.nn.utils.rnn.pad_sequence(wanted, batch_first=True)
-    own, block = index[edges[rank] : edges[rank + 1]].unique(return_inverse=True)
-    sizes = torch.bincount(block)
-    order, inverse = gather_by_block(block, sizes, int(sizes.max()))
+    ends = list(accumulate(blocks.sizes()))
+    wanted = [range(bisect_right(ends, first), bisect_left(ends, end) + 1) for first, end in pairwise(edges)]
+    own, most = wanted[rank], max(map(len, wanted))
+    rows = [number for part in wanted for number in (*part, *[0] * (most - len(part)))]  # of all processes, equally many
+    sizes = torch.tensor([edges[rank], *ends[own.start : own.stop - 1], edges[rank + 1]]).diff()
+    order = gather_by_block(torch.arange(len(own)).repeat_interleave(sizes), sizes, int(sizes.max()))
+    order, inverse = (x.to(q.device) for x in order)
 
     def by_block(x):
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # the last row fills short blocks
@@ -49,7 +51,7 @@ def sharded_mhla(
         sums = summary.flatten(2)
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)
-        sums = mix_blocks(m[:, wanted.flatten()][:, :, own], sums[..., None])[..., 0]
+        sums = mix_blocks(m[:, rows, own.start : own.stop], sums[..., None])[..., 0]
         sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(own)]
         sums, z = sums.split([summary[0, 0].numel(), sums.shape[2] - summary[0, 0].numel()], 2)
         o = by_block(q) @ sums.unflatten(2, summary.shape[2:])
