@@ -78,9 +78,11 @@ def compare(one, other, bound=1e-5):
     histories = [json.loads((folder / "train.json").read_text())["history"] for folder in (one, other)]
     assert len(histories[0]) == len(histories[1])
     for a, b in zip(*histories, strict=True):
-        for key in {"loss", "ce", "grad_norm"} & set(a):
+        for key in {"loss", "ce", "match", "accuracy", "grad_norm"} & set(a):
             assert abs(a[key] - b[key]) <= bound * abs(a[key]), (a["stage"], a["step"], key, a[key], b[key])
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    pipeline = (one / "model_index.json").exists()
+    file = "transformer/diffusion_pytorch_model.safetensors" if pipeline else "model.safetensors"
+    first, second = (load_file(folder / file) for folder in (one, other))
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.linalg.norm(value - second[name]) <= bound * torch.linalg.norm(value), name

@@ -27,20 +27,18 @@ def prompts(count, longest, seed=0):
     return [[source.randrange(2, VOCAB) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("layers", ["all", [1]])
-@pytest.mark.parametrize("compiled", [False, "eager"])
-def test_requests_that_come_and_go(layers, compiled):
+def come_and_go(model, todo, longest_answer, compiled, **sizes):
+    """Requests that are admitted and canceled at random moments, each against `generate` alone; one graph for all."""
     torch.compiler.reset()
     counters.clear()
-    model, source = converted_model(layers=layers, **LOCAL), random.Random(1)
-    batch = ContinuousBatch(model, slots=3, max_length=80, chunk_size=7, compile=compiled)
-    todo, requests, canceled = prompts(12, 40), [], []
+    source, requests, canceled = random.Random(1), [], []
+    batch = ContinuousBatch(model, compile=compiled, **sizes)
     while todo or batch.pending:
         if todo and source.random() < 0.4:
-            requests.append(batch.add(todo.pop(), source.randint(1, 30)))
+            requests.append(batch.add(todo.pop(), source.randint(1, longest_answer)))
         if requests and source.random() < 0.03:
-            batch.cancel(requests[-1])
-            canceled.append(requests[-1])
+            canceled.append(source.choice(requests[-2 * sizes["slots"] :]))
+            batch.cancel(canceled[-1])
         batch.step()
     for request in requests:
         expected = alone(model, request.prompt, request.max_new_tokens)
@@ -49,15 +47,19 @@ def test_requests_that_come_and_go(layers, compiled):
     assert counters["stats"]["unique_graphs"] == bool(compiled)
 
 
+@pytest.mark.parametrize("layers", ["all", [1]])
+@pytest.mark.parametrize("compiled", [False, "eager"])
+def test_requests_that_come_and_go(layers, compiled):
+    come_and_go(
+        converted_model(layers=layers, **LOCAL), prompts(12, 40), 30, compiled, slots=3, max_length=80, chunk_size=7
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family, layers", [("llama", "all"), ("qwen3", [1]), ("mixtral", [0, 2])])
 def test_two_hundred_requests(family, layers):
-    model, todo = converted_model(family, layers, **LOCAL), prompts(200, 90)
-    torch.compiler.reset()
-    counters.clear()
-    got = generate_batch(model, todo, max_new_tokens=24, slots=16, max_length=128, chunk_size=32, compile="eager")
-    assert got == [alone(model, prompt, 24) for prompt in todo]
-    assert counters["stats"]["unique_graphs"] == 1
+    model = converted_model(family, layers, **LOCAL)
+    come_and_go(model, prompts(200, 90), 32, "eager", slots=16, max_length=128, chunk_size=32)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def run_distill(
     from ..convert import convert
     from ..training.loop import distill
     from ..training.recipe import read_recipe
-    from ..training.sharding import fsdp_asked
+    from ..training.sharding import launched_with
 
     wanted = {"*.batch_size": batch_size, "*.lr": learning_rate}
     wanted["run.mixed_precision"] = dtype and {"float32": "no", "bfloat16": "bf16"}[dtype]
@@ -221,7 +221,7 @@ def run_distill(
     if device:
         on_cpu = choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
-    here = {"device": "cpu", "weights": not fsdp_asked() or os.environ.get("RANK", "0") == "0"}
+    here = {"device": "cpu", "weights": not launched_with("FSDP") or os.environ.get("RANK", "0") == "0"}
     model, tokenizer = load_language_model(student, **here)
     if not hasattr(model.config, "mhla"):
         torch.manual_seed(seed)

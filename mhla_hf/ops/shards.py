@@ -22,8 +22,8 @@ def sharded_mhla(
     """What `mhla` gives for tokens `edges[rank]` to `edges[rank + 1]` in the order of their blocks, o [B, T, H, V].
 
     The tensors are of these tokens, all options as in `mhla`, but blocks: the cut of all tokens. edges: where the shards of
-    all processes begin in that order, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..] and returns
-    the sum over processes of part number `rank`, [N, ..] (`ReduceScatter`).
+    all processes begin in that order, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..]
+    and returns the sum over processes of part number `rank`, [N, ..] (`ReduceScatter`).
 
     ValueError, one sentence, if the tensors are not that shard or normalize is "official".
     """
@@ -37,7 +37,9 @@ def sharded_mhla(
     ends = list(accumulate(blocks.sizes()))
     wanted = [range(bisect_right(ends, first), bisect_left(ends, end) + 1) for first, end in pairwise(edges)]
     own, most = wanted[rank], max(map(len, wanted))
-    rows = [number for part in wanted for number in (*part, *[0] * (most - len(part)))]  # of all processes, equally many
+    rows = [
+        number for part in wanted for number in (*part, *[0] * (most - len(part)))
+    ]  # of all processes, equally many
     sizes = torch.tensor([edges[rank], *ends[own.start : own.stop - 1], edges[rank + 1]]).diff()
     order = gather_by_block(torch.arange(len(own)).repeat_interleave(sizes), sizes, int(sizes.max()))
     order, inverse = (x.to(q.device) for x in order)

@@ -19,22 +19,25 @@ AVERAGE = "average.pt"
 CALLED_ALONE = {"CombinedTimestepLabelEmbeddings"}  # DiT asks its first block's once more, from outside the block
 
 
-def fsdp_asked() -> bool:
-    """Whether `accelerate launch` was told to shard."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+def launched_with(engine: str) -> bool:
+    """Whether `accelerate launch` was told to use it: "FSDP" or another."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
 
 
 def make_accelerator(**options):
     """An `accelerate.Accelerator` with these options, for the processes that there are: GPUs, or else CPUs by gloo.
 
-    ValueError, one sentence: the launcher asks for FSDP1.
+    ValueError, one sentence: the launcher asks for FSDP1 or another engine.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if launched_with(engine):
+            raise ValueError(f"distributed_type: the launcher set {engine}; expected FSDP or data parallel")
     alone = not torch.accelerator.is_available()
-    if not fsdp_asked():
+    if not launched_with("FSDP"):
         return keep_names(accelerate.Accelerator(cpu=alone, **options))
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":

@@ -46,7 +46,9 @@ def results(model, sum_up=lambda parameters: None):
     grads = {f"grad of {name}": p.grad.clone() for name, p in model.named_parameters()}
     frames = torch.arange(6).repeat_interleave(60).expand(2, -1) * 100  # a time for each token, as some Wans have
     with torch.no_grad():
-        outputs = {f"output {i}": model(**x, return_dict=False)[0] for i, x in enumerate((given(), given(timestep=frames)))}
+        outputs = {
+            f"output {i}": model(**x, return_dict=False)[0] for i, x in enumerate((given(), given(timestep=frames)))
+        }
     return outputs | grads | twenty_steps(model, step)
 
 

@@ -3,9 +3,11 @@
 import os
 
 import torch
-from small_models import converted_model, scratch_model, tokens
+from small_models import converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+
+import mhla_hf
 
 LOCAL = {"mixing_form": "decay", "local": "softmax"}
 MODELS = {
@@ -20,7 +22,13 @@ IDS, CUT = tokens(2, 40), 21
 
 
 def results(model):
-    """Logits at once and in parts, a loss and all gradients."""
+    """Logits at once and in parts, a loss and all gradients; losses and weights of 20 steps."""
+
+    def step(number):
+        loss = model(ids := tokens(2, 40, seed=number), labels=ids).loss
+        loss.backward()
+        return loss
+
     whole = model(IDS, labels=IDS)
     whole.loss.backward()
     with torch.no_grad():
@@ -28,7 +36,10 @@ def results(model):
         parts = [first.logits, model(IDS[:, CUT:], past_key_values=first.past_key_values).logits]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     grads = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
-    return {"logits": whole.logits.detach(), "parts": torch.cat(parts, 1), "loss": whole.loss.detach(), **grads}
+    found = {"logits": whole.logits.detach(), "parts": torch.cat(parts, 1), "loss": whole.loss.detach()}
+    found |= {f"gradient of {name}": grad for name, grad in grads.items()}
+    model.zero_grad()
+    return found | twenty_steps(model, step)
 
 
 def one_process(rank, port, folder):
@@ -40,8 +51,10 @@ def one_process(rank, port, folder):
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=config)
         mixing = model.model.layers[0].self_attn.mhla.mixing.weight
         assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
-        torch.save(results(model), f"{folder}/{name}/{rank}.pt")
         model.save_pretrained(f"{folder}/{name}/again", is_main_process=rank == 0)
+        torch.save(results(model), f"{folder}/{name}/{rank}.pt")
+    with refused("tensor-parallel size 2", "divides the 1 key/value heads"):
+        AutoModelForCausalLM.from_pretrained(f"{folder}/one head", distributed_config=config)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -52,6 +65,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         model = make()
         model.save_pretrained(tmp_path / name)
         expected[name] = results(model)
+    mhla_hf.convert(softmax_model(num_key_value_heads=1)).save_pretrained(tmp_path / "one head")
     listener = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     port = listener.port
     del listener

@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from launched import SETUPS, compare, kill, launch
 from small_scores import TRAINING, save_llama
 
+TESTS = Path(__file__).parents[1]
 RECIPE = """\
 settings: {layers: [1, 2], block_size: 16}
 stages:
@@ -58,6 +59,16 @@ def test_more_processes_equal_one(place, setup, processes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dit", "wan", "images"])
+def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
+    """With LoRA, moving averages and a test set."""
+    for setup, processes in ((None, 1), ("fsdp2_8gpu", 2)):
+        code, text = launch(tmp_path, setup, processes, kind, f"{processes}", script=TESTS / "sharded_kinds.py")
+        assert code == 0, text
+    compare(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("setup", ["fsdp2_8gpu", "ddp"])
 def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, setup, one):
@@ -88,6 +99,23 @@ def test_accelerate_reads_the_setups(name, processes, offload):
     assert (found.fsdp_config["fsdp_version"], found.fsdp_config["fsdp_offload_params"]) == (2, offload)
 
 
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("DEEPSPEED", "distributed_type: the launcher set DEEPSPEED; expected FSDP or data parallel"),
+        ("MEGATRON_LM", "the launcher set MEGATRON_LM"),
+        ("PARALLELISM_CONFIG", "the launcher set PARALLELISM_CONFIG"),
+        ("FSDP", "fsdp_version: the launcher set 1; expected 2"),
+    ],
+)
+def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeypatch, engine, says):
+    """As `accelerate launch` tells its processes."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ValueError, match=says):
+        lab.distill(tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_batch_that_three_processes_cannot_share(place):
     (place / "odd.yaml").write_text(RECIPE.replace("batch_size: 12", "batch_size: 10"))
@@ -102,11 +130,15 @@ def test_a_batch_that_three_processes_cannot_share(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["transfer", "logits"])
 def test_bytes_of_parameters_per_process(tmp_path, loss):
-    """An equal share of student and teacher, and one layer."""
-    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", loss, script=Path(__file__).parents[1] / "sharded_bytes.py")
+    """An equal share of student and teacher, and one layer; and what travels in a step is what docs/scale.md says."""
+    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", loss, script=TESTS / "sharded_bytes.py")
     assert code == 0, text
     found = [json.loads(part) for part in re.findall(r"\{\"rank\".*?\}", text)]
     assert len(found) == 4
     for row in found:
         assert row["share"] <= row["total"] / 4 + 4 * 1024
         assert row["gathered"] <= 1.01 * row["layer"]
+        whole = (
+            row["total"] + 2 * row["student"]
+        ) / 4  # the student's weights twice, its gradients, the teacher's weights
+        assert row["sent"] <= 1.01 * whole and (loss == "transfer" or row["sent"] >= 0.98 * whole)
