@@ -293,16 +293,12 @@ class _Demo:
         distill(student, teacher, out=folder, progress=self.progress, command=self.command, **options, **plan.run)
 
     def judge(self, seed):
-        """Step 3: every model on the tasks made from the held-out text, through lm-eval."""
+        """Step 3: every model on the tasks made from the held-out text, through lm-eval, unless it is scored already."""
         self.say(f"\n[3/5] scores on the held-out text, by lm-eval, seed {seed}")
         tasks = self._tasks()
         for name in self.models:
-            folder = self.folder(name, seed)
-            if self._scored(folder):
-                self.say(f"{folder} is scored already")
-                continue
             self.say(f"{LABELS[name]}:")
-            evaluate(folder, tasks, include_path=self.out / "tasks", progress=self.progress)
+            evaluate(self.folder(name, seed), tasks, include_path=self.out / "tasks", progress=self.progress)
 
     def _tasks(self):
         """The names of the tasks in `tasks/`, made if need be."""
@@ -315,10 +311,6 @@ class _Demo:
 
     def _config(self):
         return json.loads((self.folder("teacher", 0) / "config.json").read_text(encoding="utf-8"))
-
-    def _scored(self, folder):
-        scores = Results.read(folder).of(fingerprint_folder(folder))
-        return {record.task for record in scores} >= set(self._tasks())
 
     def report(self, seeds):
         """Step 4: results.json, the figures and the speed."""
