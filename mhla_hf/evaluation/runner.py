@@ -21,7 +21,7 @@ from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
 from .records import SPEED, SPEED_METRICS, Comparison, Results
-from .subjects import find_subjects
+from .subjects import command_of, find_subjects
 
 FOLDER = Path(__file__).parent / "recipes"
 JUDGES = {
@@ -211,6 +211,7 @@ def judge_speed(models, asked):
     """
     protocol = read_settings(SpeedProtocol, asked.recipe.settings)
     subjects = find_subjects(models, asked)
+    asked.command = asked.command or command_of(subjects)
     together = sorted(subject.fingerprint for subject in subjects)
     task_hash = hash_of([together, *vars(protocol).values(), asked.device])
     metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]

@@ -89,7 +89,7 @@ class Subject:
     def facts(self, device, task=None):
         """The `Result` fields that do not depend on the numbers. task: the one of the recipe's to name in the command."""
         return {
-            **describe_run(self.asked.command or command_of(self, task), device),
+            **describe_run(self.asked.command or command_of([self], task), device),
             "model": self.name if self.loaded else shown_path(self.source),
             "revision": self.where["revision"],
             "fingerprint": self.fingerprint,
@@ -109,11 +109,11 @@ class Subject:
         self.store([Result(metric=metric, **score, **facts) for metric, score in scores.items()], beside)
 
 
-def command_of(subject, task=None):
+def command_of(subjects, task=None):
     """The shell line that gives the scores of a recipe, or of one of its tasks, again."""
-    asked, recipe = subject.asked, subject.asked.recipe
-    model = subject.name if subject.loaded else shown_path(subject.source)
-    words = ["mhla-hf", "evaluate", model, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
+    asked, recipe = subjects[0].asked, subjects[0].asked.recipe
+    models = [one.name if one.loaded else shown_path(one.source) for one in subjects]
+    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shown_path(recipe.name)] if recipe.name else [])]
     for name, value in recipe.changed.items():
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
         words += ["--set", f"{name}={shown_path(value) if isinstance(value, str) else value}"]

@@ -171,9 +171,10 @@ def rounded(value: float | None) -> float | None:
 
 
 def _measured(columns: dict[str, list[Result]]) -> dict[tuple, dict[tuple, list[str]]]:
-    """How the scores came about: (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> models."""
+    """How all but times came about: (dtype, hardware, seed, versions) -> (tasks, commit, days, command) -> models."""
     found: dict[tuple, dict[tuple, list[Result]]] = {}
-    for label, record in ((label, record) for label, records in columns.items() for record in records):
+    scores = [(label, record) for label, records in columns.items() for record in records if part_of(record)]
+    for label, record in scores:
         around = (record.dtype, record.hardware, record.seed, tuple(sorted(record.versions.items())))
         command = re.sub(r"^(mhla-hf evaluate) \S+", r"\1 FOLDER", record.command).replace(record.task, "TASK")
         found.setdefault(around, {}).setdefault((label, record.commit, command), []).append(record)

@@ -237,6 +237,7 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     assert {record.metric for record in compared["mhla"]} == {
         f"{metric}_{length}" for metric in ("forward_ms", "decode_ms", "cache_mib") for length in (32, 64)
     }
+    assert compared["mhla"][0].command.startswith("mhla-hf evaluate teacher mhla --recipe speed --set lengths=32,64")
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
     monkeypatch.setattr("mhla_hf.evaluation.runner.measure_speed", None)

@@ -73,6 +73,7 @@ def test_what_the_card_shows(card):
     assert [text for text in SHOWN if text not in card] == []
     lost = re.search(r"Worse than the teacher, by more than two standard errors .*?: (.*)\.", card)[1]
     assert "acc of topics_recall (0.8700 → 0.4100)" in lost and "bits_per_byte of topics_bpb" in lost
+    assert "seed 5; torch" in card and card.count("seed 5") == 1, "how times were measured is said beside them alone"
     assert "cloze" not in lost and "Recall of single facts" not in card and "/somewhere" not in card
 
 
