@@ -236,8 +236,7 @@ class ContinuousBatch:
         if (window := getattr(config, "sliding_window", None)) is not None:
             seen["sliding_attention"] = seen["full_attention"] & (column > self.position[:, None] - window)
         hidden = torch.finfo(self.model.dtype).min
-        masks = {kind: torch.zeros_like(mask, dtype=self.model.dtype) for kind, mask in seen.items()}
-        masks = {kind: mask.masked_fill(~seen[kind], hidden)[:, None, None] for kind, mask in masks.items()}
+        masks = {kind: (~mask)[:, None, None].to(self.model.dtype) * hidden for kind, mask in seen.items()}
         return masks if getattr(config, "layer_types", None) is not None else masks[list(masks)[-1]]
 
     def append(self, requests: list[Request], logits: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""`accelerate launch -m mhla_hf.cli` on CPU processes, as a user runs it; killed where a test wants it."""
+"""CPU processes: `accelerate launch -m mhla_hf.cli` as a user runs it, killed where a test wants it; and forks of a test."""
 
+import datetime
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
@@ -58,9 +60,9 @@ def ranks(process):
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
-def kill(place, setup, processes, until, one, *arguments, seconds=120):
+def kill(place, setup, processes, until, one, *arguments, seconds=120, script=None):
     """kill -9 of one process or of everything as soon as `until()`; how many seconds the rest took to end."""
-    process, limit = start(place, setup, processes, *arguments), time.monotonic() + seconds
+    process, limit = start(place, setup, processes, *arguments, script=script), time.monotonic() + seconds
     while not until() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.002)
     assert process.poll() is None and time.monotonic() < limit, process.communicate()[0]
@@ -86,3 +88,23 @@ def compare(one, other, bound=1e-5):
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.linalg.norm(value - second[name]) <= bound * torch.linalg.norm(value), name
+
+
+def fork(function, count, *arguments):
+    """`function(rank, *arguments)` in `count` processes that `torchrun` might have started; an error in one is raised."""
+    listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = listener.port
+    del listener
+    everything = (function, count, port, arguments)
+    torch.multiprocessing.start_processes(joined, everything, nprocs=count, start_method="fork")
+
+
+def joined(rank, function, count, port, arguments):
+    """What `fork` runs."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    function(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -25,13 +25,13 @@ def diffusion(out, family, size):
         DiffusionStage("lora", "prediction", 14, 1e-3, trainable="lora", lora_rank=2, ema=0.9, **sampled),
     ]
     data = None if family == "dit" else ["a cat", "a dog walks"]
-    mhla_hf.distill(student, PIPELINES[family](), out=out, data=data, stages=stages, log_every=1, progress=False)
+    mhla_hf.distill(student, PIPELINES[family](), out=out, data=data, stages=stages, **RUN)
 
 
 def images(out):
     stages = [ImageStage("train", "labels", 20, 3e-3, ema=0.9, **SHARED)]
     given = {"data": squares(), "test": squares(seed=1), "processor": GRAY}
-    mhla_hf.distill(classifier(), out=out, stages=stages, log_every=1, progress=False, **given)
+    mhla_hf.distill(classifier(), out=out, stages=stages, **RUN, **given)
 
 
 KINDS = {

@@ -182,6 +182,11 @@ class MHLATransformerMixin:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
         if self._cp_plan is None:  # so that diffusers says what it needs
             return super().enable_parallelism(config=config)
+        degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
+        heads = self.config.num_attention_heads
+        if heads % degree and len(self.config.mhla["layers"]) < len(self_attentions(self)):
+            what = f"which does not divide the {heads} heads of softmax layers; expected one that does, or ring_degree"
+            raise ValueError(f"ulysses_degree: got {degree}, {what}.")
         super().enable_parallelism(config=config, cp_plan={"proj_out": self._cp_plan["proj_out"]})
         if self._parallel_config.context_parallel_config is not None:
             TokenShares(self).hook(self)

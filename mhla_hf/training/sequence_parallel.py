@@ -28,11 +28,18 @@ def share_of_sequence(batch: dict, model, group=None) -> dict:
     Sequences packed into one row (B is 1) come with `position_ids`, `seq_idx` or `cu_seq_lens_q`, as for one process. Each
     process gets T / P tokens, up to a block more or less. Returns `input_ids`, `position_ids` and the row's `cu_seq_lens_q`,
     and with labels also `shift_labels` and `num_items_in_batch`, by which the losses of all processes add up to that of the
-    whole batch. ValueError: fewer tokens than a block for each process, padding.
+    whole batch. ValueError, in all processes: fewer tokens than a block for each, padding, batches that are not the same.
     """
     if unknown := sorted(batch.keys() - TAKEN):
         raise ValueError(f"batch: got {', '.join(unknown)}, expected {', '.join(sorted(TAKEN))} alone (no padding).")
     ids, rank = batch["input_ids"], dist.get_rank(group)
+    what = torch.tensor([*ids.shape, int(ids.sum())], device=ids.device)
+    most = torch.stack([what, -what])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    if not torch.equal(most[0], -most[1]):
+        raise ValueError(
+            f"input_ids: got {list(ids.shape)}, and another process other tokens; expected the same batch."
+        )
     borders = packed_borders(batch, len(ids), 0)
     borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32) if borders is None else borders
     shards = RowShards(borders, block_size(model), dist.get_world_size(group))

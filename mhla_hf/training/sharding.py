@@ -27,7 +27,7 @@ def launched_with(engine: str) -> bool:
 def make_accelerator(**options):
     """An `accelerate.Accelerator` with these options, for the processes that there are: GPUs, or else CPUs by gloo.
 
-    ValueError, one sentence: the launcher asks for FSDP1 or another engine.
+    ValueError, one sentence: the launcher asks for FSDP1, another engine, or to offload from a CPU.
     """
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -42,6 +42,8 @@ def make_accelerator(**options):
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise ValueError(f"fsdp_version: the launcher set {version}; expected 2")
+    if alone and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise ValueError("fsdp_offload_params: the launcher set true; expected false where there is no GPU")
     plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap",
         mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as without sharding

@@ -1,11 +1,10 @@
 """One video spread over processes, by diffusers' context parallelism: what one process gives alone."""
 
-import datetime
-
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from launched import fork
 from small_models import refused, shaken, twenty_steps
 from tiny_pipelines import inputs, tiny_transformer
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,13 +69,13 @@ def sent_bytes(model, count):
     return sum(sent)
 
 
-def one_process(rank, count, port, folder):
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def one_process(rank, count, folder):
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a CPU is no accelerator
     for name, options in MODELS.items():
-        if name == "normalized" or count == 2:  # the two heads of softmax layers are for two processes
+        if name == "hybrid" and count == 4:
+            with refused("ulysses_degree: got 4", "2 heads of softmax layers"):
+                parallel(make(**options), count)
+        else:
             torch.save(results(parallel(make(**options), count), sum_up), f"{folder}/{name} {rank}.pt")
     model = parallel(make(**MODELS["normalized"]), count)
     heads, width = model.config.num_attention_heads, model.config.attention_head_dim
@@ -89,8 +88,6 @@ def one_process(rank, count, port, folder):
         parallel(make(cpe=3), count)(**given(), return_dict=False)
     with refused("cp_plan", "expected None"):
         make().enable_parallelism(config=None, cp_plan={})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def sum_up(parameters):
@@ -101,10 +98,7 @@ def sum_up(parameters):
 @pytest.mark.filterwarnings("ignore:.*all_gather_tensor. is deprecated:FutureWarning")  # by diffusers itself
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_give_what_one_gives(count, tmp_path):
-    listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    port = listener.port
-    del listener
-    torch.multiprocessing.start_processes(one_process, (count, port, str(tmp_path)), nprocs=count, start_method="fork")
+    fork(one_process, count, count, tmp_path)
     for path in tmp_path.glob("*.pt"):
         name, got = path.stem.split()[0], torch.load(path)
         for key, value in results(make(**MODELS[name])).items():

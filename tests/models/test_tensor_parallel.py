@@ -1,8 +1,7 @@
 """A model whose heads are split over two processes, as `torchrun` starts them: what one process gives alone."""
 
-import os
-
 import torch
+from launched import fork
 from small_models import converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -42,10 +41,7 @@ def results(model):
     return found | twenty_steps(model, step)
 
 
-def one_process(rank, port, folder):
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def one_process(rank, folder):
     for name in MODELS:
         config = DistributedConfig(tp_size=2, tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=config)
@@ -55,8 +51,6 @@ def one_process(rank, port, folder):
         torch.save(results(model), f"{folder}/{name}/{rank}.pt")
     with refused("tensor-parallel size 2", "divides the 1 key/value heads"):
         AutoModelForCausalLM.from_pretrained(f"{folder}/one head", distributed_config=config)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
@@ -66,10 +60,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         model.save_pretrained(tmp_path / name)
         expected[name] = results(model)
     mhla_hf.convert(softmax_model(num_key_value_heads=1)).save_pretrained(tmp_path / "one head")
-    listener = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    port = listener.port
-    del listener
-    torch.multiprocessing.start_processes(one_process, (port, str(tmp_path)), nprocs=2, start_method="fork")
+    fork(one_process, 2, tmp_path)
     for name, wanted in expected.items():
         for rank in range(2):
             got = torch.load(tmp_path / name / f"{rank}.pt")

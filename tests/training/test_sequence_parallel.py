@@ -1,10 +1,9 @@
 """Sequences shared by several processes, as `torchrun` starts them: what one process gives alone."""
 
-import datetime
-
 import pytest
 import torch
 import torch.distributed as dist
+from launched import fork
 from small_models import converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -135,10 +134,7 @@ def sent_bytes(model, batch):
     return sum(counted)
 
 
-def one_process(rank, count, port, folder):
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def one_process(rank, count, folder):
     for name in MODELS:
         for row, batch in batches().items():
             model = model_for(name, row)
@@ -155,10 +151,11 @@ def one_process(rank, count, port, folder):
     assert counts[0] == counts[1] == counts[2] > 0
     with refused("input_ids", f"got {8 * count - 1} tokens", f"at least {8 * count}"):
         share_of_sequence({"input_ids": IDS[:, : 8 * count - 1]}, model)
+    for other in (IDS[:, : 100 + rank], IDS + rank):  # what each process reads for itself
+        with refused("input_ids", f"got {list(other.shape)}", "expected the same batch"):
+            share_of_sequence({"input_ids": other}, model)
     with refused("batch", "attention_mask", "no padding"):
         share_of_sequence({"input_ids": IDS, "attention_mask": IDS}, model)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def rotated_by_length(kind):
@@ -193,10 +190,7 @@ def test_what_shares_would_get_wrong(make, words):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_give_what_one_gives(count, tmp_path):
-    listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    port = listener.port
-    del listener
-    torch.multiprocessing.start_processes(one_process, (count, port, str(tmp_path)), nprocs=count, start_method="fork")
+    fork(one_process, count, count, tmp_path)
     for name in MODELS:
         for row, batch in batches().items():
             parts = [torch.load(tmp_path / f"{name} {row} {rank}.pt") for rank in range(count)]

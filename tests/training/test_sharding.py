@@ -61,11 +61,15 @@ def test_more_processes_equal_one(place, setup, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dit", "wan", "images"])
 def test_other_kinds_of_models_sharded_equal_one_process(tmp_path, kind):
-    """With LoRA, moving averages and a test set."""
-    for setup, processes in ((None, 1), ("fsdp2_8gpu", 2)):
-        code, text = launch(tmp_path, setup, processes, kind, f"{processes}", script=TESTS / "sharded_kinds.py")
+    """With LoRA, moving averages and a test set; and killed amid LoRA, the last stage, and resumed by more processes."""
+    script = TESTS / "sharded_kinds.py"
+    kill(tmp_path, "fsdp2_8gpu", 2, lambda: newest(tmp_path, "4") >= 14, False, kind, "4", script=script)
+    for setup, processes in ((None, 1), ("fsdp2_8gpu", 2), ("fsdp2_8gpu", 4)):
+        code, text = launch(tmp_path, setup, processes, kind, f"{processes}", script=script)
         assert code == 0, text
-    compare(tmp_path / "1", tmp_path / "2")
+    for several in ("2", "4"):
+        compare(tmp_path / "1", tmp_path / several)
+    assert json.loads((tmp_path / "4" / "train.json").read_text())["resumed"] == 1
 
 
 @pytest.mark.slow
@@ -105,12 +109,15 @@ def test_accelerate_reads_the_setups(name, processes, offload):
         ("DEEPSPEED", "distributed_type: the launcher set DEEPSPEED; expected FSDP or data parallel"),
         ("MEGATRON_LM", "the launcher set MEGATRON_LM"),
         ("PARALLELISM_CONFIG", "the launcher set PARALLELISM_CONFIG"),
-        ("FSDP", "fsdp_version: the launcher set 1; expected 2"),
+        ("FSDP FSDP_VERSION=1", "fsdp_version: the launcher set 1; expected 2"),
+        ("FSDP FSDP_VERSION=2 FSDP_OFFLOAD_PARAMS=true", "fsdp_offload_params: the launcher set true; expected false"),
     ],
 )
 def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeypatch, engine, says):
     """As `accelerate launch` tells its processes."""
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    engine, *options = engine.split()
+    for name, value in [(f"ACCELERATE_USE_{engine}", "true"), *(option.split("=") for option in options)]:
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=says):
         lab.distill(tmp_path / "out")
     assert not any(tmp_path.iterdir())
