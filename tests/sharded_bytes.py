@@ -45,13 +45,13 @@ def counting(function, share_of):
     return call
 
 
-def main(out, loss):
+def main(out, loss, tied=False):
     Group.__init__, Group.wait_for_unshard = remember, look
     dist.all_gather_single = counting(dist.all_gather_single, lambda _, share, **kwargs: share)
     dist.reduce_scatter_single = counting(dist.reduce_scatter_single, lambda output, **kwargs: output)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4}
-    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=False, **sizes)).eval()
+    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=bool(tied), **sizes)).eval()
     student = mhla_hf.convert(LlamaForCausalLM(teacher.config), block_size=16)
     student.load_state_dict(teacher.state_dict(), strict=False)
     total = sum(p.nbytes for model in (student, teacher) for p in model.parameters())
@@ -61,7 +61,12 @@ def main(out, loss):
     tokens = torch.randint(0, 128, (2000,))
     mhla_hf.distill(student, teacher, out=out, data=tokens, stages=stages, progress=False)
     found = {"share": PEAK[0], "gathered": PEAK[1], "sent": sum(SENT) // 2}
-    found |= {"total": total, "layer": max(layers), "student": sum(p.nbytes for p in student.parameters())}
+    found |= {
+        "tied": tied and student.lm_head.weight.nbytes,
+        "total": total,
+        "layer": max(layers),
+        "student": sum(p.nbytes for p in student.parameters()),
+    }
     print(json.dumps({"rank": dist.get_rank()} | found), flush=True)
 
 

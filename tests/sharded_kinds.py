@@ -9,10 +9,8 @@ from training.test_images import GRAY, classifier, squares
 import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage, ImageStage
 
-SHARED = {
-    "batch_size": 4,
-    "eps": 1e-4,
-}  # behind a gradient of nothing but rounding errors Adam's step would be one, too
+RUN = {"log_every": 1, "save_every": 4, "progress": False}
+SHARED = {"batch_size": 4, "eps": 1e-4}  # with 1e-8 Adam makes a whole step of a gradient's rounding errors
 
 
 def diffusion(out, family, size):

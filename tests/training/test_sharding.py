@@ -135,17 +135,15 @@ def test_a_batch_that_three_processes_cannot_share(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["transfer", "logits"])
+@pytest.mark.parametrize("loss", ["transfer", "logits", "logits tied"])
 def test_bytes_of_parameters_per_process(tmp_path, loss):
-    """An equal share of student and teacher, and one layer; and what travels in a step is what docs/scale.md says."""
-    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", loss, script=TESTS / "sharded_bytes.py")
+    """An equal share of student and teacher, one layer, and a tied embedding; in a step travels what docs/scale.md says."""
+    code, text = launch(tmp_path, "fsdp2_8gpu", 4, "out", *loss.split(), script=TESTS / "sharded_bytes.py")
     assert code == 0, text
     found = [json.loads(part) for part in re.findall(r"\{\"rank\".*?\}", text)]
     assert len(found) == 4
     for row in found:
         assert row["share"] <= row["total"] / 4 + 4 * 1024
-        assert row["gathered"] <= 1.01 * row["layer"]
-        whole = (
-            row["total"] + 2 * row["student"]
-        ) / 4  # the student's weights twice, its gradients, the teacher's weights
+        assert row["gathered"] <= 1.01 * row["layer"] + row["tied"]
+        whole = (row["total"] + 2 * row["student"]) / 4  # student twice, its gradients, teacher
         assert row["sent"] <= 1.01 * whole and (loss == "transfer" or row["sent"] >= 0.98 * whole)
