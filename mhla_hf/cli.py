@@ -17,37 +17,35 @@ from . import __version__
 from .commands import judge, share, train
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
-STOPPED = "stopped; what was finished is kept, and the same command goes on from there"
+STOPPED = "interrupted; finished work is kept, and the same command resumes from there"
 FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is --max-steps, as in other libraries
 SECONDS = "10"  # between two states of a bar where there is no terminal
 ABOUT = """\
 Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.
-Completion by Tab: pip install 'mhla_hf[completion]', then eval "$(register-python-argcomplete mhla-hf)" in your shell.
+Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-argcomplete mhla-hf)" in your shell.
 """
 COMMANDS = {
-    "plan": (train.run_plan, train.plan_options, "Say from a configuration what a conversion would be.", train.PLAN),
+    "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
     "convert": (train.run_convert, train.convert_options, "Turn a softmax model into an MHLA model.", train.CONVERT),
-    "recipes": (train.run_recipes, train.recipes_options, "List the recipes of distillation.", train.RECIPES),
-    "teach": (
-        train.run_teach, train.teach_options, "Write a teacher's likeliest next tokens, to distill without it.", train.TEACH,
-    ),
+    "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
+    "teach": (train.run_teach, train.teach_options, "Store a teacher's predictions, to distill without it.", train.TEACH),
     "distill": (
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
-    "info": (share.run_info, share.info_options, "Say in ten lines what a saved MHLA model is.", share.INFO),
-    "tasks": (judge.run_tasks, judge.tasks_options, "Make tasks for evaluate from a text of your own.", judge.TASKS),
+    "info": (share.run_info, share.info_options, "Describe a saved MHLA model in ten lines.", share.INFO),
+    "tasks": (judge.run_tasks, judge.tasks_options, "Make evaluation tasks from your own text.", judge.TASKS),
     "evaluate": (
         judge.run_evaluate, judge.evaluate_options, "Score language, image and video models side by side.", judge.EVALUATE,
     ),
-    "card": (share.run_card, share.card_options, "Write a model's card from its scores, or check one.", share.CARD),
-    "push": (share.run_push, share.push_options, "Share a model on the Hub: checked whole, then one commit.", share.PUSH),
+    "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
+    "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
     "analyze": (
-        judge.run_analyze, judge.analyze_options, "Look at attention: rank, entropy, maps, learned mixing.", judge.ANALYZE,
+        judge.run_analyze, judge.analyze_options, "Show the rank, entropy, maps, and mixing of attention.", judge.ANALYZE,
     ),
     "audit": (
-        judge.run_audit, judge.audit_options, "Look for what is wrong with a language model or its card.", judge.AUDIT,
+        judge.run_audit, judge.audit_options, "Check a language model and its card for problems.", judge.AUDIT,
     ),
-    "bench": (judge.run_bench, judge.bench_options, "Time the operator, after checking that it is right.", judge.BENCH),
+    "bench": (judge.run_bench, judge.bench_options, "Check the operator, then time it.", judge.BENCH),
 }  # fmt: skip
 
 
@@ -67,7 +65,7 @@ def build_parser():
     for name, (run, options, about, epilog) in COMMANDS.items():
         sub = commands.add_parser(name, help=about, description=about, epilog=epilog, **layout)
         sub.set_defaults(run=run)
-        sub.add_argument("--quiet", action="store_false", dest="progress", help="no progress bars and notes")
+        sub.add_argument("--quiet", action="store_false", dest="progress", help="print results and errors only")
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
         options(sub.add_argument)
         named = [(action.dest, action.option_strings[-1]) for action in sub._actions if action.option_strings]

@@ -52,7 +52,7 @@ def describe_model(folder) -> dict:
         "base": base,
         "mhla_layers": settings["layers"],
         "layers": count,
-        "form": {name: settings[name] for name in FORM if settings.get(name) not in (None, False, 0)},
+        "form": describe_form(settings),
         "parameters": parameters,
         "bytes": size,
         "dtype": config.get("dtype"),
@@ -61,6 +61,13 @@ def describe_model(folder) -> dict:
         "trained": {key: train[key] for key in ("steps", "tokens", "seconds") if key in train} or None,
         "scores": scores,
     }
+
+
+def describe_form(settings) -> dict:
+    """The settings of the attention that say something: neither off nor of another form."""
+    unused = {"block_size", "num_blocks"} if settings.get("layout") else set()
+    unused |= set() if settings["mixing_form"] == "decay" else {"num_decays"}
+    return {name: settings[name] for name in FORM if name not in unused and settings.get(name) not in (None, False, 0)}
 
 
 def count_weights(folder) -> tuple[int, int]:
@@ -101,7 +108,8 @@ def render_info(record) -> str:
         lines.append(f"score:      {score['task']} {score['metric']} {value} ({score['samples']} samples{limit})")
     more = len(record["scores"]) - SHOWN
     if not record["scores"]:
-        lines.append("score:      none; mhla-hf evaluate " + record["folder"] + " --recipe recall")
+        recipe = "recall" if record["kind"] == "language" else "RECIPE"
+        lines.append(f"score:      none; mhla-hf evaluate {record['folder']} --recipe {recipe}")
     elif more > 0:
         lines.append(f"            and {more} more in results.json")
     return "\n".join(lines)

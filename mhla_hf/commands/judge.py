@@ -5,26 +5,26 @@ import json
 import os
 from pathlib import Path
 
-from .values import count, parse_settings, parse_value, seed_number
+from .values import count, device_option, json_option, parse_settings, parse_value, seed_number, show
 
 EVALUATE = """\
 example:
   mhla-hf evaluate out/mhla out/teacher --tasks arc_easy,wikitext --batch-size 16
-  mhla-hf evaluate out/mhla out/teacher --recipe table_6_language          the paper's table, in its layout
+  mhla-hf evaluate out/mhla out/teacher --recipe table_6_language          laid out like the paper's table
   mhla-hf evaluate out/mhla out/teacher --recipe recall --set lengths=512,1024 --plot recall.png
   mhla-hf evaluate out/dit --trust-remote-code --recipe table_9_class_to_image --set reference=imagenet256.npz
   mhla-hf evaluate out/mhla --recipe recall --json > scores.json
 Recipes: table_2_imagenet, table_4_text_to_image, table_5_vbench, table_6_language, table_8_longbench,
 table_9_class_to_image, recall, ruler, speed, or a YAML file.
 On several processes: accelerate launch --multi_gpu -m mhla_hf.cli evaluate ...
-Scores are kept in results.json in each model's folder; what this machine measured is read, not run again.
+Scores are stored in results.json in each model's folder; those measured on this machine are reused.
 """
 TASKS = """\
 example:
   mhla-hf tasks notes.txt --tokenizer out/mhla --out tasks --window 1024
   mhla-hf evaluate out/mhla out/teacher --include-path tasks --tasks 'heldout_*'
-Four tasks: bits per byte, a cloze, recall of what a line said (by distance), and going on with a sentence that was there.
-The text should be one that no model was trained on: 20,000 characters of prose with paragraphs, or more.
+Four tasks: bits per byte, a cloze test, recall of an earlier line (by distance), and continuing an earlier sentence.
+Use a text that no model was trained on: at least 20,000 characters of prose with paragraphs.
 """
 ANALYZE = """\
 example:
@@ -36,38 +36,38 @@ example:
   mhla-hf audit out/mhla --teacher out/teacher --out out/audit.json
   mhla-hf audit out/mhla --data notes.txt --tokens 1024          a large model on a CPU: shorter texts
   mhla-hf audit out/mhla --json > audit.json                     the record instead of the table
-Exit code 0: nothing was found, 1: something was, 2: there was nothing to audit.
+Exit code 0: nothing was found, 1: a problem was found, 2: there was nothing to audit.
 """
 BENCH = """\
 example:
   mhla-hf bench                                 MHLA against softmax and plain linear attention, on this machine
   mhla-hf bench --device cuda --json            the record instead of the table
-What whole models take to decode: mhla-hf evaluate MHLA SOFTMAX --recipe speed
+To time whole models: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
 
 def evaluate_options(add):
-    add("models", nargs="+", metavar="DIR", help="folders or Hub ids, shown side by side")
-    add("--tasks", help="lm-eval names, groups or patterns, separated by commas; or some of the recipe's")
-    add("--recipe", help="name or YAML file of a score recipe: which tasks, how many shots, which protocol")
+    add("models", nargs="+", metavar="DIR", help="folders or Hub ids, compared side by side")
+    add("--tasks", help="lm-eval tasks, groups, or patterns, separated by commas; or some of the recipe's tasks")
+    add("--recipe", help="name or YAML file of a score recipe: tasks, shots, protocol")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of the recipe")
-    add("--include-path", action="append", metavar="FOLDER", help="folder with further tasks")
+    add("--include-path", action="append", metavar="FOLDER", help="folder with more tasks")
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
-    add("--limit", type=parse_value, help="documents per task, or a share below 1: for trying out")
-    add("--batch-size", default=8, type=parse_value, help='documents at once, or "auto" (default: 8)')
-    add("--seed", type=seed_number, help="of everything random (default: lm-eval's own)")
+    add("--limit", type=parse_value, help="documents per task, or a fraction below 1, for a quick try")
+    add("--batch-size", default=8, type=parse_value, help='batch size, or "auto" (default: 8)')
+    add("--seed", type=seed_number, help="random seed (default: lm-eval's own)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-    add("--max-length", type=int, help="tokens seen at once (default: the model's)")
+    device_option(add)
+    add("--max-length", type=int, help="longest context (default: the model's)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
     add("--out", dest="output", help="a .json file, or a folder for several models (default: in the model's folder)")
-    add("--force", action="store_true", help="run again what is known")
-    add("--trust-scores", action="store_true", help="read results that this machine did not measure")
+    add("--force", action="store_true", help="run again even if a score exists")
+    add("--trust-scores", action="store_true", help="reuse scores that were not measured on this machine")
     style = {"dest": "style", "action": "store_const", "default": "text"}
     add("--markdown", const="markdown", help="print the table as Markdown", **style)
-    add("--json", const="json", help="print every score with its provenance as JSON", **style)
-    add("--plot", metavar="PNG", help="draw the scores")
+    add("--json", const="json", help="print every score, with its provenance, as JSON", **style)
+    add("--plot", metavar="PNG", help="plot the scores")
 
 
 def run_evaluate(settings, style, plot, command, **options):
@@ -85,15 +85,13 @@ def run_evaluate(settings, style, plot, command, **options):
 
 
 def tasks_options(add):
-    add("text", metavar="TEXT", help="a UTF-8 file of text that the models to judge were not trained on")
-    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="a model's, for lengths in tokens")
-    add("--out", required=True, help="folder to make, or to make anew: the --include-path of mhla-hf evaluate")
-    add(
-        "--name", default="heldout", dest="prefix", help="what the names of the tasks begin with (default: %(default)s)"
-    )
-    add("--window", type=count, default=512, help="tokens that a model sees at once (default: %(default)s)")
-    add("--items", type=count, default=150, help="questions of each task (default: %(default)s)")
-    add("--seed", type=seed_number, default=0, help="of every choice (default: 0)")
+    add("text", metavar="TEXT", help="a UTF-8 text file that the models were not trained on")
+    add("--tokenizer", required=True, metavar="DIR_OR_ID", help="a model's folder or Hub id, to count tokens")
+    add("--out", required=True, help="output folder, for the --include-path of mhla-hf evaluate")
+    add("--name", default="heldout", dest="prefix", help="prefix of the task names (default: %(default)s)")
+    add("--window", type=count, default=512, help="longest context, in tokens (default: %(default)s)")
+    add("--items", type=count, default=150, help="questions per task (default: %(default)s)")
+    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
 
 
 def run_tasks(text, tokenizer, out, command, progress, **options):
@@ -107,12 +105,12 @@ def run_tasks(text, tokenizer, out, command, progress, **options):
 
 
 def analyze_options(add):
-    add("models", nargs="+", metavar="DIR", help="language models or image classifiers: folders or Hub ids")
+    add("models", nargs="+", metavar="DIR", help="folders or Hub ids of language models or image classifiers")
     add("--out", help="folder for JSON and figures")
-    add("--data", help="text or images to look at (default: the Python language reference, the digits)")
+    add("--data", help="text or images to run on (default: the Python language reference or the digits)")
     add("--samples", type=int, default=8, help="sequences or images (default: 8)")
-    add("--length", type=int, default=256, help="tokens in a sequence (default: 256)")
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    add("--length", type=int, default=256, help="tokens per sequence (default: 256)")
+    device_option(add)
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
 
 
@@ -124,20 +122,20 @@ def run_analyze(**options):
 
 def audit_options(add):
     add("folder", metavar="FOLDER", help="a saved causal language model, MHLA or any other, with its tokenizer")
-    add("--teacher", metavar="BASE", help="folder or Hub id of the model that it was made from")
+    add("--teacher", metavar="BASE", help="folder or Hub id of the model it was made from")
     add("--data", metavar="FILE", dest="text", help="text to run it on (default: the Python language reference)")
-    add("--tokens", type=int, help="at once at most (default: 4 times the trained length, at most 8192)")
+    add("--tokens", type=int, help="longest context (default: 4 times the trained length, at most 8192)")
     add("--out", help="JSON file to write")
-    add("--json", action="store_true", dest="as_json", help="print the same JSON instead of the table")
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
-    add("--trust-remote-code", action="store_true", help="run source from the folder that this mhla_hf did not make")
+    json_option(add)
+    device_option(add)
+    add("--trust-remote-code", action="store_true", help="run code from the folder that this mhla_hf did not generate")
 
 
 def run_audit(as_json, **options):
     from ..share.audit import audit, render_audit
 
     record = audit(**options)
-    print(json.dumps(record, indent=2) if as_json else render_audit(record))
+    show(record, as_json, render_audit)
     if record["findings"]:
         raise SystemExit(1)
 
@@ -145,15 +143,15 @@ def run_audit(as_json, **options):
 def bench_options(add):
     add("--device", default="cpu", help="as torch names it (default: cpu)")
     add("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    add("--seed", type=seed_number, default=0, help="of the inputs (default: 0)")
+    add("--seed", type=seed_number, default=0, help="random seed of the inputs (default: 0)")
     add("--out", help="JSON file to write")
-    add("--json", action="store_true", dest="as_json", help="print the same JSON instead of the table")
+    json_option(add)
 
 
 def run_bench(as_json, **options):
     from .. import bench
 
     record = bench.run_bench(**options)
-    print(json.dumps(record, indent=2) if as_json else bench.render_bench(record))
+    show(record, as_json, bench.render_bench)
     if any(reason.startswith("is wrong") for row in record["rows"] for reason in row["failed"].values()):
         raise SystemExit(1)

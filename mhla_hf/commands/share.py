@@ -1,9 +1,8 @@
 """`mhla-hf info`, `card` and `push`."""
 
-import json
 import os
 
-from .values import parse_pairs
+from .values import json_option, parse_pairs, show
 
 INFO = """\
 example:
@@ -13,41 +12,41 @@ example:
 CARD = """\
 example:
   mhla-hf card out/mhla --name me/mhla --compare teacher=out/teacher --compare "plain linear=out/linear"
-  mhla-hf card out/mhla --check                 rendered again from the files beside it, the same
-  mhla-hf card out/mhla --shelve model_cards/demo              its facts and its card into this repository
-  mhla-hf card model_cards                      render every card anew; --check: say which differs
+  mhla-hf card out/mhla --check                 check that its files still render to the same card
+  mhla-hf card out/mhla --shelve model_cards/demo              add its facts and card to this repository
+  mhla-hf card model_cards                      render every card again; --check: name those that differ
 """
 PUSH = """\
 example:
   mhla-hf push out/mhla user/llama-mhla --private --tag v1
   mhla-hf push out/mhla user/llama-mhla --draft   without scores for recall and generation
-Log in first: hf auth login. Stopped or broken off, the same command goes on: what has arrived is not sent again.
+Log in first: hf auth login. If it is interrupted, the same command resumes: files that arrived are not sent again.
 """
 
 
 def info_options(add):
     add("folder", metavar="FOLDER", help="a saved MHLA model or pipeline")
-    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+    json_option(add)
 
 
 def run_info(folder, as_json, **_):
     from ..info import describe_model, render_info
 
     record = describe_model(folder)
-    print(json.dumps(record, indent=2) if as_json else render_info(record))
+    show(record, as_json, render_info)
 
 
 def card_options(add):
     add("folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards")
-    add("--check", action="store_true", help="write nothing; rendering it again must give the same")
-    add("--name", dest="hub_id", metavar="NAME", help="Hub id that the model will have")
-    add("--compare", action="append", default=[], metavar="LABEL=DIR", help='such as "teacher=out/teacher"')
+    add("--check", action="store_true", help="write nothing; check that rendering gives the same card")
+    add("--name", dest="hub_id", metavar="NAME", help="Hub id the model will have")
+    add("--compare", action="append", default=[], metavar="LABEL=DIR", help="such as teacher=out/teacher")
     add("--base-model", metavar="ID", help="Hub id of the softmax original")
-    add("--license", help="license of the weights, when the original's card states none")
+    add("--license", help="license of the weights, if the original's card states none")
     add("--about", default="", help="a sentence below the title")
     add("--limit", action="append", default=[], metavar="SENTENCE", dest="limits", help="a known failure")
-    add("--shelve", metavar="CARDS/NAME", help="put its facts and its card into a folder of cards")
-    add("--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, kept with the facts")
+    add("--shelve", metavar="CARDS/NAME", help="add its facts and card to a folder of cards")
+    add("--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, stored with the facts")
 
 
 def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, command, **options):
@@ -55,27 +54,27 @@ def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, comma
 
     if os.path.isdir(os.path.join(folder, card.RESULTS)):
         for path in card.render_shelf(folder, check):
-            print(f"{path}: {'says what its files say' if check else 'rendered'}")
+            print(f"{path}: {'matches its files' if check else 'rendered'}")
     elif check:
         card.check_card(folder)
-        print(f"{folder}: its card says what the files beside it say")
+        print(f"{folder}: its card matches its files")
     elif shelve:
         print(card.shelve(folder, *os.path.split(shelve), over_seeds))
     elif hub_id is None:
-        raise ValueError("--name is missing; expected the Hub id that the model will have, such as --name me/model")
+        raise ValueError("--name is missing; expected the Hub id the model will have, such as --name me/model")
     else:
         print(card.write_card(folder, name=hub_id, compared=parse_pairs("compare", compare), **options))
 
 
 def push_options(add):
-    add("what", metavar="DIR", help="folder of a saved MHLA model, or of a pipeline with one")
-    add("repo_id", metavar="USER/NAME", help="Hub id; made when it is not there")
-    add("--private", action="store_true", help="make a private repository")
+    add("what", metavar="DIR", help="folder of a saved MHLA model or pipeline")
+    add("repo_id", metavar="USER/NAME", help="Hub id; created if it does not exist")
+    add("--private", action="store_true", help="create a private repository")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
-    add("--tag", action="append", default=[], dest="tags", help="name that the commit gets; may be given again")
+    add("--tag", action="append", default=[], dest="tags", help="tag for the commit; may be repeated")
     add("--revision", help="branch to commit to (default: main)")
     add("--message", help="first line of the commit")
-    add("--draft", action="store_true", help="a converted language model may come without recall scores")
+    add("--draft", action="store_true", help="allow a converted language model without recall scores")
     add("--license", help="for the card of a model that has none, such as apache-2.0")
     add("--base-model", help="Hub id of the softmax original, for such a card")
 
@@ -84,4 +83,4 @@ def run_push(command, **options):
     from ..share.push import push
 
     pushed = push(**options)
-    print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing had changed; revision'} {pushed.revision}")
+    print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing changed; revision'} {pushed.revision}")

@@ -1,73 +1,72 @@
 """`mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
 
-import json
 import os
 import shlex
 import sys
 
-from .values import count, parse_layers, parse_settings, seed_number
+from .values import count, device_option, json_option, parse_layers, parse_settings, seed_number, show
 
 CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --calibrate notes.txt --keep auto --budget 8
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-A converted model has to be distilled before it is good again: mhla-hf distill.
+A converted model usually needs distillation to recover its quality: mhla-hf distill.
 """
 PLAN = """\
 example:
   mhla-hf plan meta-llama/Llama-3.2-1B --context 32768                 reads config.json, times one layer here
   mhla-hf plan DIR --context 8192 --layers all --no-timing --tflops 300 --json
-Where nothing of the model can convert, this says why, with exit code 1.
+If nothing in the model can be converted, it says why and exits with code 1.
 """
 TEACH = """\
 example:
   mhla-hf teach meta-llama/Llama-3.2-1B --data train.txt --out taught
-then a recipe whose stages have `loss: stored`, and `mhla-hf distill llama-mhla --recipe RECIPE --data taught --out OUT`
+Then use a recipe whose stages have `loss: stored`: mhla-hf distill llama-mhla --recipe RECIPE --data taught --out OUT
 """
 DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
       --recipe language_cpu --out out/smollm-distilled
-  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts it first
+  mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts first
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
       --batch-size 16 --max-steps 20 --report-to tensorboard \\
       --set distill.lr=5e-5 --set distill.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
-Stopped at any moment, the same command goes on where it was. `mhla-hf recipes` has the recipes and their stages.
-On several processes, docs/scale.md:
+If it is interrupted, the same command resumes. `mhla-hf recipes` lists the recipes and their stages.
+On several processes (docs/scale.md):
   accelerate launch --config_file conversion/accelerate/fsdp2_8gpu.yaml -m mhla_hf.cli distill \\
       meta-llama/Llama-3.1-8B --recipe language_llama_full --data DATA --out out/mine
 """
 RECIPES = """\
 example:
-  mhla-hf recipes                                                       what there is
+  mhla-hf recipes                                                       all recipes
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
-Memory is that of weights, gradients, moments and teacher; activations come on top.
+Memory covers weights, gradients, moments, and the teacher; activations come on top.
 """
-KINDS = {  # of models that are no language models: what loads one, and what comes next
-    "images": ("load_classifier", "distill it: conversion/image_classifier.py"),
-    "encoders": ("load_encoder", "train it as what it is: docs/encoders.md"),
+KINDS = {  # kinds of model other than language models: what loads one, and what comes next
+    "images": ("load_classifier", "distill it with conversion/image_classifier.py"),
+    "encoders": ("load_encoder", "train it on its own task (docs/encoders.md)"),
 }
 
 
 def convert_options(add):
-    what = "a language model, an encoder of text, an image classifier or a pipeline"
+    what = "a language model, text encoder, image classifier, or pipeline"
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
-    add("out", metavar="OUT", help="folder to make")
+    add("out", metavar="OUT", help="output folder")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--calibrate", metavar="TEXT", help="text by which a language model's new layers start from the teacher")
-    add("--keep", choices=["auto"], help="measure on that text which layers (of --layers) keep softmax")
-    add("--budget", metavar="N", help="of --keep: a number of layers, or bytes of cache such as 64MiB")
+    add("--calibrate", metavar="TEXT", help="fit a language model's new layers to the original ones on this text")
+    add("--keep", choices=["auto"], help="choose by measurement on that text which of --layers keep softmax")
+    add("--budget", metavar="N", help="with --keep: a number of layers, or a cache size such as 64MiB")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    add("--seed", type=seed_number, default=0, help="of the new parameters' start (default: 0)")
+    add("--seed", type=seed_number, default=0, help="random seed of the new parameters (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
-    add("--overwrite", action="store_true", help="OUT may hold an MHLA model, which this replaces")
+    add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
 def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
     if (keep and not budget) or (budget and not (keep and calibrate)):
-        raise ValueError("keep: expected all of --calibrate TEXT --keep auto --budget N, or the first alone")
+        raise ValueError("keep: expected --calibrate TEXT --keep auto --budget N together, or --calibrate alone")
     settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
 
     import torch
@@ -87,23 +86,14 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
         transformer = convert(pipe, layers=layers, **settings).transformer
         save_model(pipe, out, overwrite=overwrite)
         chosen = transformer.config.mhla["layers"]
-        print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; scripts that distill it: conversion/")
+        print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; now distill it: see conversion/")
         return
     kind = load.kind_of_model(model, revision)
     if calibrate and kind in KINDS:
         raise ValueError(f"calibrate: came with {model!r}, which is no causal language model; expected one")
-    line = [
-        "mhla-hf",
-        "distill",
-        out,
-        "--teacher",
-        model,
-        "--recipe",
-        "language_llama_lite",
-        "--out",
-        f"{out}-distilled",
-    ]
-    read, further = KINDS.get(kind, ("load_language_model", f"distill it: {shlex.join(line)} --data TEXT"))
+    then = shlex.join(["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled"])
+    then = f"distill it: {then} --recipe language_llama_lite --data TEXT"
+    read, further = KINDS.get(kind, ("load_language_model", then))
     converted, tools = getattr(load, read)(model, **source)
     torch.manual_seed(seed)
     config = convert(converted, layers=layers, **settings).config
@@ -114,20 +104,16 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
 
 
 def plan_options(add):
-    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; only its config.json is read")
-    add("--context", required=True, type=int, help="tokens of the sequences that it is for")
+    add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; reads only config.json")
+    add("--context", required=True, type=int, help="context length you need, in tokens")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add(
-        "--recipe",
-        default="language_llama_lite",
-        help="of the distillation: a name or a YAML file (default: %(default)s)",
-    )
-    add("--device", help="to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
-    add("--no-timing", action="store_false", dest="timing", help="time nothing")
-    add("--tflops", type=float, help="what the training machine does in a second, for hours")
+    add("--recipe", default="language_llama_lite", help="training recipe: a name or a YAML file (default: %(default)s)")
+    add("--device", help="device to time a layer on, as torch names it (default: cuda if there is one, else cpu)")
+    add("--no-timing", action="store_false", dest="timing", help="skip timing")
+    add("--tflops", type=float, help="TFLOP/s of the training machine, to estimate hours")
     add("--revision", help="branch, tag or commit on the Hub")
-    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+    json_option(add)
 
 
 def run_plan(layers, settings, as_json, **options):
@@ -141,18 +127,18 @@ def run_plan(layers, settings, as_json, **options):
     except NotConvertible as error:
         print(f"mhla-hf plan: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    print(json.dumps(record, indent=2) if as_json else render_plan(record))
+    show(record, as_json, render_plan)
 
 
 def teach_options(add):
     add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
-    add("--data", required=True, dest="text", help="file or folder of text")
-    add("--out", required=True, help="folder to make, the `--data` of a distillation with the loss stored")
-    add("--seq-len", type=int, default=512, help="tokens in a sequence (default: 512)")
-    add("--top-k", type=int, default=256, help="likeliest tokens kept of each distribution (default: 256)")
-    add("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
+    add("--data", required=True, dest="text", help="text file, or folder of them")
+    add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
+    add("--seq-len", type=int, default=512, help="tokens per sequence (default: 512)")
+    add("--top-k", type=int, default=256, help="most likely tokens to keep per position (default: 256)")
+    add("--batch-size", type=int, default=8, help="batch size (default: 8)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+    device_option(add)
 
 
 def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
@@ -162,25 +148,38 @@ def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch
     model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
     sizes = {"seq_len": seq_len, "top_k": top_k, "batch_size": batch_size}
     record = teach(model, text, tokenizer, out, progress=progress, **sizes)
-    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} likeliest tokens each")
+    print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} most likely tokens each")
 
 
 def distill_options(add):
-    add("student", metavar="STUDENT", help="an MHLA model, or a softmax model, which is converted first")
+    add("student", metavar="STUDENT", help="an MHLA model, or a softmax model to convert first")
     add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
     add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
     add("--set", action="append", default=[], metavar="STAGE.KEY=VALUE", dest="settings",
-        help="a value of the recipe's: STAGE.KEY (or '*.KEY' of every stage), settings.KEY, run.KEY")  # fmt: skip
-    add("--data", help="file, folder or dataset to train on (default: the recipe's)")
-    add("--out", required=True, help="folder to make")
-    add("--batch-size", type=count, metavar="N", help="sequences of one optimizer step, in every stage")
-    add("--learning-rate", type=float, metavar="LR", help="peak, in every stage; of one: --set STAGE.lr=LR")
-    add("--max-steps", type=count, metavar="N", help="no stage takes more steps")
-    add("--dtype", choices=["float32", "bfloat16"], help="of the arithmetic and the teacher (default: the recipe's)")
-    add("--save-dtype", choices=["float32", "bfloat16", "float16"], help="of the saved weights (default: STUDENT's)")
+        help="override the recipe: STAGE.KEY ('*.KEY' for every stage), settings.KEY, run.KEY")  # fmt: skip
+    add("--data", help="file, folder, or dataset to train on (default: the recipe's)")
+    add("--out", required=True, help="output folder")
+    add("--batch-size", type=count, metavar="N", help="sequences per optimizer step, in every stage")
+    add(
+        "--learning-rate",
+        type=float,
+        metavar="LR",
+        help="peak learning rate of every stage (of one: --set STAGE.lr=LR)",
+    )
+    add("--max-steps", type=count, metavar="N", help="most steps of any stage")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="dtype of the arithmetic and the teacher (default: the recipe's)",
+    )
+    add(
+        "--save-dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="dtype of the saved weights (default: STUDENT's)",
+    )
     add("--device", help="as torch names it (default: what Accelerate finds)")
-    add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, or another that accelerate knows; none")
-    add("--seed", type=seed_number, default=0, help="decides every random choice (default: 0)")
+    add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
+    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
 
 
 def run_distill(
@@ -216,8 +215,8 @@ def run_distill(
     if (kind := kind_of_model(student)) in KINDS:
         what, place = "an image classifier", "conversion/image_classifier.py"
         if kind == "encoders":
-            what, place = "an encoder of text, which has no next tokens", "experiments/encoder.py"
-        raise ValueError(f"student {student!r} is {what}; expected a causal language model (others: {place})")
+            what, place = "a text encoder, which has no next tokens", "experiments/encoder.py"
+        raise ValueError(f"student {student!r} is {what}; expected a causal language model (for these see {place})")
     if device:
         on_cpu = choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
@@ -234,19 +233,21 @@ def run_distill(
     distill(model, original, tokenizer=tokenizer, recipe=recipe, seed=seed, out=out, **options)
     if not int(os.environ.get("RANK", "0")):  # of several processes the first one says it
         line = shlex.join(["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"])
-        print(f"{out}: trained; now judge it: {line}")
+        print(f"{out}: trained; now evaluate it: {line}")
 
 
 def recipes_options(add):
     add(
-        "--model", metavar="DIR_OR_ID", help="of a softmax language model, to tell memory and work; config.json is read"
+        "--model",
+        metavar="DIR_OR_ID",
+        help="softmax language model to estimate memory and hours for (from config.json)",
     )
-    add("--tflops", type=float, help="with --model: what the training machine does in a second, for hours")
-    add("--json", action="store_true", dest="as_json", help="print the same as JSON")
+    add("--tflops", type=float, help="with --model: TFLOP/s of the training machine, to estimate hours")
+    json_option(add)
 
 
 def run_recipes(model, tflops, as_json, **_):
     from ..planning import list_recipes, render_recipes
 
     record = list_recipes(model, tflops)
-    print(json.dumps(record, indent=2) if as_json else render_recipes(record))
+    show(record, as_json, render_recipes)

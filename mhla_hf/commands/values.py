@@ -1,6 +1,7 @@
-"""What is written on the command line, as values; ValueError or argparse's own error, one sentence, for anything else."""
+"""Values from the command line (ValueError or argparse's own error, one sentence, for bad ones), and what commands share."""
 
 import argparse
+import json
 
 
 def seed_number(text):
@@ -56,3 +57,16 @@ def parse_pairs(name, pairs):
     if odd := [label for label, place in found.items() if not (label and place)]:
         raise ValueError(f"{name} is {odd[0]!r}; expected LABEL=DIR, such as teacher=out/teacher")
     return found
+
+
+def device_option(add):
+    add("--device", help="as torch names it (default: cuda if there is one, else cpu)")
+
+
+def json_option(add):
+    add("--json", action="store_true", dest="as_json", help="print the full record as JSON")
+
+
+def show(record, as_json, render):
+    """Print a record, as JSON or as the text that `render` makes of it."""
+    print(json.dumps(record, indent=2) if as_json else render(record))

@@ -126,8 +126,10 @@ def calibrate(
     window = max((core.form.lag + 1) * core.settings.block_size for core in cores)
     if any(ids.is_floating_point() for ids in batches):
         raise TypeError(f"batches: got {batches[0].dtype}, expected token ids of int64.")
-    if any(ids.shape != batches[0].shape or ids.shape[1] <= window for ids in batches):
-        raise ValueError(f"batches: got {[tuple(ids.shape) for ids in batches]}, expected one [B, T], T over {window}.")
+    shapes = {tuple(ids.shape) for ids in batches}
+    if len(shapes) > 1 or min(shapes)[1] <= window:
+        wanted = f"one shape [B, T], T over {window} (a smaller block_size needs fewer tokens)"
+        raise ValueError(f"batches: got {', '.join(map(str, sorted(shapes)))}, expected {wanted}.")
     *fitted, held_out = batches
     report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
     masses = {core: FarMass() for core in cores}

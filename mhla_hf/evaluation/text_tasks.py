@@ -58,8 +58,7 @@ def answer(doc, results):
     return {"exact_match": right, f"exact_match_back_{doc['back']}": right}
 '''
 MANIFEST = "tasks.json"
-
-
+LEAST = 16  # questions of a task
 _QUESTION = {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "answer"}
 _WRITING = {
     "output_type": "generate_until",
@@ -98,9 +97,11 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
     block: a generation goes on with what was said at least this many tokens before. seed: of every choice.
 
-    The same arguments give the same bytes. ValueError: the text is too short for 16 questions, or `folder` holds something
-    that this function did not write.
+    The same arguments give the same bytes. ValueError: fewer than 16 `items`, a text too short for 16, or a `folder` that
+    holds something this function did not write.
     """
+    if items < LEAST:
+        raise ValueError(f"items: got {items}; expected at least {LEAST}")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")
@@ -116,9 +117,10 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
         "generation": make_generation(text, count, **shape),
     }
     for kind, rows in made.items():
-        if kind != "bits_per_byte" and len(rows) < 16:
+        if kind != "bits_per_byte" and len(rows) < LEAST:
             raise ValueError(
-                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least 16, so a longer text"
+                f"text gives only {len(rows)} questions for {prefix}_{kind}; expected at least {LEAST}: "
+                f"give a longer text, or a window of more than {window} tokens"
             )
     documents = {f"{prefix}_{kind}": (kind, rows) for kind, rows in made.items()}
     return write_tasks(folder, documents, {"prefix": prefix, **shape})

@@ -173,7 +173,9 @@ def read_folder(folder, weights: bool = True) -> tuple[dict, Person]:
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
     if content.pop("format_version", None) != FORMAT_VERSION:
-        raise ValueError(f"{path} is not there with format_version {FORMAT_VERSION}: write the card with write_card")
+        raise ValueError(
+            f"{path} is missing or not of format_version {FORMAT_VERSION}: run mhla-hf card {folder} --name NAME"
+        )
     measured = measure(folder, content.pop("compared", {}), weights)
     return measured, read_settings(Person, content, f"{path}: ")
 

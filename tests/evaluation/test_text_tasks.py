@@ -163,6 +163,6 @@ def test_the_folder_can_be_moved_and_made_anew(made, tmp_path):
 
 
 def test_a_text_that_is_too_short_is_one_sentence_and_nothing_is_written(tmp_path):
-    with pytest.raises(ValueError, match="expected at least 16, so a longer text"):
+    with pytest.raises(ValueError, match="expected at least 16: give a longer text"):
         make(tmp_path / "tasks", "Too short a text for questions.")
     assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from small_scores import small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
+from mhla_hf.evaluation.text_tasks import make_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 STAGE = {"name": "a", "loss": "lm", "steps": 1, "lr": 1e-3, "seq_len": 16, "batch_size": 1}
@@ -165,6 +166,10 @@ CASES = {
         lambda: mhla_hf.calibrate(converted(), [rows.float() for rows in ROWS]),
         "batches: got torch.float32, expected token ids of int64",
     ),
+    "calibrate: short": (
+        lambda: mhla_hf.calibrate(converted(block_size=16), ROWS * 20),
+        "batches: got (1, 40), expected one shape [B, T], T over 48 (a smaller block_size needs fewer tokens)",
+    ),
     "calibrate: no text": (
         lambda: mhla_hf.start_from_text(converted(), small_tokenizer(), "nowhere.txt"),
         "there is no file or folder 'nowhere.txt'",
@@ -187,6 +192,7 @@ CASES = {
         lambda: mhla_hf.push(None, "me/model"),
         "what is a NoneType; expected a folder, a model or a pipe",
     ),
+    "tasks: items": (lambda: make_tasks("", "new", small_tokenizer(), items=8), "items: got 8; expected at least 16"),
     "evaluate: limit": (
         lambda: mhla_hf.evaluate(["list"], tasks="copa", limit=-1),
         "limit is -1; expected a whole number of documents, or a share below 1",

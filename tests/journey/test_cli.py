@@ -78,6 +78,10 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert model.config.mhla["layout"] == [2, 2]
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 32
+    assert main(["info", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "form:       mixing_form softmax, layout [2, 2], feature_map relu, normalize True\n" in said
+    assert "--recipe RECIPE" in said
     softmax_tower("SiglipVisionModel").save_pretrained(tmp_path / "tower")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
@@ -100,7 +104,9 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     small_tokenizer().save_pretrained("encoder")
     line = ["encoder", "out", "--layers", "1,2", "--set", "block_size=8", "--quiet"]
     assert main(["convert", *line]) == 0
-    assert capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now train it as what it is: docs/encoders.md\n"
+    assert (
+        capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now train it on its own task (docs/encoders.md)\n"
+    )
     auto = getattr(transformers, {"Model": "AutoModel"}.get(head, f"AutoModel{head}"))
     model, info = auto.from_pretrained("out", output_loading_info=True)
     assert type(model).__name__ == f"MHLA{type(softmax).__name__}" and not info["missing_keys"]
@@ -285,7 +291,7 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     given += f" --set run.log_every=1 --recipe language_cpu --data train.txt --seed 1 --out {tmp_path / 'out'}"
     assert main(["distill", "llama", *given.split()]) == 0
     again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; now judge it: {again}\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; now evaluate it: {again}\n"
     lines = [line for line in caplog.messages if " of 3, loss " in line]
     assert len(lines) == 6 and lines[4].startswith("distill (2/2): step 2 of 3, loss ")
     record = json.loads((tmp_path / "out/train.json").read_text())

@@ -237,7 +237,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 
 
 KEPT = {
-    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is not there"),
+    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is missing or not of"),
     "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "unknown 'colour'"),
     "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "not what the"),
 }
@@ -284,7 +284,7 @@ def test_a_damaged_shelf_is_one_sentence(shelf, capsys):
 def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatch):
     monkeypatch.chdir(shelf.parent)
     assert main(["card", "cards"]) == 0 and main(["card", "cards", "--check"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["cards/toy.md: rendered", "cards/toy.md: says what its files say"]
+    assert capsys.readouterr().out.splitlines() == ["cards/toy.md: rendered", "cards/toy.md: matches its files"]
     options = ["--name", "me/other", "--license", "afl-3.0", "--compare", "teacher=teacher", "--limit", "Small."]
     assert main(["card", "mhla", *options]) == 0 and main(["card", "mhla", "--check"]) == 0
     assert "- Small." in Path("mhla/README.md").read_text()
