@@ -3,6 +3,7 @@
 What a check raises is what it found. `CHECKS` lists them in the order of the page, each with what it measures.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -87,13 +88,15 @@ class Audited:
         return file.read_text(encoding="utf-8")
 
     @functools.cached_property
+    def exact(self):
+        """The model in float32."""
+        return self.model if self.model.dtype == torch.float32 else copy.deepcopy(self.model).float()
+
+    @functools.cached_property
     def rounding(self) -> float:
         """What the dtype alone changes in the logits, against the same weights in float32; 0 in float32."""
-        if self.model.dtype == torch.float32:
-            return 0.0
-        how = {"device": self.device, "trust_remote_code": self.trust_remote_code}
-        exact, ids = load_language_model(self.folder, dtype="float32", **how)[0], self.text(self.short)[None]
-        return difference(whole_logits(self.model, ids), whole_logits(exact, ids))
+        ids = self.text(self.short)[None]
+        return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 
     @property
     def tolerance(self) -> float:
@@ -237,13 +240,25 @@ def see_far_part(subject):
     return {"value": min(shares.values()), "tolerance": "above 0", "details": shares}
 
 
-def see_long_text(subject):
+def long_logits(subject, cached, whole):
+    """Logits at some places of a long text, of a model that reads it in chunks, its end token by token, and of another."""
     ids, single = subject.text(length := subject.long)[None], min(32, subject.long // 2)
     full, rest = divmod(length - single, 512)
     sizes = [*[512] * full, *([rest] if rest else []), *[1] * single]
     places = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
-    value = difference(cached_logits(subject.model, ids, sizes, places), whole_logits(subject.model, ids, places))
-    return {"value": value, "tolerance": subject.tolerance, "details": {"tokens": length}}
+    return cached_logits(cached, ids, sizes, places), whole_logits(whole, ids, places)
+
+
+def see_long_text(subject):
+    value = difference(*long_logits(subject, subject.model, subject.model))
+    return {"value": value, "tolerance": subject.tolerance, "details": {"tokens": subject.long}}
+
+
+def see_drift(subject):
+    half = copy.deepcopy(subject.model).bfloat16() if subject.model.dtype == torch.float32 else subject.model
+    pieces = [logits.tensor_split(4, 1) for logits in long_logits(subject, half, subject.exact)]
+    quarters = [float((got - wanted).norm() / wanted.norm()) for got, wanted in zip(*pieces, strict=True)]
+    return {"value": quarters[-1] / quarters[0], "details": {"quarters": quarters}}
 
 
 def see_state(subject):
@@ -335,6 +350,7 @@ CHECKS = {
     "left padding": ("a padded row, not alone: logits differ by", see_padding),
     "packing": ("rows in one by position_ids, not alone: logits differ by", see_packing),
     "long text": ("with a cache, not whole: logits differ by", see_long_text),
+    "drift": ("half precision against float32: last quarter of a long text, first is 1", see_drift),
     "state": ("cache of the MHLA layers, the same when the text doubles", see_state),
     "far part": ("least share of a layer's weights beyond the window", see_far_part),
     "recall": ("what a passage gains when it comes again, nats per token", see_recall),

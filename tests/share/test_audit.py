@@ -130,7 +130,7 @@ def silence_layer(folder):
 
 
 NAN = float("nan")
-LOGITS = ["cache", "causality", "batches", "left padding", "packing", "long text", "recall"]
+LOGITS = ["cache", "causality", "batches", "left padding", "packing", "long text", "drift", "recall"]
 BALANCE = "model.layers.0.self_attn.mhla.mixing.balance"
 NUMBER = ('"value": 0.5', '"value": 0.75')
 DAMAGED = {  # what is done -> the findings, and the words of the first
@@ -263,6 +263,20 @@ def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch)
         assert (writing["value"] < 0.9) == code and (writing["details"]["same"] == 16) != code
 
 
+def test_half_precision_that_drifts_is_seen(monkeypatch):
+    assert 0.5 < run("drift", bare(small_llama()))["value"] < 2 > run("drift", bare(scratch_model()))["value"]
+
+    def drifting(logits, given):
+        cache = given.get("past_key_values")
+        lost = 0 if cache is None or logits.dtype == torch.float32 else 1e-3 * cache.get_seq_length()
+        return logits * (1 + lost)
+
+    cls = type(small_llama())
+    monkeypatch.setattr(cls, "forward", wrong(None, drifting)(cls.forward))
+    row = run("drift", bare(small_llama()))
+    assert row["value"] > 5 and row["verdict"] == "measured" and len(row["details"]["quarters"]) == 4
+
+
 def test_a_teacher_without_numbers_is_a_finding_too(monkeypatch):
     model = small_llama()
     monkeypatch.setattr(audit_checks, "recall_gain", lambda model, ids, distance, rows: NAN if distance == 32 else 1.0)
@@ -272,7 +286,7 @@ def test_a_teacher_without_numbers_is_a_finding_too(monkeypatch):
 
 def test_the_dense_form_passes_what_applies():
     subject = bare(scratch_model())
-    rows = {name: run(name, subject) for name in list(CHECKS)[4:13]}
+    rows = {name: run(name, subject) for name in list(CHECKS)[4:14]}
     assert [name for name, row in rows.items() if row["verdict"] == NOT_APPLICABLE] == ["state", "far part"]
     assert FINDING not in [row["verdict"] for row in rows.values()]
 
