@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from elsewhere import check_elsewhere
 from safetensors.torch import load_file
+from small_scores import TRAINING, save_llama
 
 ROOT = Path(__file__).parents[1]
 BESIDE = {".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
@@ -54,7 +55,8 @@ def test_the_wheel_alone(tmp_path):
 
     venv.create(tmp_path / "venv", with_pip=True)
     programs = tmp_path / "venv" / "bin"
-    run(programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
+    pip = [programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    run(*pip, wheel, folder=tmp_path)
     assert run(programs / "python", "-c", CONVERT, folder=tmp_path).startswith(str(tmp_path / "venv"))
     said = load_file(tmp_path / "said.safetensors")
     check_elsewhere(tmp_path, {"input_ids": said["input_ids"]}, {"made-AutoModelForCausalLM": said["logits"]})
@@ -62,3 +64,10 @@ def test_the_wheel_alone(tmp_path):
     plan = run(programs / "mhla-hf", "plan", "base", "--context", "4096", "--no-timing", folder=tmp_path)
     assert "2 of 3 layers become MHLA: 1, 2" in plan
     assert "language_llama_lite" in run(programs / "mhla-hf", "recipes", folder=tmp_path)
+
+    save_llama(tmp_path / "llama")
+    (tmp_path / "notes.txt").write_text(TRAINING)
+    run(*pip, f"{wheel}[train]", folder=tmp_path)
+    distill = [programs / "mhla-hf", "distill", "llama", "--recipe", "language_llama_lite", "--data", "notes.txt"]
+    run(*distill, "--max-steps", "1", "--set", "*.seq_len=32", "--out", "trained", folder=tmp_path)
+    assert "2 of 3 are MHLA" in run(programs / "mhla-hf", "info", "trained", folder=tmp_path)
