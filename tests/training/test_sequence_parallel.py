@@ -27,6 +27,7 @@ MODELS = {
     "scratch": lambda: scratch_model(num_blocks=16),
     "scratch, normalized": lambda: scratch_model(normalize=True, output_norm=False, per_head=True),
 }
+TRAINED = {2: ["decays", "matrix"], 4: list(MODELS)}  # by number of processes
 IDS = tokens(2, 128)
 LENGTHS = {
     "borders of shards": [32, 32, 64],
@@ -142,7 +143,7 @@ def one_process(rank, count, folder):
                 got = results(model, share_of_sequence(batch, model))
             torch.save(got, f"{folder}/{name} {row} {rank}.pt")
     pairs = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("rows", "shards"))["shards"].get_group()
-    for name in MODELS:
+    for name in TRAINED[count]:
         torch.save(trained(model_for(name, "trained")), f"{folder}/all {name} {rank}.pt")
         torch.save(trained(model_for(name, "trained"), pairs, by_fsdp=True), f"{folder}/pairs {name} {rank}.pt")
     model = MODELS["decays"]()
@@ -199,6 +200,7 @@ def test_processes_give_what_one_gives(count, tmp_path):
             close(got, results(model_for(name, row), batch), (name, row))
             if row in LENGTHS:
                 close(got, alone(model_for(name, row), batch, LENGTHS[row]), (name, row))
+    for name in TRAINED[count]:
         wanted = trained_alone(model_for(name, "trained"))
         for how in ("all", "pairs"):
             close(torch.load(tmp_path / f"{how} {name} {count - 1}.pt"), wanted, (how, name))
