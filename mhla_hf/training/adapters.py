@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 SETTINGS_FILE = "mhla.json"
+FILES = (SETTINGS_FILE, "adapter_config.json", "adapter_model.safetensors")
 # two bases of a type differ in one of these
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -85,18 +86,21 @@ def load_adapter(
     folder = Path(source)
     if not folder.is_dir():
         with one_sentence(f"adapter {str(source)!r}: is no folder here and cannot be loaded from the Hub"):
-            folder = Path(hf_hub_download(str(source), SETTINGS_FILE, revision=revision)).parent
-    noted = read_json(folder / SETTINGS_FILE)
-    if noted is None:
-        raise ValueError(f"adapter {str(source)!r}: has no {SETTINGS_FILE}, expected one that save_adapter wrote.")
+            for name in FILES:
+                folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ValueError(f"adapter {str(source)!r}: has no {missing[0]}, expected one that save_adapter wrote.")
+    with one_sentence(f"adapter {str(source)!r}: cannot be read"):
+        noted = read_json(folder / SETTINGS_FILE)
+        peft.PeftConfig.from_pretrained(folder)
+        peft.load_peft_weights(str(folder), device="cpu")
     mounted = isinstance(model, peft.PeftModel)
     if mounted and adapter_name in model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model has already; expected another name.")
     base = model.get_base_model() if mounted else model
     if not hasattr(getattr(base, "config", None), "model_type"):
-        raise TypeError(
-            f"model: got {type(base).__name__}, expected a language model of transformers or its PeftModel."
-        )
+        wanted = "a language model of transformers or its PeftModel"
+        raise TypeError(f"model: got {type(base).__name__}, expected {wanted}.")
     own = getattr(base.config, "base_model_type", base.config.model_type)
     if own != noted["base_model_type"]:
         raise ValueError(f"model: got a {own}, expected a {noted['base_model_type']}, the base of {str(source)!r}.")
@@ -108,8 +112,7 @@ def load_adapter(
         convert(base, settings)
     elif MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: was converted with other settings than {str(source)!r}, expected the same.")
-    where = {"revision": revision} if revision else {}
     if mounted:
-        model.load_adapter(str(source), adapter_name, is_trainable=is_trainable, **where)
+        model.load_adapter(str(folder), adapter_name, is_trainable=is_trainable)
         return model
-    return peft.PeftModel.from_pretrained(base, str(source), adapter_name, is_trainable=is_trainable, **where)
+    return peft.PeftModel.from_pretrained(base, str(folder), adapter_name, is_trainable=is_trainable)

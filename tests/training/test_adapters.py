@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_models import refused, scratch_model, softmax_model, tokens
@@ -83,6 +84,18 @@ def test_an_adapter_is_small_beside_a_base_of_usual_size():
 
 
 @torch.no_grad()
+def test_mounted_from_the_hub(hub, tmp_path):
+    with torch.enable_grad():
+        peft_model, ids = trained_adapter(), tokens(2, 40)
+    mhla_hf.save_adapter(peft_model, tmp_path)
+    api = HfApi()
+    api.create_repo("tester/adapter")
+    api.upload_folder(repo_id="tester/adapter", folder_path=tmp_path)
+    mounted = mhla_hf.load_adapter(softmax_model(), "tester/adapter", revision="main")
+    assert torch.equal(mounted(ids).logits, peft_model(ids).logits)
+
+
+@torch.no_grad()
 def test_several_side_by_side(tmp_path):
     ids, models = tokens(2, 40), {}
     with torch.enable_grad():
@@ -126,3 +139,16 @@ def test_bad_input(tmp_path):
         with refused(said):
             mhla_hf.load_adapter(model, tmp_path / "adapter")
         assert "sizes" not in said or getattr(model.config, "mhla", None) is None, "the model is unchanged"
+
+
+@pytest.mark.parametrize("file", ["mhla.json", "adapter_config.json", "adapter_model.safetensors"])
+def test_a_damaged_adapter_leaves_the_model_as_it_was(file, tmp_path):
+    mhla_hf.save_adapter(trained_adapter(), tmp_path)
+    model = softmax_model()
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:60])
+    with pytest.raises(ValueError, match=f"adapter '{tmp_path}': cannot be read: [^\n]+$"):
+        mhla_hf.load_adapter(model, tmp_path)
+    (tmp_path / file).unlink()
+    with refused(f"adapter '{tmp_path}': has no {file}"):
+        mhla_hf.load_adapter(model, tmp_path)
+    assert getattr(model.config, "mhla", None) is None
