@@ -2,7 +2,7 @@
 
 Nothing here is special to the demo but the order. Each step is what a user would call (`convert`, `distill`,
 `evaluate`, `write_card`), leaves a file or folder by one rename, and is skipped when that is there; so the same command
-goes on wherever it was stopped. What is in `out` belongs to one text, one teacher and one pair of recipes, and a call
+resumes wherever it was stopped. What is in `out` belongs to one text, one teacher and one pair of recipes, and a call
 with others is refused.
 """
 
@@ -21,8 +21,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from mhla_hf.analysis.figures import plot_mixing
-from mhla_hf.analysis.measures import describe_mixing
 from mhla_hf.checkpoints.clean_process import visit
 from mhla_hf.checkpoints.files import folder_aside, is_claimed, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
@@ -326,11 +324,8 @@ class _Demo:
         plot_loss(self.out / "loss.png", curves, scores)
         plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
         speed = self._measure_speed()
-        drawn = [self.out / name for name in ("mixing.png", "speed.png")]
-        if not all(figure.exists() for figure in drawn):
-            plot_mixing(drawn[0], describe_mixing(self._load(self.folder(self.main, 0))))
-            plot_speed(drawn[1], speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
-        self.say(f"{self.out}/results.json, loss.png, recall.png, mixing.png, speed.png")
+        plot_speed(self.out / "speed.png", speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
+        self.say(f"{self.out}/results.json, loss.png, recall.png, speed.png")
         return results
 
     def _measure_speed(self):

@@ -94,7 +94,7 @@ def test_what_lies_in_out(journey):
         assert measured == Results.read(journey.out / name).find("heldout_bits_per_byte", "bits_per_byte").value
         change = results["models"][name]["over_teacher_percent"]["mean"]
         assert 1 < measured < 10 and math.isclose(change, 100 * (measured / teacher - 1), abs_tol=1e-9)
-    for figure in ("loss.png", "recall.png", "mixing.png", "speed.png"):
+    for figure in ("loss.png", "recall.png", "speed.png"):
         assert (journey.out / figure).read_bytes().startswith(b"\x89PNG")
     timed = {name: {r.metric for r in Results.read(journey.out / name) if r.task == "speed"} for name in MODELS}
     both = {"forward_ms_64", "decode_ms_64", "cache_mib_64"}
