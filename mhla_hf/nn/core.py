@@ -187,9 +187,7 @@ class MHLA(MHLACore):
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
             refuse_gradients(self, q, k, v)
-            if cache.state.summaries.is_inference() and not torch.is_inference_mode_enabled():
-                cache.state.leave_inference_mode()
-                cache.mixing = None
+            cache.state.leave_inference_mode()
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         return self.finish_output(o, hidden_states, v.dtype)

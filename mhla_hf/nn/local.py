@@ -28,12 +28,6 @@ class DecayMHLA(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
         local = settings.local is not None
-        if local and not settings.normalize:
-            raise ValueError('normalize: got false with local="softmax", expected true.')
-        if settings.rope == "after":
-            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
-        if settings.impl == "reference":
-            raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
         balance = start_balance(settings.feature_map, key_dim) if local else None
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)

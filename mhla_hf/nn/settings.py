@@ -127,14 +127,20 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
-        if self.mixing_form == "decay" and self.layout is not None:
-            raise ValueError(
-                'mixing_form: got "decay" with a layout, expected "softmax", "direct" or "free" for grids.'
-            )
-        if self.local is not None and self.sinks > self.block_size:
-            raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
-        if self.local is not None and self.mixing_form != "decay":
+        decay, local = self.mixing_form == "decay", self.local is not None
+        if decay and self.layout is not None:
+            what = 'expected "softmax", "direct" or "free" for grids'
+            raise ValueError(f'mixing_form: got "decay" with a layout, {what}.')
+        if decay and self.rope == "after":
+            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
+        if decay and self.impl == "reference":
+            raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
+        if local and not decay:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
+        if local and not self.normalize:
+            raise ValueError('normalize: got false with local="softmax", expected true.')
+        if local and self.sinks > self.block_size:
+            raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""

@@ -22,6 +22,8 @@ CONVERT = [
     (softmax_model, {"blocksize": 3}, "'blocksize'"),
     (softmax_model, {"rope": "after"}, "rope"),
     (softmax_model, {"normalize": "official"}, "normalize"),
+    (softmax_model, {"normalize": False}, "normalize"),  # whose default form is decays and a local softmax
+    (softmax_model, {"impl": "reference"}, "impl"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, "convert none"),
     (
         lambda: softmax_model("mistral", sliding_window=16),

@@ -13,6 +13,9 @@ SETTINGS = [
     ({"layers": "1/3"}, "layers"),
     ({"local": "softmax"}, "mixing_form"),
     ({"local": "softmax", "mixing_form": "decay", "block_size": 2}, "sinks"),
+    ({"local": "softmax", "mixing_form": "decay", "normalize": False}, "normalize"),
+    ({"mixing_form": "decay", "rope": "after"}, "rope"),
+    ({"mixing_form": "decay", "impl": "reference"}, "impl"),
     ({"window_dropout": 2}, "window_dropout"),
     ({"layers": [1, 1]}, "layers"),
 ]
