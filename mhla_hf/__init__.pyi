@@ -1,6 +1,8 @@
 """What type checkers are told of `import mhla_hf`: `_PUBLIC` of `__init__.py`, and that further names exist."""
 
-from typing import Any
+from typing import Any, Literal, overload
+
+import torch
 
 from .analysis import analyze as analyze
 from .convert import convert as convert
@@ -18,7 +20,6 @@ from .models.vision import MHLAForImageClassification as MHLAForImageClassificat
 from .models.vision import MHLAVisionModel as MHLAVisionModel
 from .models.vision_configuration import MHLAVisionConfig as MHLAVisionConfig
 from .nn.settings import MHLASettings as MHLASettings
-from .ops.api import mhla as mhla
 from .ops.api import mhla_step as mhla_step
 from .ops.blocks import Blocks as Blocks
 from .ops.state import MHLAState as MHLAState
@@ -35,3 +36,19 @@ __version__: str
 __all__: list[str]
 
 def __getattr__(name: str) -> Any: ...  # the classes of families
+@overload
+def mhla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: Literal[False] = False, impl: str = "auto",
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def mhla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+    return_state: Literal[True], impl: str = "auto",
+) -> tuple[torch.Tensor, MHLAState]: ...  # fmt: skip

@@ -4,7 +4,6 @@ Inputs are checked here, by `checks.py`; the implementations expect checked inpu
 """
 
 import logging
-from typing import Literal, overload
 
 import torch
 
@@ -15,7 +14,7 @@ from .state import MHLAState
 from .torch_decode import append_tokens, own_tokens, torch_step
 from .torch_operator import torch_mhla
 from .triton.check import kernel_fault, kernel_kind
-from .triton.decode import triton_step
+from .triton.decode import attend_one, decode_fault, decode_kind
 from .triton.register import triton_mhla, triton_refusal
 
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
@@ -24,22 +23,6 @@ KERNEL_DEVICES = ("cuda",)
 ANNOUNCED_CHOICES = set()
 
 
-@overload
-def mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
-    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
-    return_state: Literal[False] = False, impl: str = "auto",
-) -> torch.Tensor: ...  # fmt: skip
-@overload
-def mhla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
-    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
-    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
-    return_state: Literal[True], impl: str = "auto",
-) -> tuple[torch.Tensor, MHLAState]: ...  # fmt: skip
 def mhla(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
     key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
@@ -84,7 +67,12 @@ def mhla(
     form = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
     asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mixing, q_den, k_den))
     kind = {**form, "masked": key_mask is not None, "backward": asked}
-    choice = mhla_implementation(impl, q, k, v, q_den, k_den, **kind)
+    choice = choose_implementation(
+        impl,
+        q.device,
+        lambda: triton_refusal(q, k, v, k_den),
+        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **kind)),
+    )
     options = {"key_blocks": key_blocks, "scale": scale, "q_den": q_den, "k_den": k_den, "key_mask": key_mask}
     o = FORMS[choice](q, k, v, mixing, **form, **options, cu_seqlens=cu_seqlens, starts=starts)
     if not return_state:
@@ -103,26 +91,26 @@ def mhla_step(
     q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,
     return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
     call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
-    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step, in PyTorch, and
-    with impl="triton" kernels for a single token, which a CUDA graph can hold (`pin_state` in ops/triton/decode.py).
+    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step, in PyTorch; with
+    impl="triton" a kernel does the attention of single tokens.
 
     Raises TypeError or ValueError, in one sentence, before the state is touched.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize, impl)
     check_state(state, q, k, v, normalize, k_den)
-    single = q.shape[1] == 1 and starts is None  # what there are kernels for
-    impl = "torch" if impl == "auto" and not single else impl
-    choice = mhla_implementation(impl, q, k, v, q_den, k_den, normalize=normalize, unrounded=unrounded, decode=True)
-    pinned = choice == "triton" and single
-    if not pinned:
-        state.unpin()
     check_step(q, k, mixing, state, starts)
+    impl = "torch" if impl == "auto" and q.shape[1] > 1 else impl  # there is a kernel for single tokens
+    choice = choose_implementation(
+        impl,
+        q.device,
+        lambda: triton_refusal(q, k, v, k_den),
+        lambda: decode_fault(*decode_kind(q, k, v, q_den, normalize)),
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        if pinned:
-            return triton_step(q, k, v, mixing, state, scale, q_den, k_den, unrounded), state
-        return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded), state
+        attend = attend_one if choice == "triton" else None
+        return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded, attend), state
 
 
 @torch.no_grad()
@@ -136,16 +124,6 @@ def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
     with torch.autocast(q.device.type, enabled=False):
         append_tokens(k, v, k_den, state, own_tokens(state, k.shape[1], starts))
     return state
-
-
-def mhla_implementation(impl, q, k, v, q_den, k_den, **kind):
-    """`choose_implementation` for these tensors; kind: the options of `kernel_kind`."""
-    return choose_implementation(
-        impl,
-        q.device,
-        lambda: triton_refusal(q, k, v, k_den),
-        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **kind)),
-    )
 
 
 def choose_implementation(impl, device, find_refusal, find_fault):

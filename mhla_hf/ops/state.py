@@ -55,9 +55,7 @@ class MHLAState(RowState):
     prefix [B, H, K, V] and prefix_z [B, H, K]: sum over closed blocks b of mixing[i, b] times summary b, for the
     block i in prefix_block (-1: none yet); window_k, window_v, window_k_den: [B, 2C, G, K or V] in the inputs' dtype, the
     token at position p in slot p % 2C, masked tokens as zeros; length: tokens seen per row; oldest: first position the
-    window still holds (prefix_block, length and oldest int64 [B], on the CPU); position: None, or for steps that a CUDA
-    graph can hold (`pin_state`) the same as length, twice, int64 [2, B], on the device. Then length is behind after
-    replays of a graph, until `unpin`.
+    window still holds (prefix_block, length and oldest int64 [B], on the CPU).
     """
 
     block_size: int
@@ -72,7 +70,6 @@ class MHLAState(RowState):
     window_k_den: torch.Tensor | None
     length: torch.Tensor
     oldest: torch.Tensor
-    position: torch.Tensor | None = None
 
     @staticmethod
     def empty(
@@ -104,23 +101,6 @@ class MHLAState(RowState):
             oldest=torch.zeros(batch, dtype=torch.int64),
         )
 
-    def unpin(self) -> None:
-        """Let positions be counted on the CPU again, from what the device has counted; waits for the device."""
-        if self.position is not None:
-            self.count_to(self.position[0].cpu())
-            self.position = None
-
-    def count_to(self, length: torch.Tensor) -> None:
-        """Positions as they are when every row has been fed one by one up to `length` tokens, the prefix kept up."""
-        last = (length - 1).clamp(min=0) // self.block_size
-        self.oldest = torch.maximum(self.oldest, (last - 1) * self.block_size)
-        self.length, self.prefix_block = length, length // self.block_size
-
-    def select(self, index: torch.Tensor) -> None:
-        """As `RowState.select`; gives up pinned positions."""
-        self.unpin()
-        super().select(index)
-
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row, exactly.
 
@@ -129,7 +109,6 @@ class MHLAState(RowState):
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"crop got {count!r} tokens; expected 0 to {self.block_size}, the tokens of one block.")
-        self.unpin()
         length = self.length - count
         if bool((length < 0).any()):
             shortest = int(self.length.min())

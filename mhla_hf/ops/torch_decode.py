@@ -13,12 +13,15 @@ from .reference import divide_or_zero
 from .torch_layout import TokenLayout
 
 
-def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded=False):
-    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there."""
+def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded=False, attend_one=None):
+    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there.
+
+    attend_one: takes the place of PyTorch's attention for a single token inside its block (`triton/decode.py`).
+    """
     steps = q.shape[1]
     counts = own_tokens(state, steps, starts)
     if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
-        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den)
+        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend_one if steps == 1 else None)
     else:
         o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
     return o if unrounded else o.to(v.dtype)
@@ -29,7 +32,7 @@ def own_tokens(state, steps, starts):
     return torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
 
 
-def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
+def step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend_one):
     """T new tokens of every row, all inside each row's open block."""
     exact, steps, size = state.summaries.dtype, q.shape[1], state.block_size
     block, offset = state.length // size, state.length % size
@@ -45,16 +48,19 @@ def step_within_block(q, k, v, mixing, state, scale, q_den, k_den):
     else:
         opened, seen = write_apart(state, entries, block, offset, steps)
         own = own_weight(mixing, block[:, None], exact)
-    query, query_den, *opened_heads = (None if x is None else by_head(x, exact) for x in (q, q_den, *opened))
-    prefix, prefix_z = (None if x is None else x[:, :, None] for x in (state.prefix, state.prefix_z))
-    o = attend_blocks(query, query_den, opened_heads, prefix, prefix_z, seen, own, scale)
+    if attend_one is not None:
+        o = attend_one(q, q_den, mixing, state, scale)
+    else:
+        query, query_den, *opened_heads = (None if x is None else by_head(x, exact) for x in (q, q_den, *opened))
+        prefix, prefix_z = (None if x is None else x[:, :, None] for x in (state.prefix, state.prefix_z))
+        o = attend_blocks(query, query_den, opened_heads, prefix, prefix_z, seen, own, scale)[:, :, 0].transpose(1, 2)
     closing = offset + steps == size
     if closing.any():
         rows = torch.nonzero(closing).flatten()
         push_summaries(state, rows, block[rows], [tokens[rows.to(q.device)].to(exact) for tokens in opened])
     state.length = state.length + steps
     state.oldest = torch.maximum(state.oldest, (block - 1) * size)
-    return o[:, :, 0].transpose(1, 2)
+    return o
 
 
 def write_together(state, entries, block, offset, steps):

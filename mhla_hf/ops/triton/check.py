@@ -10,9 +10,7 @@ import torch
 
 from ..blocks import Blocks
 from ..checks import is_capturing
-from ..state import MHLAState
 from ..torch_operator import torch_mhla
-from .decode import triton_step
 from .register import triton_mhla
 from .tuning import CHUNK
 
@@ -20,18 +18,16 @@ DIFFERENCE_ALLOWED = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 
 FAULTS_FOUND = {}
 
 
-def kernel_kind(
-    q, k, v, q_den=None, *, normalize, causal=False, blocks=None, masked=False, unrounded=False, backward=False, decode=False
-):  # fmt: skip
-    """What calls of `mhla`, or with `decode` of `mhla_step`, have in common that are checked once; as `small_call` takes it.
+def kernel_kind(q, k, v, q_den, *, normalize, causal, blocks, masked, unrounded, backward):
+    """What calls of `mhla` have in common that are checked once; as `small_call` takes it.
 
     Tables of places, padding on the left and packed sequences, which only say where tokens lie, are not part of it.
     """
-    long = causal and not decode and not blocks.block_size <= CHUNK  # a symbol that is negated becomes a bool
+    long = causal and not blocks.block_size <= CHUNK  # a symbol that is negated becomes a bool
     grouped = not q.shape[2] <= k.shape[2]  # likewise
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (len([None] * width) for width in (q.shape[3], v.shape[3], den_width))  # a symbol becomes a number
-    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, grouped, masked, unrounded, backward, decode
+    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, grouped, masked, unrounded, backward
 
 
 @torch.compiler.assume_constant_result
@@ -69,14 +65,13 @@ def find_fault(call, device, dtype, value_dtype, *kind) -> str | None:
 
 
 def small_call(
-    device, dtype, value_dtype, width, value_width, den_width, normalize, causal, long, grouped, masked, unrounded, backward,
-    decode,
+    device, dtype, value_dtype, width, value_width, den_width, normalize, causal, long, grouped, masked, unrounded, backward
 ):  # fmt: skip
     """Output, and gradients if there is a backward pass, of the kernels and of PyTorch in fp64.
 
     The inputs are always the same, and no other random number is used.
     """
-    size, causal = 8 if decode else CHUNK + CHUNK // 2 if long else CHUNK, causal or decode
+    size = CHUNK + CHUNK // 2 if long else CHUNK
     blocks = Blocks.sequence(4 * size - 5, size) if causal else Blocks.grid((12, 12), (2, 2))
     random, heads, groups = torch.Generator().manual_seed(0), 2, 1 if grouped else 2
 
@@ -96,18 +91,4 @@ def small_call(
         o = function(*inputs[:4], **dict(zip(("q_den", "k_den"), inputs[4:], strict=False)), **options)
         return [o.detach(), *(torch.autograd.grad(o, inputs, do.to(o.dtype)) if backward else ())]
 
-    got = [decode_all(*inputs, blocks, normalize, unrounded)] if decode else outcome(triton_mhla, inputs)
-    return got, outcome(torch_mhla, [x.double() for x in inputs])
-
-
-@torch.no_grad()
-def decode_all(q, k, v, mixing, *rest):
-    """All tokens, one by one."""
-    *dens, blocks, normalize, unrounded = rest
-    widths = k.shape[2], q.shape[2], q.shape[3], v.shape[3], blocks.block_size
-    options = {"dtype": torch.promote_types(k.dtype, v.dtype), "device": q.device, "normalize": bool(normalize)}
-    state, outputs = MHLAState.empty(1, *widths, **options, den_dim=dens[0].shape[3] if dens else None), []
-    for token in zip(*(x.split(1, 1) for x in (q, k, v, *dens)), strict=True):
-        den = token[3:] or (None, None)
-        outputs.append(triton_step(*token[:3], mixing, state, q.shape[3] ** -0.5, *den, unrounded))
-    return torch.cat(outputs, 1)
+    return outcome(triton_mhla, inputs), outcome(torch_mhla, [x.double() for x in inputs])

@@ -149,7 +149,7 @@ def local_forward(
             as_argument(o),
             *(tokens, size, blocks, heads, heads // groups, lag, sinks, step, scale),
         )
-        local_kernel.launch(grid, q.device, arguments, {**constants, "NORMALIZE": normalize})
+        local_kernel.launch(grid, arguments, {**constants, "NORMALIZE": normalize})
     return o
 
 

@@ -77,7 +77,6 @@ def mix(mixing, s, heads, *, causal=False, transposed=False):
     triangle = (2 if transposed else 1) if causal else 0
     mix_kernel.launch(
         lambda sizes: (tiles(width, sizes["BX"]) * tiles(blocks, sizes["BM"]) * heads * batch,),
-        s.device,
         (*as_matrix(mixing), s, p, blocks, columns, heads, share, group),
         {"X": width, "TRANSPOSED": transposed, "TRIANGLE": triangle, "DOT": dot_kind(s)},
     )

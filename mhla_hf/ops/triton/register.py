@@ -118,7 +118,7 @@ class Call:
             *shares,
             self.scale,
         )
-        kernel.launch(grid, self.mixing.device, arguments, self.constants)
+        kernel.launch(grid, arguments, self.constants)
 
     def room(self, x, *shape, dtype=None):
         """Memory for a result; zeros where tokens before `starts` are written by no block."""

@@ -63,7 +63,6 @@ def summaries(k, v, cut, dot_as, *, heads, causal, with_z, key_mask=None, inv=No
     extent = cut.places, cut.tokens, cut.size, span, parts, cut.blocks
     summaries_kernel.launch(
         lambda sizes: (tiles(width, sizes["BK"]) * tiles(other, sizes["BV"]) * parts * count,),
-        k.device,
         (as_argument(k), as_argument(v), inv, r, key_mask, s, z, *extent, heads, every // heads),
         {"K": width, "V": other, "CAUSAL": causal, "DOT": dot_as},
     )

@@ -8,8 +8,6 @@ from contextlib import nullcontext
 
 import torch
 
-from ..checks import is_capturing
-
 try:
     import triton
     import triton.language as tl
@@ -20,9 +18,7 @@ except ImportError:
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
 WIDEST = 256
-LENGTHS = {
-    *("tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "rows", "capacity", "limit", "group")
-}
+LENGTHS = {"tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "group"}
 
 
 def kernel(function):
@@ -36,13 +32,12 @@ def kernel(function):
 class TunedKernel:
     """A kernel whose tiles `triton.autotune` chooses, once for every combination of the constants named in `key`.
 
-    configurations(constants) lists the tiles (keywords of a launch), the rule's first. In the interpreter, and where a CUDA
-    graph is captured before anything was tuned, that one is taken. A kernel writes its outputs and reads none of them, so it
-    can be run again and again to be timed.
+    configurations(constants) lists the tiles (keywords of a launch), the rule's first, which the interpreter takes. A kernel
+    writes its outputs and reads none of them, so it can be run again and again to be timed.
     """
 
     def __init__(self, function, configurations, key):
-        self.jitted, self.configurations, self.key, self.tuner = kernel(function), configurations, key, None
+        self.jitted, self.configurations, self.tuner = kernel(function), configurations, None
         if triton is not None and not INTERPRETED:
             any_two = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # `choices` takes their place
             prune = {"early_config_prune": lambda configs, arguments, **constants: self.choices(constants)}
@@ -55,24 +50,18 @@ class TunedKernel:
         room = getattr(properties, "shared_memory_per_block_optin", 65536)
         listed = self.configurations(constants)
         listed = [config for config in listed if shared_bytes(constants["DOT"], config) <= room] or listed[-1:]
-        names = ("num_warps", "num_stages")
         return [
-            triton.Config({name: x for name, x in config.items() if name not in names}, *map(config.get, names))
-            for config in listed
+            triton.Config(tiles, num_warps=tiles.pop("num_warps"), num_stages=tiles.pop("num_stages"))
+            for tiles in listed
         ]
 
-    def launch(self, grid, device, arguments, constants):
+    def launch(self, grid, arguments, constants):
         """Start the kernel; grid is a function of the constants, tiles among them."""
         constants = {**constants, "enable_fp_fusion": True}
-        if self.tuner is not None and not is_capturing(device):
-            self.tuner[grid](*arguments, **constants)
-            return
-        tiles = self.configurations(constants)[0]
         if self.tuner is not None:
-            wanted = tuple(constants[name] for name in self.key)
-            known = [config for key, config in self.tuner.cache.items() if key[: len(wanted)] == wanted]
-            tiles = (known or self.choices(constants))[0].all_kwargs()
-        self.jitted[grid](*arguments, **constants, **tiles)
+            self.tuner[grid](*arguments, **constants)
+        else:
+            self.jitted[grid](*arguments, **constants, **self.configurations(constants)[0])
 
 
 def tuned(configurations, *key):

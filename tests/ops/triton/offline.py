@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
 from mhla_hf.ops.triton.common import spell
-from mhla_hf.ops.triton.decode import triton_step
+from mhla_hf.ops.triton.decode import attend_one
 from mhla_hf.ops.triton.local import local_forward
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
@@ -63,7 +63,7 @@ def compile_only(found):
     def warm_up(self, *args, grid, warmup, **kwargs):
         found.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
-    def first(self, grid, device, arguments, constants):
+    def first(self, grid, arguments, constants):
         self.jitted[grid](*arguments, **constants, enable_fp_fusion=True, **self.configurations(constants)[0])
 
     JITFunction.run, TunedKernel.launch = warm_up, first
@@ -84,10 +84,9 @@ def call(blocks, widths, causal, normalize, *, dtype=torch.bfloat16, heads=2, gr
 
 
 def step(widths, dtype=torch.bfloat16):
-    """The launches of a decode step."""
+    """The launch of a decode step."""
     state = MHLAState.empty(2, 2, 2, *widths, 64, normalize=False, dtype=dtype)
-    q, k, v = (torch.zeros(2, 1, 2, width, dtype=dtype) for width in (widths[0], *widths))
-    triton_step(q, k, v, torch.zeros(4, 4), state, 1.0, None, None)
+    attend_one(torch.zeros(2, 1, 2, widths[0], dtype=dtype), None, torch.zeros(4, 4), state, 1.0)
 
 
 def window(tokens, width, *, size=64, sinks=4, packed=False, dtype=torch.bfloat16, batch=2, heads=4, groups=2):

@@ -3,8 +3,6 @@
 import math
 import subprocess
 import sys
-from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.triton import decode, register
+from mhla_hf.ops.triton import register
 from mhla_hf.ops.triton.common import spell
 from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
 from mhla_hf.ops.triton.tuning import INTERPRETED
@@ -68,63 +66,6 @@ def test_decoding_equals_the_whole(normalize, den_width, dtype):
         now = {name: x[:, t : t + 1] for name, x in inputs.items()}
         outputs.append(mhla_step(**now, mixing=mixing, state=state, normalize=normalize, impl="triton")[0])
     assert distance(torch.cat(outputs, 1), want) <= (1e-5 if dtype == torch.float32 else 1.5e-2)
-
-
-class Recorded:
-    """A kernel whose launches are also kept, to be started again."""
-
-    def __init__(self, kernel, launches):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **settings):
-            self.launches.append(partial(self.kernel[grid], *arguments, **settings))
-            self.launches[-1]()
-
-        return launch
-
-
-@pytest.mark.parametrize("normalize, den_width, per_head", [(False, None, False), (True, 5, True)])
-def test_a_decode_step_can_be_replayed(normalize, den_width, per_head, monkeypatch):
-    """As a CUDA graph does: the launches of one step, again and again, with new tokens in the same memory."""
-    tokens, size, begin = 21, 4, 6
-    q, k, v = features(2, tokens, heads=4, groups=2)
-    mixing = torch.rand(*(4,) * per_head, 6, 6, device=DEVICE)
-    dens = [torch.rand(2, tokens, n, den_width, device=DEVICE) for n in (4, 2)] if den_width else [None, None]
-    inputs = (q, k, v, *dens)
-    starts = torch.tensor([0, 3])
-
-    def part(first, end):
-        named = zip(("q", "k", "v", "q_den", "k_den"), inputs, strict=True)
-        return {name: x[:, first:end].clone() for name, x in named if x is not None}
-
-    whole = {"causal": True, "normalize": normalize, "starts": starts}
-    want = mhla(mixing=mixing, blocks=Blocks.sequence(tokens, size), impl="reference", **part(0, tokens), **whole)
-    first = Blocks.sequence(begin, size)
-    _, state = mhla(mixing=mixing, blocks=first, impl="triton", return_state=True, **part(0, begin), **whole)
-    decode.pin_state(state, mixing, tokens)
-    now, launches = part(begin, begin + 1), []
-    for name in ("decode_kernel", "close_kernel"):
-        monkeypatch.setattr(decode, name, Recorded(getattr(decode, name), launches))
-    out, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="triton", **now)
-    assert distance(out, want[:, begin : begin + 1]) <= 1e-5
-    step, addresses = list(launches), {name: x.data_ptr() for name, x in vars(state).items() if torch.is_tensor(x)}
-    for t in range(begin + 1, tokens - 2):
-        for name, x in part(t, t + 1).items():
-            now[name].copy_(x)
-        for launch in step:
-            launch()
-        assert distance(out, want[:, t : t + 1]) <= 1e-5, t
-    assert state.length.tolist() == [begin + 1, begin + 1 - 3]  # what no replay tells the CPU
-    on_device = set(addresses) - {"length", "oldest", "prefix_block"}
-    assert all(getattr(state, name).data_ptr() == addresses[name] for name in on_device)
-    copy = deepcopy(state)
-    o, _ = mhla_step(mixing=mixing, state=state, normalize=normalize, impl="torch", **part(tokens - 2, tokens))
-    assert distance(o, want[:, tokens - 2 :]) <= 1e-5
-    assert state.position is None and state.length.tolist() == [tokens, tokens - 3]
-    copy.crop(2)
-    o, _ = mhla_step(mixing=mixing, state=copy, normalize=normalize, impl="triton", **part(tokens - 4, tokens - 3))
-    assert distance(o, want[:, tokens - 4 : tokens - 3]) <= 1e-5
 
 
 @pytest.mark.usefixtures("overflow_watched")
