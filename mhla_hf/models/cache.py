@@ -29,9 +29,12 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
-        if isinstance(self.seen_tokens, torch.Tensor) and self.seen_tokens.device != hidden_states.device:
+        if not isinstance(self.seen_tokens, torch.Tensor):
+            self.seen_tokens += hidden_states.shape[1]
+            return
+        if self.seen_tokens.device != hidden_states.device:
             self.seen_tokens = self.seen_tokens.to(hidden_states.device)
-        self.seen_tokens += hidden_states.shape[1]
+        self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
     def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
         """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""

@@ -55,8 +55,8 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
-        groups = self.num_kv_heads * len(self.weight) // self.num_heads  # fewer where heads are split over processes
-        log_rate = self.weight.new_zeros(groups, 1).float()
         if self.num_decays > 1:
-            log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
+            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
+        else:  # fewer groups where heads are split over processes
+            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()

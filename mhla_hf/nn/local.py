@@ -47,6 +47,9 @@ class DecayMHLA(MHLACore):
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale is None else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
+        if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
+            both = torch.cat([q, k], 2)
+            q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing()
         if mixing[1] is None:  # without a balance the near part reads features, too
             q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()

@@ -12,7 +12,7 @@ import torch
 from .decays import Decays
 from .local import attend_local
 from .state import RowState
-from .torch_layout import TokenLayout, write
+from .torch_layout import TokenLayout, ring_slot
 from .torch_local import LocalForm, attend_near_and_far, by_block_and_group, with_ones
 
 
@@ -20,22 +20,19 @@ from .torch_local import LocalForm, attend_near_and_far, by_block_and_group, wit
 class LocalState(RowState):
     """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
 
-    k [B, W, G, D], v [B, W, G, V], valid bool [B, W]: the ring of W = (lag + 1) * C tokens, position p in slot p % W.
-    sink_k, sink_v [B, S, G, ..], sink_valid [B, S]: the first tokens.
+    k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
+    W = (lag + 1) * C: `ring_slot` says which token is where.
     running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
     summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
     Both fp32 at least.
-    position: tokens seen, int64 [B]; furthest: the most there ever were. cropped: tokens taken back whose part of the sums
-    `rewind` has yet to undo.
+    position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
+    whose part of the sums `rewind` has yet to undo.
     """
 
     block_size: int
     k: torch.Tensor
     v: torch.Tensor
     valid: torch.Tensor
-    sink_k: torch.Tensor
-    sink_v: torch.Tensor
-    sink_valid: torch.Tensor
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
@@ -46,15 +43,12 @@ class LocalState(RowState):
     def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
         """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
         batch, _, groups, value_dim = v.shape
-        ring, exact = (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
+        slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
         return LocalState(
             block_size=form.block_size,
-            k=k.new_zeros(batch, ring, *k.shape[2:]),
-            v=v.new_zeros(batch, ring, *v.shape[2:]),
-            valid=k.new_zeros(batch, ring, dtype=torch.bool),
-            sink_k=k.new_zeros(batch, form.sinks, *k.shape[2:]),
-            sink_v=v.new_zeros(batch, form.sinks, *v.shape[2:]),
-            sink_valid=k.new_zeros(batch, form.sinks, dtype=torch.bool),
+            k=k.new_zeros(batch, slots, *k.shape[2:]),
+            v=v.new_zeros(batch, slots, *v.shape[2:]),
+            valid=k.new_zeros(batch, slots, dtype=torch.bool),
             running=k.new_zeros(batch, groups, rates, features, value_dim + 1, dtype=exact),
             pending=k.new_zeros(batch, groups, features, value_dim + 1, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
@@ -64,6 +58,7 @@ class LocalState(RowState):
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
         self.leave_inference_mode()
+        torch.maximum(self.furthest, self.position, out=self.furthest)
         back = int((self.furthest - self.position).max()) + count
         if back > self.block_size:
             raise ValueError(
@@ -94,10 +89,10 @@ class LocalState(RowState):
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
         """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
-        slot = torch.arange(form.block_size, device=block.device)
-        position = block[:, None] * form.block_size + slot
-        rows, place = torch.arange(len(block), device=block.device)[:, None], position % self.k.shape[1]
-        far = self.valid[rows, place] & (position >= form.sinks) & (slot < count)
+        token = torch.arange(form.block_size, device=block.device)
+        position = block[:, None] * form.block_size + token
+        rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
+        far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
@@ -108,7 +103,11 @@ class LocalState(RowState):
         if form.lag == 1:
             return k
         rows = torch.arange(len(k), device=k.device)
-        return self.k[rows, (self.position - (form.lag - 1) * form.block_size) % self.k.shape[1]][:, None]
+        return self.k[rows, self.slot(self.position - (form.lag - 1) * form.block_size, form)][:, None]
+
+    def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
+        """Where the token at `position` is; anywhere for one before the first."""
+        return ring_slot(position, self.k.shape[1], form.sinks)
 
 
 def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
@@ -129,35 +128,27 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
-    blocks, ring = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
-    layout = TokenLayout(before, count, steps, first, blocks, size, ring, q.device)
+    blocks, slots = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
+    layout = TokenLayout(before, count, steps, first, blocks, size, slots, q.device, form.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k)
-    with torch.autocast(q.device.type, enabled=False):
-        o, running = extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout)
     with torch.no_grad():
-        state.running.copy_(running)
         for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
             layout.keep(held, laid)
         state.position.copy_(before + count)
-        torch.maximum(state.furthest, state.position, out=state.furthest)
-        state.refresh_pending(map_keys, form)
-    return o
-
-
-def extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout):
-    """Outputs [B, T, H, V] and running sums of any number of tokens behind `state`, all laid out by `layout`."""
-    held = {"now": (layout.before + layout.count - 1).clamp(min=0) // form.block_size}
-    if form.sinks:
-        keep_sinks(k, v, valid, form, state, layout)
-    if layout.ring:
-        held |= {"carried": state.running, "opened": (layout.before - 1).clamp(min=0) // form.block_size}
+    past = {"now": (before + count - 1).clamp(min=0) // size}
+    if not fresh:
+        past |= {"carried": state.running, "opened": (before - 1).clamp(min=0) // size}
         if form.sinks:
-            held["sink"] = state.sink_k, state.sink_v, state.sink_valid
-    o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **held)
-    return layout.take_back(o), running
+            past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
+    with torch.autocast(q.device.type, enabled=False):
+        o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
+    with torch.no_grad():
+        state.running.copy_(running)
+        state.refresh_pending(map_keys, form)
+    return layout.take_back(o)
 
 
 @torch.no_grad()
@@ -170,52 +161,32 @@ def local_step(
     padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
     The same graph for every position.
     """
-    size, lag, ring = form.block_size, form.lag, state.k.shape[1]
-    groups, exact = k.shape[2], state.running.dtype
+    size, lag, groups, exact = form.block_size, form.lag, k.shape[2], state.running.dtype
     decays, p = decays.to(exact), state.position
     real = torch.ones_like(p, dtype=torch.bool) if real is None else real
     own = real if own is None else own
-    rows, slot = torch.arange(len(p), device=p.device), p % ring
+    rows, slot = torch.arange(len(p), device=p.device), state.slot(p, form)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
     state.valid[rows, slot] = real
-    if form.sinks:
-        here = (torch.arange(form.sinks, device=p.device) == p[:, None]) & real[:, None]
-        for held, new in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, here)):
-            write(held, here, new)
 
     opens = ((p % size == 0) & own).view(-1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens[..., None], decay, 1))
     state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
-    enters = own & (old >= form.sinks) & state.valid[rows, old % ring]
-    left_v = with_ones(state.v[rows, old % ring]).to(exact)
+    place = state.slot(old, form)
+    enters = own & (old >= form.sinks) & state.valid[rows, place]
+    left_v = with_ones(state.v[rows, place]).to(exact)
     entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
     state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
 
-    block, rows = p // size, rows[:, None]
-    position = (block - lag + 1)[:, None] * size + torch.arange(lag * size, device=p.device)
-    slots = position % ring
-    near_k, near_v = state.k[rows, slots], state.v[rows, slots]
-    seen = state.valid[rows, slots] & (position >= 0) & (position <= p[:, None])
-    if form.sinks:
-        near_k, near_v = torch.cat([state.sink_k, near_k], 1), torch.cat([state.sink_v, near_v], 1)
-        seen = torch.cat([state.sink_valid & (block >= lag)[:, None], seen], 1)
+    held, p, slot = torch.arange(state.k.shape[1], device=p.device), p[:, None], slot[:, None]
+    age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
+    seen = state.valid & torch.where(held < form.sinks, held <= p, age <= p % size + (lag - 1) * size)
     q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
-    near_k, near_v = (by_block_and_group(x, groups, x.shape[1], exact) for x in (near_k, with_ones(near_v)))
+    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, with_ones(state.v)))
     mixed, seen = state.running[:, :, None], seen[:, None, None]
-    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, block[:, None])
+    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, p // size)
     state.position.add_(own)
-    torch.maximum(state.furthest, state.position, out=state.furthest)
     return torch.where(own.view(-1, 1, 1, 1), o, 0)
-
-
-@torch.no_grad()
-def keep_sinks(k, v, valid, form, state, layout):
-    """The first tokens of each row, as far as they are among those of `layout`."""
-    position = torch.arange(form.sinks, device=k.device)
-    place = (position - layout.first[:, None]).clamp(0, k.shape[1] - 1)
-    new = (position >= layout.before[:, None]) & layout.filled[layout.rows, place]  # an empty row's padding may be NaN
-    for held, laid in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, valid)):
-        write(held, new, laid[layout.rows, place])

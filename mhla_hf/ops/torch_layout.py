@@ -149,28 +149,35 @@ def mixing_of_sequences(mixing, place, sequence):
     return torch.where(sequence[:, None] == sequence, mixing[..., rows[:, None], columns], 0)
 
 
-class TokenLayout:
-    """New tokens behind those that a ring holds, each row laid out from the edge of its block `first` on.
+def ring_slot(position, slots, sinks=0):
+    """Which of `slots` the token at `position` is in: the first `sinks` have their own, the others share a ring."""
+    return torch.where(position < sinks, position, sinks + position % (slots - sinks))
 
-    before: int64 [B], tokens that a row has seen, that at position p in slot p % `ring` (0: nothing is held). count: int64
-    [B], how many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of
-    them there are. All these may be on the CPU while tokens are on `device`.
+
+class TokenLayout:
+    """New tokens behind those that are held, each row laid out from the edge of its block `first` on.
+
+    before: int64 [B], tokens that a row has seen, in `slots` as `ring_slot` says (0: nothing is held). count: int64 [B], how
+    many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of them there
+    are. All these may be on the CPU while tokens are on `device`.
     """
 
-    def __init__(self, before, count, steps, first, blocks, size, ring, device):
+    def __init__(self, before, count, steps, first, blocks, size, slots, device, sinks=0):
         self.before, self.count, self.steps, self.first, self.size = before, count, steps, first * size, size
-        self.ring, self.device = ring, device
+        self.slots, self.sinks, self.device = slots, sinks, device
         self.blocks = first[:, None] + torch.arange(blocks, device=first.device)  # [B, M]
         position = self.first[:, None] + torch.arange(blocks * size, device=first.device)
         token = (position - before[:, None] + (steps - count)[:, None]).clamp(min=0, max=steps - 1)
-        held = torch.where(position < before[:, None], position % ring, token + ring) if ring else token
-        self.token, self.source = token.to(device), held.to(device)
+        source = token
+        if slots:
+            source = torch.where(position < before[:, None], ring_slot(position, slots, sinks), token + slots)
+        self.token, self.source = token.to(device), source.to(device)
         self.filled = (position < (before + count)[:, None]).to(device)
         self.rows = torch.arange(len(before), device=device)[:, None]
 
     def place_keys(self, held, new):
-        """[B, W, ..] of the ring and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
-        return (torch.cat([held, new.to(held.dtype)], 1) if self.ring else new)[self.rows, self.source]
+        """What is held [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
+        return (torch.cat([held, new.to(held.dtype)], 1) if self.slots else new)[self.rows, self.source]
 
     def place_queries(self, q):
         """[B, T, ..] -> [B, M * C, ..]."""
@@ -184,14 +191,12 @@ class TokenLayout:
         return torch.where(real.view(*real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
     def keep(self, held, laid):
-        """Write the last of the tokens laid out, [B, M * C, ..], into the ring `held` [B, W, ..]."""
-        end = (self.before + self.count - 1)[:, None]
-        position = end - (end - torch.arange(held.shape[1], device=end.device)) % held.shape[1]  # the last of each slot
-        new = position >= torch.maximum(self.before, self.first)[:, None]
-        place = (position - self.first[:, None]).clamp(min=0)
-        write(held, new.to(self.device), laid[self.rows, place.to(self.device)])
-
-
-def write(held, new, values):
-    """values where new [B, N] in held [B, N, ..], in place."""
-    held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
+        """Write the last of the tokens laid out, [B, M * C, ..], into `held` [B, slots, ..], in place."""
+        end, slots = (self.before + self.count - 1)[:, None], held.shape[1]
+        slot = torch.arange(slots, device=end.device)
+        last = end - (end - slot + self.sinks) % (slots - self.sinks)  # of each slot of the ring
+        position = torch.where(slot < self.sinks, slot, last)
+        new = (position >= torch.maximum(self.before, self.first)[:, None]) & (position <= end)
+        new = (new & (ring_slot(position, slots, self.sinks) == slot)).to(self.device)
+        values = laid[self.rows, (position - self.first[:, None]).clamp(0, laid.shape[1] - 1).to(self.device)]
+        held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
