@@ -99,14 +99,16 @@ def kl_to_teacher(model, batches) -> float:
 def calibrate(
     model: nn.Module, batches: Sequence[torch.Tensor], *, steps: int = 100, lr: float = 3e-2
 ) -> dict[str, Any]:
-    """Start the MHLA layers of a model that was just converted, with a local softmax, from its teacher; in place.
+    """Start the MHLA layers of a model that was just converted from its teacher; in place.
 
-    For each head w and lambda follow from how the mass of the teacher's softmax falls with block distance, beside that of
-    the feature products, by least squares; the balance makes the far part's mass the teacher's. Then every layer learns its
-    teacher's output by itself, on the teacher's inputs: what the decays cannot mend is the feature maps.
+    With a local softmax, w and lambda of each head follow from how the mass of the teacher's softmax falls with block
+    distance, beside that of the feature products, by least squares; the balance makes the far part's mass the teacher's. A
+    matrix is the one of these masses, block by block, over the other. Then every layer learns its teacher's output by
+    itself, on the teacher's inputs: what mixing cannot mend is the feature maps.
 
     Args:
-        model: a converted language model, `mixing_form="decay", local="softmax"`.
+        model: a converted language model with `local="softmax"`, or with a matrix (`mixing_form` "softmax" or "direct") and
+            `normalize=True`.
         batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the last is held out.
         steps: steps of Adam, each on one batch and the same for all layers; 0 leaves the feature maps as they are.
         lr: of those steps, falling to zero.
@@ -119,11 +121,13 @@ def calibrate(
         TypeError, ValueError: one sentence; the model is then unchanged.
     """
     cores = [attention.mhla for attention in mhla_layers(model).values()]
-    if any(core.settings.local is None for core in cores):
-        raise ValueError('local: got None, expected "softmax" in the model that is calibrated.')
+    own = cores[0].settings
+    if own.local is None and (own.mixing_form not in ("softmax", "direct") or own.normalize is not True):
+        got = f"got None with mixing_form={own.mixing_form!r} and normalize={own.normalize}"
+        raise ValueError(f'local: {got}, expected "softmax", or a normalized nonnegative matrix.')
     if len(batches) < 2:
         raise ValueError(f"batches: got {len(batches)}, expected at least two: the last one is held out.")
-    window = max((core.form.lag + 1) * core.settings.block_size for core in cores)
+    window = own.block_size if own.local is None else (cores[0].form.lag + 1) * own.block_size
     if any(ids.is_floating_point() for ids in batches):
         raise TypeError(f"batches: got {batches[0].dtype}, expected token ids of int64.")
     shapes = {tuple(ids.shape) for ids in batches}
@@ -132,7 +136,7 @@ def calibrate(
         raise ValueError(f"batches: got {', '.join(map(str, sorted(shapes)))}, expected {wanted}.")
     *fitted, held_out = batches
     report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
-    masses = {core: FarMass() for core in cores}
+    masses = {core: BlockMass() for core in cores}
     for ids in fitted[:MASS_BATCHES]:
         ask_teacher(model, ids, lambda core, *seen: masses[core].read(core, *seen))
     for core, mass in masses.items():
@@ -176,54 +180,72 @@ def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
         x.data = x.data.to(dtype)
 
 
-class FarMass:
-    """What the heads of one layer give to each block distance beyond the window, on average over tokens."""
+class BlockMass:
+    """What the heads of one layer give to each block, by the block of the query: sums over tokens, each `[H, M, M]`."""
 
     def __init__(self):
         self.teacher = self.features = 0.0
 
     def read(self, core, q, k, v, o, options) -> None:
-        """Add the rows of a batch: the mass of its softmax, and the feature products in the same unit; each `[H, M]`."""
-        form, (length, heads) = core.form, q.shape[1:3]
+        """Add the rows of a batch: the mass of its softmax and of the feature products, beyond a window if there is one."""
+        (length, heads), window = q.shape[1:3], getattr(core, "form", None)
         token = torch.arange(length, device=q.device)
-        block = token // form.block_size
-        distance = block[:, None] - block
-        far = (distance >= form.lag) & (token >= form.sinks)
-        distance = distance.clamp_min(0).flatten()
+        block = token // core.settings.block_size
+        seen = counted = token[:, None] >= token
+        if window:
+            counted = (block[:, None] - block >= window.lag) & (token >= window.sinks)
+        member = F.one_hot(block).float()
 
-        def by_distance(weights):
-            sums = weights.new_zeros(heads, int(block[-1]) + 1)
-            return sums.index_add_(1, distance, weights.masked_fill(~far, 0).flatten(1)).double().cpu()
+        def by_block(weights):
+            return (member.T @ weights.masked_fill(~counted, 0) @ member).double().cpu()
 
         for q_row, k_row in zip(q[:, None].float(), k[:, None].float(), strict=True):
             fq, fk = core.q_map(q_row), core.k_map(k_row)
             q_row, k_row, fq, fk = (
                 x[0].transpose(0, 1).repeat_interleave(heads // x.shape[2], 0) for x in (q_row, k_row, fq, fk)
             )
-            score = (q_row @ k_row.mT * options["scale"]).masked_fill(token[:, None] < token, float("-inf"))
-            total = score.logsumexp(-1, keepdim=True)
-            self.teacher = self.teacher + by_distance((score - total).exp())
-            self.features = self.features + by_distance(fq @ fk.mT * torch.exp(-total))
+            score = (q_row @ k_row.mT * options["scale"]).masked_fill(~seen, float("-inf"))
+            total, product = score.logsumexp(-1, keepdim=True), fq @ fk.mT
+            unit = total.exp() if window else product.masked_fill(~seen, 0).sum(-1, keepdim=True)
+            self.teacher = self.teacher + by_block((score - total).exp())
+            self.features = self.features + by_block(product / unit)
 
-    def fit(self, core: DecayMHLA) -> None:
-        """Give the core's mixing the decays that make its mass by distance, and then in all, the teacher's.
+    def fit(self, core: MHLA | DecayMHLA) -> None:
+        """Give the core's mixing what makes its mass the teacher's; a head that looks at nothing far stays as it is."""
+        if isinstance(core, MHLA):
+            fit_matrix(core.mixing, self.teacher, self.features)
+            return
+        distances = range(self.teacher.shape[-1])
+        by_distance = ([x.diagonal(-back, 1, 2).sum(-1) for back in distances] for x in (self.teacher, self.features))
+        fit_far(core, *(torch.stack(sums, -1) for sums in by_distance))
 
-        A head that looks at nothing beyond its window stays as it is.
-        """
-        mixing = core.mixing
-        distance = torch.arange(self.teacher.shape[1])
-        powers = RATES.double()[:, None] ** distance
-        basis = powers * self.features[:, None]  # [H, L, M]
-        cross = (basis @ self.teacher[..., None])[..., 0]
-        count = mixing.num_decays if mixing.learn else 1
-        chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
-        weight[..., 0] += torch.finfo(weight.dtype).tiny  # of nothing far, all to the first: no decay
-        weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
-        set_decays(mixing, weight, RATES[chosen])
-        far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
-        teacher, own = self.teacher.sum(-1), (far * self.features).sum(-1)
-        balance = torch.where((teacher > NEGLIGIBLE) & (own > 0), (teacher / own).log(), mixing.balance.cpu())
-        mixing.balance.data.copy_(balance)
+
+def fit_matrix(mixing, teacher: torch.Tensor, features: torch.Tensor) -> None:
+    """A matrix of the mass `[H, M, M]` of the teacher over that of features; rows that the text does not reach stay."""
+    if not mixing.by_head:
+        teacher, features = teacher.sum(0), features.sum(0)
+    rows = min(teacher.shape[-1], mixing.num_blocks)
+    weight = (teacher / features.clamp_min(torch.finfo(features.dtype).tiny))[..., :rows, :rows].tril()
+    weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
+    learned = mixing.weight.data[..., :rows, :rows]
+    learned.copy_((weight.log() if mixing.form == "softmax" else weight).tril())
+
+
+def fit_far(core: DecayMHLA, teacher: torch.Tensor, features: torch.Tensor) -> None:
+    """The decays that make a core's mass by distance `[H, M]`, and then in all, the teacher's."""
+    mixing = core.mixing
+    powers = RATES.double()[:, None] ** torch.arange(teacher.shape[1])
+    basis = powers * features[:, None]  # [H, L, M]
+    cross = (basis @ teacher[..., None])[..., 0]
+    count = mixing.num_decays if mixing.learn else 1
+    chosen, weight = best_decays(basis @ basis.mT, cross, core.num_kv_heads, count)
+    weight[..., 0] += torch.finfo(weight.dtype).tiny  # of nothing far, all to the first: no decay
+    weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
+    set_decays(mixing, weight, RATES[chosen])
+    far = (weight[..., None] * powers[of_heads(chosen, len(weight))]).sum(1) / weight.sum(-1, keepdim=True)
+    teacher, own = teacher.sum(-1), (far * features).sum(-1)
+    balance = torch.where((teacher > NEGLIGIBLE) & (own > 0), (teacher / own).log(), mixing.balance.cpu())
+    mixing.balance.data.copy_(balance)
 
 
 def of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
