@@ -206,7 +206,7 @@ class BlockMass:
             )
             score = (q_row @ k_row.mT * options["scale"]).masked_fill(~seen, float("-inf"))
             total, product = score.logsumexp(-1, keepdim=True), fq @ fk.mT
-            unit = total.exp() if window else product.masked_fill(~seen, 0).sum(-1, keepdim=True)
+            unit = total.exp() if window else product.masked_fill(~seen, 0).sum(-1, keepdim=True).clamp_min(1e-30)
             self.teacher = self.teacher + by_block((score - total).exp())
             self.features = self.features + by_block(product / unit)
 
@@ -222,11 +222,13 @@ class BlockMass:
 
 def fit_matrix(mixing, teacher: torch.Tensor, features: torch.Tensor) -> None:
     """A matrix of the mass `[H, M, M]` of the teacher over that of features; rows that the text does not reach stay."""
+    if not mixing.learn:
+        return
     if not mixing.by_head:
         teacher, features = teacher.sum(0), features.sum(0)
     rows = min(teacher.shape[-1], mixing.num_blocks)
-    weight = (teacher / features.clamp_min(torch.finfo(features.dtype).tiny))[..., :rows, :rows].tril()
-    weight = (weight / weight.sum(-1, keepdim=True)).clamp_min(FLOOR)
+    weight = torch.where(features > 0, teacher / features, 0)[..., :rows, :rows].tril()
+    weight = (weight / weight.sum(-1, keepdim=True).clamp_min(1e-30)).clamp_min(FLOOR)
     learned = mixing.weight.data[..., :rows, :rows]
     learned.copy_((weight.log() if mixing.form == "softmax" else weight).tril())
 
