@@ -392,12 +392,12 @@ def render_plan(record):
         f"{record['model'] or record['model_type']}: {record['dtype']}, sequences of {record['context']:,} tokens",
         "",
         f"{len(chosen)} of {count} layers become MHLA: {', '.join(map(str, chosen))}",
-        *(f"{len(layers)} stay what they are: {', '.join(map(str, layers))} ({why})" for why, layers in kept.items()),
+        *(f"{len(layers)} stay as they are: {', '.join(map(str, layers))} ({why})" for why, layers in kept.items()),
         f"{parameters['added']:,} parameters are added to {parameters['base']:,} ({added:.2%})",
         f"{share} of the softmax model's operations on such a prompt are attention's products",
         "",
         render_rows(["cache, tokens", "softmax, MiB", "converted, MiB", "times smaller"], rows, left=0),
-        f"The conversion's is the smaller one from {cache['smaller_from']:,} tokens on.",
+        f"The converted model's cache is smaller from {cache['smaller_from']:,} tokens on.",
         "",
         *render_timing(record["timing"], record["dtype"]),
         *render_work(record["distillation"]),
@@ -428,7 +428,7 @@ def render_timing(timing, dtype):
     lines.append(f"Attention of one layer, one sequence, {dtype}, not compiled; {machine}.")
     for what in WORKS:
         tokens, known = timing[what]["faster_from"], timing[what]["known_to"]
-        beyond = f"slower up to {known:,} tokens, and what comes after is beyond what was measured"
+        beyond = f"slower up to {known:,} tokens; longer contexts were not measured"
         lines.append(f"With MHLA {what} is {f'faster from {tokens:,} tokens on' if tokens else beyond}.")
     return [*lines, ""]
 
