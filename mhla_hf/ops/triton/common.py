@@ -84,24 +84,19 @@ def block_range(block, row, places, tokens, size):
 
 
 @kernel
-def tokens_from(low, high, places, BT: constexpr):
-    """The tokens (int64) at BT places of the block order, and which of them lie before `high`."""
+def tokens_from(low, high, places, key_mask, row, tokens, BT: constexpr, KEYS: constexpr):
+    """The tokens (int64) at BT places of the block order, which of them lie before `high`, and of those, where KEYS, which
+    key_mask [B, T] leaves in."""
     place = low + tl.arange(0, BT)
     valid = place < high
     if places[1] is not None:
         token = tl.load(places[1] + place, mask=valid, other=0).to(tl.int64)
     else:
         token = place.to(tl.int64)
-    return token, valid
-
-
-@kernel
-def keys_from(low, high, places, key_mask, row, tokens, BT: constexpr):
-    """As `tokens_from`, for keys: without those that key_mask [B, T] leaves out."""
-    token, valid = tokens_from(low, high, places, BT)
-    if key_mask is not None:
-        valid = valid & (tl.load(key_mask + row * tokens + token, mask=valid, other=0) != 0)
-    return token, valid
+    real = valid
+    if KEYS and key_mask is not None:
+        real = valid & (tl.load(key_mask + row * tokens + token, mask=valid, other=0) != 0)
+    return token, valid, real
 
 
 @kernel
@@ -113,12 +108,10 @@ def tile_of(
     parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(lane_tiles, parts, blocks, heads)
     low, high = block_range(block, row, places, tokens, size)
-    token, valid = tokens_from(low + part * BT, high, places, BT)
-    state, states, real = block, blocks, valid
+    token, valid, real = tokens_from(low + part * BT, high, places, key_mask, row, tokens, BT, KEYS)
+    state, states = block, blocks
     if CAUSAL:
         state, states = block * parts + part, blocks * parts
-    if KEYS:
-        token, real = keys_from(low + part * BT, high, places, key_mask, row, tokens, BT)
     return tile, row, head, block, state, states, token, valid, real
 
 

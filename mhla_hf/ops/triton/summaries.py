@@ -8,7 +8,7 @@ and v.
 
 import torch
 
-from .common import block_range, cast, constexpr, dot, keys_from, load_number, load_scaled, load_tile, program_of
+from .common import block_range, cast, constexpr, dot, load_number, load_scaled, load_tile, program_of, tokens_from
 from .tuning import CHUNK, as_argument, summary_tiles, tiles, tl, tuned
 
 PART_TOKENS = 256
@@ -31,7 +31,7 @@ def summaries_kernel(
     for member in range(group):
         source = head * group + member
         for first in range(low, high, BT):
-            token, valid = keys_from(first, high, places, key_mask, row, tokens, BT)
+            token, _, valid = tokens_from(first, high, places, key_mask, row, tokens, BT, True)
             key = load_tile(k, row, token, source, valid, k_lanes, K)
             value = load_scaled(v, inv, row, token, source, tokens, heads * group, valid, v_lanes, V, DOT)
             total += dot(tl.trans(key), value, DOT)
