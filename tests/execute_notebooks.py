@@ -20,9 +20,8 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 def execute(path, hub, home):
     """The notebook at `path` with the outputs of its cells."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": path.parent}}
-    )
+    options = {"record_timing": False, "coalesce_streams": True, "resources": {"metadata": {"path": path.parent}}}
+    client = NotebookClient(notebook, **options)
     client.execute(env={**os.environ, **hub.environment(home), "OMP_NUM_THREADS": "1"})
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]

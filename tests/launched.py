@@ -38,9 +38,8 @@ def start(place, setup, processes, *arguments, script=None):
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     line = list(map(str, (*command_of(place, setup, processes, script), *arguments)))
-    return subprocess.Popen(
-        line, cwd=place, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(line, cwd=place, env=env, start_new_session=True, **pipes)
 
 
 def launch(place, setup, processes, *arguments, seconds=120, script=None):

@@ -3,12 +3,19 @@
 A case is plain data (shapes, options, a seed), so hypothesis can shrink it and a failure can be built again by hand.
 """
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.ops.triton.tuning import INTERPRETED
 
+DEVICE = "cpu" if INTERPRETED else "cuda"
+KERNELS = [  # the marks of a file that runs kernels
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
+    pytest.mark.usefixtures("poisoned"),
+]
 FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
 
 
@@ -84,12 +91,7 @@ def build(case, dtype):
         for name in ("q", "k", "q_den", "k_den"):
             if name in tensors:
                 tensors[name][torch.rand(tensors[name].shape[:3], generator=generator) < 0.3] = 0
-    options = {
-        "blocks": blocks,
-        "key_blocks": case["key_blocks"],
-        "normalize": case["normalize"],
-        "scale": case["scale"],
-    }
+    options = {"blocks": blocks, **{name: case[name] for name in ("key_blocks", "normalize", "scale")}}
     options["causal"] = case["form"] in ("causal", "starts", "packed")
     if case["masked"]:
         options["key_mask"] = torch.rand(batch, key_blocks.length, generator=generator) < 0.7
@@ -108,6 +110,12 @@ def run(function, tensors, options, direction=None):
         return o, {}
     grads = torch.autograd.grad(o, list(inputs.values()), direction.to(o.dtype), allow_unused=True)
     return o.detach(), dict(zip(inputs, grads, strict=True))
+
+
+def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
+    """q, k, v of positive features, where the kernels run."""
+    shapes = ((heads, width), (groups, width), (groups, value_width))
+    return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
 def dens(tensors):

@@ -44,13 +44,7 @@ def converted_model(family: str = "llama", layers="all", *, block_size=8, num_bl
 def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """The from-scratch model with random new parameters."""
     torch.manual_seed(7)
-    mhla = {
-        **mhla_hf.MHLAConfig().mhla,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "layers": "all",
-        **settings,
-    }
+    mhla = mhla_hf.MHLAConfig().mhla | {"block_size": block_size, "num_blocks": num_blocks, "layers": "all", **settings}
     sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": None}
     return shaken(mhla_hf.MHLAForCausalLM(mhla_hf.MHLAConfig(**sizes, mhla=mhla)).eval())
@@ -89,11 +83,6 @@ def refused(*words, kind=ValueError):
     """Meanwhile something is refused, in one sentence with these words in it."""
     with pytest.raises(kind) as error:
         yield
-    one_sentence(error, *words)
-
-
-def one_sentence(error, *words):
-    """The error is one sentence with these words in it."""
     text = str(error.value)
     assert all(w in text for w in words), text
     assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
@@ -101,9 +90,7 @@ def one_sentence(error, *words):
 
 MODELS = {
     "scratch": scratch_model,
-    "scratch-before": lambda: scratch_model(
-        rope="before", per_head=True, normalize=True, output_norm=False, gate=False
-    ),
+    "scratch-before": lambda: scratch_model(rope="before", per_head=True, normalize=True, output_norm=False, gate=False),
     "llama-all": converted_model,
     "llama-window": lambda: converted_model(mixing_form="decay", local="softmax"),
     "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3),
@@ -113,6 +100,6 @@ MODELS = {
     "mistral-first": lambda: converted_model("mistral", layers=[0], feature_map="elu"),
     "olmo2-all": lambda: converted_model("olmo2", per_head=True),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
-}
+}  # fmt: skip
 ROWS = {family: functools.partial(converted_model, family, "2/3") for family in FAMILIES}
 MODELS |= {name: make for name, make in ROWS.items() if not any(made.startswith(name) for made in MODELS)}

@@ -6,6 +6,7 @@ import re
 from safetensors.torch import load_file, save_file
 from small_scores import make_result, small_llama, small_tokenizer
 
+import mhla_hf
 from experiments.demo.lookups import start_lookups
 from mhla_hf.checkpoints.bundle import check_bundle
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
@@ -28,6 +29,12 @@ def looking_llama():
     model = small_llama(intermediate_size=256, attention_bias=True, initializer_range=0.02, **sizes)
     start_lookups(model)
     return model
+
+
+def small_scratch(cls=mhla_hf.MHLAForCausalLM, **changes):
+    """A model from scratch, of 400 tokens."""
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return cls(mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, **sizes, **changes))
 
 
 def save_model(folder, model, tokenizer=True):
@@ -69,11 +76,14 @@ def forge(folder):
 
 
 def spoil(value, name="model.norm.weight"):
-    """What puts a value into a weight of the model in a folder."""
+    """What puts a value into a weight of the model in a folder, or takes the weight away."""
 
     def carry_out(folder):
         tensors = load_file(folder / "model.safetensors")
-        tensors[name].view(-1)[-1] = value
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name].view(-1)[-1 if name.endswith("weight") else slice(None)] = value
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return carry_out

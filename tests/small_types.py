@@ -14,12 +14,8 @@ SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "sliding_w
 SIZES |= {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "n_inner": 48}
 SIZES |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4) | {"num_experts_per_tok": 2}
 SIZES |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "dff": 48, "embedding_size": 32}
-SIZES |= {
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-}
+SIZES |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+SIZES |= {"linear_head_dim": 8, "linear_num_heads": 4}
 WINDOW = {"sliding_window": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
 LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}

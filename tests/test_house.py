@@ -6,22 +6,9 @@ from pathlib import Path
 import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
-FLOORS = (
-    {"ops"},
-    {"nn"},
-    {"models"},
-    {"checkpoints"},
-    {"convert"},
-    {"training"},
-    {"plots", "speed"},
-    {"evaluation"},
-    {"analysis", "bench", "serving"},
-    {"share"},
-    {"planning"},
-    {"info"},
-    {"commands"},
-    {"_register", "cli", ""},
-)
+FLOORS = ["ops", "nn", "models", "checkpoints", "convert", "training", "plots speed", "evaluation"]
+FLOORS += ["analysis bench serving", "share", "planning", "info", "commands"]
+FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", "cli", ""}]
 
 
 def floor_of(name):

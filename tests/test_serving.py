@@ -17,9 +17,8 @@ LOCAL = {"mixing_form": "decay", "local": "softmax"}
 def alone(model, prompt, count, **options):
     ids = torch.tensor([prompt])
     options = {"do_sample": False, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)[
-        0, len(prompt) :
-    ].tolist()
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": count}
+    return model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
 def prompts(count, longest, seed=0):
@@ -74,19 +73,16 @@ def test_two_hundred_requests(family, layers):
 )
 def test_options_of_generate(options):
     model, todo = converted_model(layers=[1], **LOCAL), prompts(4, 20)
-    got = generate_batch(
-        model, todo, max_new_tokens=12, slots=2, max_length=64, generation_config=GenerationConfig(**options)
-    )
+    config = GenerationConfig(**options)
+    got = generate_batch(model, todo, max_new_tokens=12, slots=2, max_length=64, generation_config=config)
     assert got == [alone(model, prompt, 12, **options) for prompt in todo]
     assert "eos_token_id" not in options or min(map(len, got)) < 12
 
 
 def test_sampling():
     model, todo = converted_model(**LOCAL), prompts(3, 20)
-    sampled = GenerationConfig(do_sample=True, top_k=1)
-    assert generate_batch(model, todo, max_new_tokens=9, generation_config=sampled) == [
-        alone(model, p, 9) for p in todo
-    ]
+    sampled, greedy = GenerationConfig(do_sample=True, top_k=1), [alone(model, prompt, 9) for prompt in todo]
+    assert generate_batch(model, todo, max_new_tokens=9, generation_config=sampled) == greedy
     sampled, seeds = GenerationConfig(do_sample=True, temperature=3.0), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -149,9 +145,8 @@ def test_a_model_in_training_stays_in_training():
 
 
 def sliding_hybrid():
-    return mhla_hf.convert(
-        softmax_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1), layers=[0]
-    )
+    base = softmax_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    return mhla_hf.convert(base, layers=[0])
 
 
 def test_a_sliding_window_in_softmax_layers():
@@ -167,6 +162,10 @@ def flash_hybrid():
     return model
 
 
+def batch_of(layers="all", **options):
+    return ContinuousBatch(converted_model(layers=layers, **LOCAL), **options)
+
+
 def add_twice(batch):
     for _ in range(2):
         batch.add([2], 2, "a")
@@ -177,21 +176,12 @@ def add_twice(batch):
     [
         (lambda: ContinuousBatch(converted_model()), ("layer 0", "matrix", "fit_decays")),
         (lambda: ContinuousBatch(flash_hybrid()), ("layer 0", "'flash_attention_2'", "sdpa")),
-        (lambda: ContinuousBatch(converted_model(**LOCAL), slots=0), ("slots", "0", "1 or more")),
-        (
-            lambda: ContinuousBatch(converted_model(**LOCAL), generation_config=GenerationConfig(num_beams=2)),
-            ("beams",),
-        ),
-        (
-            lambda: ContinuousBatch(converted_model(**LOCAL), generation_config=GenerationConfig(stop_strings=["a"])),
-            ("stop_strings", "'a'"),
-        ),
-        (lambda: ContinuousBatch(converted_model(**LOCAL)).add([]), ("prompt", "0 tokens")),
-        (
-            lambda: ContinuousBatch(converted_model(layers=[1], **LOCAL), max_length=9).add([2] * 5, 5),
-            ("max_length, 9",),
-        ),
-        (lambda: add_twice(ContinuousBatch(converted_model(**LOCAL))), ("request_id", "'a'")),
+        (lambda: batch_of(slots=0), ("slots", "0", "1 or more")),
+        (lambda: batch_of(generation_config=GenerationConfig(num_beams=2)), ("beams",)),
+        (lambda: batch_of(generation_config=GenerationConfig(stop_strings=["a"])), ("stop_strings", "'a'")),
+        (lambda: batch_of().add([]), ("prompt", "0 tokens")),
+        (lambda: batch_of([1], max_length=9).add([2] * 5, 5), ("max_length, 9",)),
+        (lambda: add_twice(batch_of()), ("request_id", "'a'")),
     ],
 )
 def test_bad_input(wrong, words):

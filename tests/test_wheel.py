@@ -42,9 +42,8 @@ def run(*command, folder):
 def test_the_wheel_alone(tmp_path):
     run(sys.executable, "-m", "build", ROOT, "--outdir", tmp_path, folder=tmp_path)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
-    package = {
-        p.relative_to(ROOT).as_posix() for p in (ROOT / "mhla_hf").rglob("*") if p.is_file() and p.suffix != ".pyc"
-    }
+    files = [path for path in (ROOT / "mhla_hf").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    package = {path.relative_to(ROOT).as_posix() for path in files}
     assert "mhla_hf/py.typed" in package
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == package
     with tarfile.open(source) as archive:

@@ -124,9 +124,8 @@ def t5(model_class, config_class):
 
 def wan_vae():
     torch.manual_seed(2)
-    return AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    ).eval()
+    kind = {"dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+    return AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
 def image_vae():
@@ -172,13 +171,8 @@ def pixart_pipeline() -> PixArtSigmaPipeline:
     return PixArtSigmaPipeline(**t5(T5EncoderModel, T5Config), **parts)
 
 
-PIPELINES = {
-    "wan": wan_pipeline,
-    "sana": sana_pipeline,
-    "sana-video": sana_video_pipeline,
-    "dit": dit_pipeline,
-    "pixart": pixart_pipeline,
-}
+PIPELINES = {"wan": wan_pipeline, "sana": sana_pipeline, "sana-video": sana_video_pipeline}
+PIPELINES |= {"dit": dit_pipeline, "pixart": pixart_pipeline}
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
     "SanaPipeline": {"height": 32, "width": 32, "max_sequence_length": 16, "use_resolution_binning": False},

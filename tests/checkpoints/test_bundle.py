@@ -171,25 +171,18 @@ def test_what_nothing_refers_to_is_left_out(tmp_path):
 LOW = "class Low:\n    pass\n\n\ndef helper():\n    return 1\n"
 USE = "from ..ops.low import Low\n"
 REFUSED = {
-    "name clash": (
-        {"ops/low": LOW, "models/toy": USE + "\n\ndef helper():\n    return 2\n"},
-        r"models/toy\.py: 'helper' means something else in ops/low\.py",
-    ),
+    "name clash": ({"ops/low": LOW, "models/toy": USE + "\n\ndef helper():\n    return 2\n"},
+        r"models/toy\.py: 'helper' means something else in ops/low\.py"),
     "constant clash": ({"ops/low": LOW + "A = 1\n", "models/toy": USE + "A = 1\n"}, "'A' means something else"),
-    "definition against import": (
-        {"ops/low": LOW + "def nn(): ...\n", "models/toy": USE + "from torch import nn\n"},
-        "nn",
-    ),
-    "import against import": (
-        {"ops/low": LOW + "from math import gamma\n", "models/toy": USE + "from torch.special import gamma\n"},
-        "'gamma' means something else",
-    ),
+    "definition against import": ({"ops/low": LOW + "def nn(): ...\n", "models/toy": USE + "from torch import nn\n"}, "nn"),
+    "import against import": ({"ops/low": LOW + "from math import gamma\n",
+        "models/toy": USE + "from torch.special import gamma\n"}, "'gamma' means something else"),
     "builtin": ({"models/toy": "def max(a):\n    return a\n"}, r"toy\.py: 'max' hides the builtin"),
     "relative alias": ({"ops/low": LOW, "models/toy": "from ..ops.low import Low as L\n"}, "without `as`"),
     "module import": ({"ops/low": LOW, "models/toy": "from . import other\n"}, "expected `from .file import name`"),
     "unguarded library": ({"models/toy": "import triton\nX = triton\n"}, "import of triton outside `try:`"),
     "looks relative": ({"models/toy": 'X = """\nfrom .low import Low\n"""\n'}, "looks like a relative import"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

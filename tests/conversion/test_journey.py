@@ -7,11 +7,14 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
+from small_vbench import make_python
 from tiny_pipelines import PIPELINES, generate
 
 MATCH = "{name: match, loss: prediction, steps: 2, lr: 1e-3, batch_size: 2, sampling_steps: 2, SIZE}"
 TRANSFER = MATCH.replace("name: match, loss: prediction", "name: transfer, loss: transfer, trainable: mhla")
 TRAIN = "{name: train, loss: denoising, steps: 2, lr: 1e-3, batch_size: 2}"
+SAMPLING = "{height: 64, width: 80, num_frames: 9, num_inference_steps: 1, max_sequence_length: 16}"
+SCORE = f"kind: video\nabout: one dimension\ntasks: [color]\nsettings: {{videos: 1, fps: 16, sampling: {SAMPLING}}}\n"
 SCRATCH = "{preset: DiT-S/8, input_size: 16, out_channels: 4, num_layers: 1, mhla: {layout: [2, 2], cpe: 3}}"
 
 
@@ -34,14 +37,19 @@ def prepare(place, family, stages, settings):
     [("wan", (TRANSFER, MATCH), "{layers: [1], layout: [1, 2, 2]}", "size: [9, 64, 80]"),
      ("sana", (MATCH,), "{layers: [1], layout: [2, 2]}", "size: [32, 32]"), ("dit", (TRAIN,), SCRATCH, "")],
 )  # fmt: skip
-def test_from_a_pipeline_to_a_card(run, family, stages, settings, size, tmp_path, capsys):
+def test_from_a_pipeline_to_a_card(run, family, stages, settings, size, tmp_path, capsys, monkeypatch):
     arguments = prepare(tmp_path, family, [stage.replace("SIZE", size) for stage in stages], settings)
+    if family == "wan":
+        (tmp_path / "score.yaml").write_text(SCORE)
+        arguments += ["--judge", str(tmp_path / "score.yaml"), "--set", f"python={make_python(tmp_path / 'bench')}"]
+        monkeypatch.chdir(tmp_path)  # samples go to out/
     for _ in range(2):
         run(family, *arguments, "--license", "mit")
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "mine", trust_remote_code=True, dtype=torch.float32)
     assert type(pipe.transformer).__name__.startswith("MHLA")
     assert generate(pipe).isfinite().all()
-    assert "MHLA" in (tmp_path / "mine" / "README.md").read_text()
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "MHLA" in card and ("converted from softmax" in card and "| vbench | color" in card) is (family == "wan")
     record = json.loads((tmp_path / "mine" / "train.json").read_text())
     assert str(tmp_path) not in json.dumps({key: value for key, value in record.items() if key != "command"})
     assert "finished already: nothing to do" in capsys.readouterr().err

@@ -210,9 +210,8 @@ def official_dit(state, latents, timestep, labels, side, blocks):
         q, k, v = project(f"{name}.to_qkv", x).chunk(3, -1)
         image = v[:, order.argsort()].mT.unflatten(2, (side, side))
         lepe = F.conv2d(image, s[f"{name}.lepe.weight"], s[f"{name}.lepe.bias"], padding=1, groups=WIDTH).flatten(2)
-        q, k, v = (
-            t.unflatten(1, (blocks, -1)).unflatten(3, (HEADS, -1)) for t in (q.relu() + 1e-6, k.relu() + 1e-6, v)
-        )
+        q, k = q.relu() + 1e-6, k.relu() + 1e-6
+        q, k, v = (t.unflatten(1, (blocks, -1)).unflatten(3, (HEADS, -1)) for t in (q, k, v))
         m = s[f"{name}.piece_attn.conv.weight"].flatten(1)
         kv = torch.einsum("ij,bjnhk,bjnhv->bihkv", m, k, v)
         z = torch.einsum("ij,bjnhk,bjmhk->binh", m, q, k)

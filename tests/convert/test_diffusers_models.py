@@ -38,13 +38,11 @@ CONVERSION = {
     "no transformer": (lambda: mhla_hf.convert(image_vae()), "model: got AutoencoderKL of diffusers."),
     "converted already": (lambda: mhla_hf.convert(converted()), "which is an MHLA model already"),
     "pipeline of a U-Net": (lambda: mhla_hf.convert(pipeline_of_a_unet()), "DDPMPipeline, which has no transformer"),
-    "hooks of diffusers": (
-        lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
-        "model: has hooks of diffusers",
-    ),
+    "hooks of diffusers": (lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
+        "model: has hooks of diffusers"),
     "offloaded weights": (lambda: offloaded(accelerate.cpu_offload, CPU), "is offloaded"),
     "second transformer": (lambda: mhla_hf.convert(two_transformers()), "which is an MHLA model already"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "words"), CONVERSION.values(), ids=CONVERSION)

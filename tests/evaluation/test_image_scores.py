@@ -185,10 +185,8 @@ def test_the_scores_of_a_pipeline_are_torch_fidelitys(fidelity, weights, tmp_pat
     found = mhla_hf.evaluate({"dit": dit_pipeline()}, tasks, **options)["dit"]
     assert {record.metric: record.stderr is None for record in found} == dict(zip(tasks, (1, 1, 0, 0), strict=True))
     found = {record.metric: record.value for record in found}
-    caches = (
-        next((tmp_path / "samples").glob(f"{place}/*.safetensors")) for place in ("dit/*/features-*", "reference-*")
-    )
-    seen, known = map(load_file, caches)
+    places = ("dit/*/features-*", "reference-*")
+    seen, known = (load_file(next((tmp_path / "samples").glob(f"{place}/*.safetensors"))) for place in places)
     theirs = isc_features_to_metric(seen["logits"], splits=1)
     assert found["IS"] == pytest.approx(theirs["inception_score_mean"], rel=1e-6)
     shares = precision_recall(seen["features"], known["features"])

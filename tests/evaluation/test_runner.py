@@ -15,6 +15,7 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import __file__ as LM_EVAL_TASKS
+from small_models import refused
 from small_scores import HELD_OUT, TRAINING, WINDOW, make_result, save_llama, save_mhla
 from small_types import small_model_of
 
@@ -130,9 +131,8 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
 PAGE = " = Classes = \n\n A class is a statement , and classes have names . \n"
 FOUR = {"text": ["a name", "a block", "an object", "a number"], "label": ["A", "B", "C", "D"]}
 LONG = {"context": HELD_OUT[:150], "question": "What is a block?", "all_classes": [], "language": "en"}
-CHOICE = [
-    {"question_stem": "A class is", "question": "What is a class?", "choices": FOUR, "answerKey": key} for key in "ABCB"
-]
+ASKED = {"question_stem": "A class is", "question": "What is a class?", "choices": FOUR}
+CHOICE = [{**ASKED, "answerKey": key} for key in "ABCB"]
 GOALS = {"goal": "To name a thing,", "sol1": "assign it.", "sol2": "delete the name of it."}
 BLANK = {"sentence": "The name met the class because _ was new.", "option1": "the name", "option2": "the class"}
 ROWS = {
@@ -157,25 +157,14 @@ def write_local(folder, index):
     for name in [name for name in NEEDED if name != "mmlu"] + ["mmlu_anatomy", "mmlu_virology"]:
         rows = ROWS.get(name, [{**LONG, "answers": ["a name", "the block"]}])
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        content = {
-            "include": str(index[name].yaml_path),
-            "task": f"local_{name}",
-            "tag": None,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
-            **dict.fromkeys(("training_split", "validation_split", "fewshot_split")),
-            "test_split": "test",
-        }
+        content = dict.fromkeys(("tag", "dataset_name", "training_split", "validation_split", "fewshot_split"))
+        content |= {"include": str(index[name].yaml_path), "task": f"local_{name}", "dataset_path": "json"}
+        content |= {"dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}, "test_split": "test"}
         if name.startswith("longbench"):  # the small model sees 192 tokens, some tasks want to write 512
             content["generation_kwargs"] = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 4}
         (folder / f"{name}.yaml").write_text(yaml.dump(content))
-    means = [{"metric": "acc", "weight_by_size": True}]
-    group = {
-        "group": "local_mmlu",
-        "task": ["local_mmlu_anatomy", "local_mmlu_virology"],
-        "aggregate_metric_list": means,
-    }
+    group = {"group": "local_mmlu", "task": ["local_mmlu_anatomy", "local_mmlu_virology"]}
+    group["aggregate_metric_list"] = [{"metric": "acc", "weight_by_size": True}]
     (folder / "mmlu.yaml").write_text(yaml.dump(group))
     return folder
 
@@ -206,9 +195,7 @@ def test_the_tasks_of_the_papers_tables_have_lm_evals_numbers(tmp_path, manager)
 @pytest.mark.slow
 def test_questions_of_ruler_are_of_the_length_asked_and_the_same_each_time(tmp_path):
     pytest.importorskip("wonderwords")
-    text = (
-        TRAINING + " ".join([*NOISE, "VAR = Find all variables "]) * 200
-    )  # RULER's example has to fit into 500 tokens
+    text = TRAINING + " ".join([*NOISE, "VAR = Find all variables "]) * 200  # so that RULER's example fits 500 tokens
     make_tokenizer(text, 700, 1024).save_pretrained(tmp_path)
     metadata = {"tokenizer": str(tmp_path), "max_seq_lengths": [512]}
     tasks = {"niah_single_1": 0, "ruler_fwe": 0}
@@ -234,9 +221,8 @@ def judge_speed(folders, **changes):
 
 def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
     compared = judge_speed(folders)
-    assert {record.metric for record in compared["mhla"]} == {
-        f"{metric}_{length}" for metric in ("forward_ms", "decode_ms", "cache_mib") for length in (32, 64)
-    }
+    metrics = {f"{metric}_{length}" for metric in ("forward_ms", "decode_ms", "cache_mib") for length in (32, 64)}
+    assert {record.metric for record in compared["mhla"]} == metrics
     assert compared["mhla"][0].command.startswith("mhla-hf evaluate teacher mhla --recipe speed --set lengths=32,64")
     cache = compared["teacher"].find("speed", "cache_mib_64")
     assert cache.value == 2 * 3 * 64 * 32 * 4 / 2**20 and cache.higher_is_better is False and cache.samples == 1
@@ -249,9 +235,8 @@ def test_models_timed_together_make_the_cards_tables(folders, monkeypatch):
 
 
 def test_no_time_beyond_the_positions_that_a_model_has():
-    with pytest.raises(ValueError) as caught:
+    with refused("lengths: got 120 tokens and 9 more, expected at most the 128 positions of 'gpt'."):
         measure_speed({"gpt": small_model_of("gpt2")}, [32, 120], decode_tokens=9)
-    assert str(caught.value) == "lengths: got 120 tokens and 9 more, expected at most the 128 positions of 'gpt'."
 
 
 def test_times_that_were_not_measured_together_are_not_compared(folders):

@@ -3,7 +3,6 @@
 The stand-in for vbench below has its interface and its way of writing results.
 """
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from tiny_pipelines import wan_pipeline
+from small_vbench import PROMPTS, make_python
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results
@@ -24,47 +23,11 @@ AVERAGES = (
     "0.232549 0.262259 0.171205"
 )
 PRINTED = (0.6755662473836423, 0.6537970319516901, 0.6712124042972519)
-PROMPTS = [
-    {"prompt_en": "a cat walks", "dimension": ["temporal_flickering", "motion_smoothness"]},
-    {"prompt_en": "a dog, running", "dimension": ["scene"], "auxiliary_info": {"scene": {"scene": {"scene": "park"}}}},
-    {"prompt_en": "a red bus", "dimension": ["scene", "color"]},
-    {"prompt_en": "a dog, running", "dimension": ["temporal_flickering"]},
-]
-STAND_IN = """
-import json, os
-
-
-class VBench:
-    def __init__(self, device, full_info_dir, output_path):
-        self.device, self.info, self.out = device, full_info_dir, output_path
-
-    def evaluate(self, videos_path, name, dimension_list, mode):
-        assert mode == "vbench_standard" and str(self.device) == "cpu"
-        files = set(os.listdir(videos_path))
-        assert all(file.endswith(".mp4") for file in files)
-        names = [f"{entry['prompt_en']}-{index}.mp4" for entry in json.load(open(self.info)) for index in range(5)]
-        sizes = {name: os.path.getsize(os.path.join(videos_path, name)) for name in names if name in files}
-        found = [{"video_path": one, "video_results": sizes[one] % 89 / 100} for one in names if one in files]
-        average = sum(one["video_results"] for one in found) / len(found)
-        with open(os.path.join(self.out, f"{name}_eval_results.json"), "w") as file:
-            json.dump({dimension_list[0]: [average, found]}, file)
-"""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """An interpreter that has a vbench: the stand-in."""
-    folder = tmp_path_factory.mktemp("bench")
-    (folder / "vbench").mkdir()
-    (folder / "vbench" / "__init__.py").write_text(STAND_IN)
-    (folder / "vbench-0.1.5.dist-info").mkdir()
-    (folder / "vbench-0.1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
-    (folder / "vbench" / "VBench_full_info.json").write_text(json.dumps(PROMPTS))
-    (folder / "torch.py").write_text("def device(name):\n    return name\n")  # the true one takes seconds to import
-    script = folder / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
+    return make_python(tmp_path_factory.mktemp("bench"))
 
 
 class Camera:
@@ -150,26 +113,3 @@ def test_bad_settings_are_one_sentence(tmp_path, python, settings, says):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         judge(Camera(), tmp_path, python, settings=settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "samples").exists()
-
-
-def test_the_script_of_a_family_judges_what_it_trained_and_writes_the_card(tmp_path, python, monkeypatch):
-    scripts = Path(__file__).parents[2] / "conversion"
-    monkeypatch.chdir(tmp_path)  # samples go to out/
-    monkeypatch.syspath_prepend(scripts)
-    spec = importlib.util.spec_from_file_location("script_that_judges", scripts / "wan.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    wan_pipeline().save_pretrained(tmp_path / "base")
-    (tmp_path / "prompts.txt").write_text("a cat\n")
-    stage = "{name: match, loss: prediction, steps: 1, lr: 1e-3, batch_size: 1, sampling_steps: 1, size: [9, 64, 80]}"
-    settings = "{layers: [1], layout: [1, 2, 2]}"
-    (tmp_path / "short.yaml").write_text(f"task: diffusion\nsettings: {settings}\nstages: [{stage}]\n")
-    sampling = "{height: 64, width: 80, num_frames: 9, num_inference_steps: 1, max_sequence_length: 16}"
-    kind = "kind: video\nabout: one dimension\ntasks: [color]"
-    (tmp_path / "score.yaml").write_text(f"{kind}\nsettings: {{videos: 1, fps: 16, sampling: {sampling}}}\n")
-    words = {"recipe": "short.yaml", "model": "base", "data": "prompts.txt", "out": "mine", "judge": "score.yaml"}
-    arguments = [word for name, path in words.items() for word in (f"--{name}", str(tmp_path / path))]
-    script.main([*arguments, "--set", f"python={python}", "--license", "mit"])
-    card = (tmp_path / "mine" / "README.md").read_text()
-    assert "converted from softmax" in card and "| vbench | color" in card
-    assert [record.metric for record in Results.read(tmp_path / "mine" / "results.json")] == ["color"]

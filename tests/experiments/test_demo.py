@@ -29,17 +29,9 @@ class Journey:
         (place / "teacher.yaml").write_text(TEACHER)
         (place / "student.yaml").write_text(STUDENT)
         (place / "own.txt").write_text(read_text()[0][-120_000:])
-        self.arguments = {
-            "out": str(self.out),
-            "text": str(place / "own.txt"),
-            "teacher_recipe": str(place / "teacher.yaml"),
-            "student_recipe": str(place / "student.yaml"),
-            "items": 16,
-            "lengths": [64],
-            "full": True,
-            "control": True,
-            "progress": False,
-        }
+        files = {"text": "own.txt", "teacher_recipe": "teacher.yaml", "student_recipe": "student.yaml", "out": "out"}
+        self.arguments = {name: str(place / file) for name, file in files.items()}
+        self.arguments |= {"items": 16, "lengths": [64], "full": True, "control": True, "progress": False}
 
     def run(self, **changes):
         """What it prints."""
@@ -189,10 +181,8 @@ def test_spread_is_over_seeds(journey):
     folders = {seed: {name: journey.out / name for name in MODELS} for seed in range(3)}
     folders[1] = {**folders[1], "mhla": journey.out / "linear"}
     results = collect(folders, "heldout", {})
-    mhla, linear = (
-        Results.read(journey.out / name).find("heldout_bits_per_byte", "bits_per_byte").value
-        for name in ("mhla", "linear")
-    )
+    read = [Results.read(journey.out / name) for name in ("mhla", "linear")]
+    mhla, linear = (found.find("heldout_bits_per_byte", "bits_per_byte").value for found in read)
     measure = results["models"]["mhla"]["bits_per_byte"]
     assert math.isclose(measure["mean"], (2 * mhla + linear) / 3)
     assert math.isclose(measure["stderr"], statistics.stdev([mhla, linear, mhla]) / math.sqrt(3))

@@ -11,10 +11,8 @@ from mhla_hf.cli import build_parser
 from mhla_hf.planning import advise
 from mhla_hf.training.recipe import STAGE_TYPES, Options, Recipe
 
-TEXTS = {
-    path: (ROOT / path).read_text(encoding="utf-8")
-    for path in ("README.md", "CONTRIBUTING.md", "conversion/README.md", *PAGES)
-}
+DOCUMENTED = ("README.md", "CONTRIBUTING.md", "conversion/README.md", *PAGES)
+TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in DOCUMENTED}
 LONGEST = 1200  # words of a page that somebody wrote
 
 

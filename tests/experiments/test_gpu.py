@@ -1,6 +1,7 @@
 """What `make gpu` does, in triton's interpreter and on tiny models; and what it says without a GPU."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -28,9 +29,8 @@ def test_kernels_are_rows_and_so_are_failures(monkeypatch):
     """In the interpreter: right, wrong, failed and too late."""
     monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
     rows = gpu.check_kernels("cpu", variants=FEW)
-    assert [(row["kind"], row["dtype"]) for row in rows] == [
-        (kind, dtype) for dtype in ("bfloat16", "float32") for kind in ("sequence", "window", "decoding")
-    ]
+    made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "decoding"))
+    assert [(row["dtype"], row["kind"]) for row in rows] == [*made]
     assert all(row["failed"] is None and 0 < max(row["error"].values()) < gpu.TOLERANCES[row["dtype"]] for row in rows)
     record = {"rows": [], "language": [], **describe_run("make gpu")}
     assert "| sequence | " in render_gpu(record | {"kernels": rows})

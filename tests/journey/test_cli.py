@@ -34,6 +34,7 @@ from mhla_hf.planning import cache_of_saved
 from mhla_hf.speed import cache_bytes
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RECIPE = """
 settings: {layers: all, block_size: 32, num_blocks: 4}
 stages:
@@ -51,11 +52,8 @@ def shelf(tmp_path_factory):
     save_mhla(folder / "mhla")
     (folder / "train.txt").write_text(TRAINING)
     make_tasks(HELD_OUT[:24_000], folder / "tasks", small_tokenizer(), prefix="here", window=WINDOW, items=16, block=32)
-    for name, recipe in (
-        ("recipe", RECIPE % 2),
-        ("long", RECIPE % 4000),
-        ("typo", RECIPE.replace("steps", "stepps") % 2),
-    ):
+    recipes = {"recipe": RECIPE % 2, "long": RECIPE % 4000, "typo": RECIPE.replace("steps", "stepps") % 2}
+    for name, recipe in recipes.items():
         (folder / f"{name}.yaml").write_text(recipe)
     save_llama(folder / "truncated")
     weights = folder / "truncated" / "model.safetensors"
@@ -138,12 +136,11 @@ def inventory(folder):
 
 
 def start(arguments, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mhla_hf.cli", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # a job that a shell put into the background ignores Ctrl-C, and so would its children
     hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=hear, **pipes)
+    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, preexec_fn=hear, **pipes)
 
 
 BAD = {
@@ -163,25 +160,19 @@ BAD = {
     "model a broken link": ("convert link new", "'link' is no folder here"),
     "output not empty": ("convert llama full", "'full' is not empty; give another folder, or overwrite (--overwrite)"),
     "card without a name": ("card mhla", "--name is missing"),
-    "recipe unknown": (
-        "distill llama --recipe lite --out new",
-        "--recipe: 'lite' is not a file; expected a YAML file, or a name: dit_",
-    ),
-    "stage unknown": (
-        "distill llama --recipe recipe.yaml --set b.lr=1 --out new",
-        "--set: got 'b.lr', and the recipe has no 'b'",
-    ),
-    "settings of a converted": (
-        "distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new",
-        "--set: got 'settings.block_size', and 'mhla' is converted already",
-    ),
+    "recipe unknown": ("distill llama --recipe lite --out new",
+        "--recipe: 'lite' is not a file; expected a YAML file, or a name: dit_"),
+    "stage unknown": ("distill llama --recipe recipe.yaml --set b.lr=1 --out new",
+        "--set: got 'b.lr', and the recipe has no 'b'"),
+    "settings of a converted": ("distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new",
+        "--set: got 'settings.block_size', and 'mhla' is converted already"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --data train.txt --out new", "stepps"),
     "no teacher": ("distill mhla --recipe recipe.yaml --data train.txt --out new", "teacher"),
     "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
     "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(BAD))
@@ -359,9 +350,9 @@ CALLS = "import sys; from mhla_hf.cli import main; print([main(line.split()) for
 
 
 def test_without_a_terminal_there_is_plain_text_alone(shelf, tmp_path):
-    plain = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TQDM", "HF_HUB_DISABLE"))}
-    environment = {**kept, **plain, "PYTHONPATH": str(ROOT)}
+    plain = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "TERM": "dumb"}
+    kept = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("TQDM", "HF_HUB_DISABLE"))}
+    environment = {**kept, **plain}
     command = [sys.executable, "-c", CALLS, *PLAIN.format(new=tmp_path).strip().splitlines()]
     done = subprocess.run(command, cwd=shelf, env=environment, capture_output=True, timeout=120)
     assert (done.stdout + done.stderr).isascii()
@@ -373,9 +364,8 @@ def test_without_a_terminal_there_is_plain_text_alone(shelf, tmp_path):
 
 def test_a_reader_may_leave_before_the_end(shelf):
     line = f"{sys.executable} -m mhla_hf.cli %s | head -n 1"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command in ("--help", "recipes --json"):
-        done = subprocess.run(line % command, shell=True, cwd=shelf, env=environment, capture_output=True, text=True)
+        done = subprocess.run(line % command, shell=True, cwd=shelf, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
@@ -384,7 +374,7 @@ def test_words_are_completed(tmp_path):
         said = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
         said["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
         command = [sys.executable, "-m", "mhla_hf.cli"]
-        subprocess.run(command, env={**os.environ, **said, "PYTHONPATH": str(ROOT)}, timeout=60)
+        subprocess.run(command, env=ENVIRONMENT | said, timeout=60)
         return (tmp_path / "words").read_text().split("\n")
 
     assert [word.strip() for word in words("mhla-hf dis")] == ["distill"]

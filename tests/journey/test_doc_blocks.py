@@ -115,11 +115,8 @@ def for_scale():
 
 def for_serving():
     model = mhla_hf.convert(small_llama(), layers="2/3", block_size=16).eval()
-    return {
-        "model": model,
-        "tokenizer": small_tokenizer(),
-        "texts": ["The try statement", "A class", "An assertion is"],
-    }
+    texts = ["The try statement", "A class", "An assertion is"]
+    return {"model": model, "tokenizer": small_tokenizer(), "texts": texts}
 
 
 def for_sharing():
@@ -127,9 +124,7 @@ def for_sharing():
     return {"pipe": PIPELINES["wan"]().to(torch.bfloat16)}
 
 
-STAND_INS = {
-    f"docs/{name.removeprefix('for_')}.md": make for name, make in globals().items() if name.startswith("for_")
-}
+STAND_INS = {name.removeprefix("for_"): make for name, make in globals().items() if name.startswith("for_")}
 
 
 def save_pictures(*folders):
@@ -190,7 +185,7 @@ def check_calls(block):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 @pytest.mark.parametrize("document", [name for name in PYTHON if PYTHON[name] and name != "README.md"])
 def test_python_blocks(document, here, one_process):
-    names = STAND_INS[document]()
+    names = STAND_INS[Path(document).stem]()
     for block in PYTHON[document]:
         try:
             if any(mark in block for mark in TOGETHER):
@@ -200,15 +195,6 @@ def test_python_blocks(document, here, one_process):
         except ModuleNotFoundError as error:
             if error.name != "sentence_transformers":  # of which no other dependency is needed here
                 raise
-
-
-def test_the_readmes_blocks_run_beside_this():
-    """test_readme.py runs those that hold the marks that it names: all of them."""
-    source = Path(__file__).with_name("test_readme.py").read_text(encoding="utf-8")
-    marks = re.findall(r'"([^"]+)" in block', source)
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        marks += [mark.value for mark in call.args] if ast.unparse(call.func) == "run" else []
-    assert [block for block in PYTHON["README.md"] if not any(mark in block for mark in marks)] == []
 
 
 class Parsed(BaseException):

@@ -22,12 +22,14 @@ from mhla_hf.training import start
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 LLAMA = {"num_key_value_heads": 1, "num_hidden_layers": 5, "max_position_embeddings": 256}
+MARKS = ("smollm2-mhla", "mhla_hf.distill(", "checkpoints/demo-hybrid", "WanPipeline")
 BASE, RECIPE = "HuggingFaceTB/SmolLM2-135M", "language_llama_lite"
 
 
 def run(*marks):
     """The blocks that hold these texts, one after the other, as one program after the first line; returns its names."""
     names = {"mhla_hf": mhla_hf}
+    assert all(any(mark in block for mark in MARKS) for block in BLOCKS) and {*marks} <= {*MARKS}, "each block is run"
     for mark in marks:
         exec(compile(next(block for block in BLOCKS if mark in block), "README.md", "exec"), names)
     return names

@@ -55,9 +55,8 @@ def free_port():
 
 def ask(port, model, **more):
     body = json.dumps({"model": model, **ASKED, **more}).encode()
-    request = urllib.request.Request(
-        f"http://localhost:{port}/v1/chat/completions", body, {"Content-Type": "application/json"}
-    )
+    url = f"http://localhost:{port}/v1/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return answer.read().decode()
 
@@ -88,9 +87,8 @@ def test_chat_over_http_is_what_generate_says(folder, tmp_path, way):
     try:
         wait_for(server, port, log)
         assert json.loads(ask(port, model))["choices"][0]["message"]["content"] == wanted
-        chunks = [
-            json.loads(line[6:]) for line in ask(port, model, stream=True).splitlines() if line.startswith("data: {")
-        ]
+        lines = ask(port, model, stream=True).splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == wanted
         assert len(chunks) > 10
     finally:

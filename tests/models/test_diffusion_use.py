@@ -235,17 +235,12 @@ def test_ema_saves_and_loads(tmp_path):
 
 
 CACHES = {
-    "pab": lambda pipe: PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(0, 1000),
-        spatial_attention_block_identifiers=("blocks",),
-        current_timestep_callback=lambda: pipe.current_timestep,
-    ),
+    "pab": lambda pipe: PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000), spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: pipe.current_timestep),
     "first-block": lambda pipe: FirstBlockCacheConfig(threshold=10.0),
-    "mag": lambda pipe: MagCacheConfig(
-        num_inference_steps=4, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 4
-    ),
-}
+    "mag": lambda pipe: MagCacheConfig(num_inference_steps=4, retention_ratio=0.2, threshold=10.0, mag_ratios=[1.0] * 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CACHES)

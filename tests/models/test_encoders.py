@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from elsewhere import check_elsewhere
+from model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from ops_cases import distance
 from small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
 from small_models import refused
@@ -64,12 +65,8 @@ def test_a_converted_encoder_of_this_type(model_type, tmp_path):
     output = model(IDS.where(right, PAD), attention_mask=right.long()).last_hidden_state
     assert distance(output[2:, :20], alone) < 1e-5
 
-    reference = copy.deepcopy(model)
-    for attention in encoder_attentions(reference).values():
-        if hasattr(attention, "mhla"):
-            attention.mhla.settings.impl = "reference"
     real = mask.bool()
-    expected = reference(rows, attention_mask=mask).last_hidden_state[real]
+    expected = by_definition(model)(rows, attention_mask=mask).last_hidden_state[real]
     assert distance(model(rows, attention_mask=mask).last_hidden_state[real], expected) < 1e-5
 
     model.save_pretrained(tmp_path)
@@ -121,19 +118,11 @@ def test_fine_tuning_a_classifier(model_type, tmp_path):
     model = converted_encoder(model_type, "ForSequenceClassification", per_head=True)
     rows, mask = padded()
     given = {"attention_mask": mask, "labels": torch.tensor([0, 1, 1])}
-    loss = model(rows, **given).loss
-    loss.backward()
-    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert all(first[name].abs().sum() > 0 for name, _ in model.named_parameters() if ".mhla." in name)
-    model.zero_grad()
-    again = copy.deepcopy(model).train()
-    for module in again.modules():
+    for module in model.modules():
         module.p = 0.0 if isinstance(module, torch.nn.Dropout) else getattr(module, "p", None)
-    again.activation_checkpointing_enable()
-    again(rows, **given).loss.backward()
-    for name, p in again.named_parameters():
-        if name in first:
-            torch.testing.assert_close(p.grad, first[name], rtol=1e-4, atol=1e-6)
+    first = checkpointing_changes_nothing(model.train(), lambda model: model(rows, **given).loss)
+    assert all(first[name].abs().sum() > 0 for name, _ in model.named_parameters() if ".mhla." in name)
+    loss = model.eval()(rows, **given).loss
     with torch.no_grad():
         for name, p in model.named_parameters():
             p -= 1e-2 * first.get(name, torch.zeros(()))
@@ -162,12 +151,8 @@ def test_what_a_caller_may_give(model_type):
 
 def test_compiles_as_one_graph():
     model, (rows, mask) = converted_encoder("bert", layers=[0, 2]), padded()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        for arguments in ({}, {"attention_mask": mask}):
-            found = compiled(rows, **arguments).last_hidden_state
-            assert distance(found, model(rows, **arguments).last_hidden_state) < 1e-6
+    calls = {}, {"attention_mask": mask}
+    one_graph(model, lambda model, call: model(rows, **call).last_hidden_state, *calls)
 
 
 def test_no_mask_of_all_pairs_where_no_layer_is_softmax(monkeypatch):

@@ -56,14 +56,12 @@ def test_linear_weights_are_quantized_and_maps_mixing_and_norms_are_not(kind, fo
     _, usual = quantized(base, config, tmp_path / "base")
     loaded, lost = quantized(model, config, tmp_path / "whole")
     assert 0 < lost < 2 * usual
-    attention = loaded.model.layers[1].self_attn
+    attention, before = loaded.model.layers[1].self_attn, model.model.layers[1].self_attn.mhla
     assert type(attention.q_proj.weight) is not nn.Parameter
     kept = {name: value for name, value in attention.mhla.named_parameters() if name != "gate.weight"}
     assert {name.split(".")[0] for name in kept} >= {"q_map", "k_map", "mixing"} and len(kept) > 3
     for name, value in kept.items():
-        assert type(value) is nn.Parameter and torch.equal(
-            value, model.model.layers[1].self_attn.mhla.get_parameter(name)
-        )
+        assert type(value) is nn.Parameter and torch.equal(value, before.get_parameter(name))
     assert loaded.generate(tokens(1, 30), max_new_tokens=10).shape == (1, 40)
     if kind == "quanto":
         return

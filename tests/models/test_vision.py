@@ -1,14 +1,23 @@
-"""Image classifiers from scratch: the paper's sizes, any grid, the yardsticks, the published stages."""
-
-import copy
+"""Image classifiers from scratch: the paper's sizes, any grid, the yardsticks, the published stages; and what
+is refused of image models in one sentence that names it, before anything has been changed."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from ops_cases import distance
-from small_towers import images, small_classifier
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
+from small_models import refused
+from small_towers import converted_tower, images, small_classifier, softmax_tower
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    CLIPConfig,
+    CLIPForImageClassification,
+    CLIPModel,
+)
 
+import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
 from mhla_hf.models.vision_layers import MHLAVisionMixer, grid_rotation
 from mhla_hf.nn.grid import rotate_pairs
@@ -31,10 +40,7 @@ def test_padding_of_the_paper():
 @pytest.mark.parametrize("name", ["digits", "stages"])
 def test_any_grid_equals_the_reference(name):
     model = small_classifier(name, **({"pad_to_blocks": False} if name == "digits" else {}))
-    reference = copy.deepcopy(model)
-    for module in reference.modules():
-        if hasattr(module, "mhla"):
-            module.mhla.settings.impl = "reference"
+    reference = by_definition(model)
     for height, width in ((32, 32), (26, 34), (2, 50)):
         pixels = images(2, height, width, model.config.num_channels)
         assert distance(model(pixels).logits, reference(pixels).logits) < 1e-5
@@ -67,30 +73,18 @@ def test_linear_stage_is_the_published_formula():
 
 @pytest.mark.parametrize("name", ["digits", "stages"])
 def test_standard_outputs_and_gradients(name):
-    model = small_classifier(name).train()
+    model = small_classifier(name)
     pixels, labels = images(channels=model.config.num_channels), torch.tensor([1, 4])
-    torch.manual_seed(0)
     plain = model(pixels, labels=labels, output_hidden_states=True)
     assert plain.loss.item() == pytest.approx(F.cross_entropy(plain.logits, labels).item())
     assert len(plain.hidden_states) == model.config.num_hidden_layers + 1
-    plain.loss.backward()
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert not missing
-    kept = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    model.activation_checkpointing_enable()
-    torch.manual_seed(0)
-    model(pixels, labels=labels).loss.backward()
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, kept[n], rtol=1e-4, atol=1e-6)
+    grads = checkpointing_changes_nothing(model.train(), lambda model: model(pixels, labels=labels).loss)
+    assert grads.keys() >= {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_compiles_as_one_graph():
-    model, pixels = small_classifier(num_hidden_layers=1), images(2, channels=1)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(pixels).logits, model(pixels).logits)
+    model = small_classifier(num_hidden_layers=1)
+    one_graph(model, lambda model, pixels: model(pixels).logits, images(2, channels=1), bound=0)
 
 
 def test_auto_classes_and_image_processor(tmp_path):
@@ -108,3 +102,67 @@ def test_auto_classes_and_image_processor(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{}")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "preprocessor_config.json").read_text() == "{}"
+
+
+STAGE = {"hidden_size": 16, "depth": 1, "num_heads": 2}
+CONFIGS = [
+    ({"hidden_size": 30, "positions": "rope"}, "num_attention_heads: got 3, expected a divisor"),
+    ({"stem": "conv"}, "patch_size: got 2, expected 4"),
+    ({"stages": [{"hidden_size": 16}]}, "stages: got {'hidden_size': 16}, expected the keys"),
+    ({"stages": [STAGE | {"layout": [4, 0]}]}, "with blocks per row and column"),
+    ({"mhla": {"layout": None}}, "layout: got None, expected blocks per row and column"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), CONFIGS)
+def test_config(values, words):
+    with pytest.raises(Exception) as error:
+        MHLAVisionConfig.preset("digits", **values)
+    assert words in str(error.value), error.value
+
+
+CALLS = [
+    (lambda: small_classifier(pad_to_blocks=False)(images(1, 33, 32, 1)), "33 x 32 pixels, expected multiples"),
+    (lambda: small_classifier()(images(2)[0]), "pixel_values: got shape (3, 32, 32), expected [B, 1, height, width]"),
+    (lambda: small_classifier()(images(1, 48, 32, 1), interpolate_pos_encoding=False), "interpolate_pos_encoding=True"),
+    (lambda: converted_tower("CLIPVisionModel")(images(2)[0]), "pixel_values: got 3 axes"),
+    (lambda: converted_tower("ViTModel")(images(), attention_mask=torch.zeros(2, 65)), "attention_mask: got a tensor"),
+    (lambda: converted_tower("ViTModel").layers[0](torch.zeros(1, 65, 32)), "mhla_grid: got None"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS)
+def test_calls(call, words):
+    with refused(words):
+        call()
+
+
+def small_clip(whole=CLIPModel):
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return whole(CLIPConfig(text_config={**small, "vocab_size": 20}, vision_config={**small, "image_size": 32})).eval()
+
+
+@pytest.mark.parametrize("whole", [CLIPModel, CLIPForImageClassification])
+def test_a_tower_inside_a_larger_model_is_saved_by_itself(whole, tmp_path):
+    model, fresh = small_clip(whole), small_clip(whole)
+    mhla_hf.convert(model.vision_model).save_pretrained(tmp_path / "tower")
+    fresh.vision_model = mhla_hf.MHLACLIPVisionModel.from_pretrained(tmp_path / "tower")
+    assert torch.equal(*(own.vision_model(images()).pooler_output for own in (model, fresh)))
+
+
+CONVERT = [
+    (small_clip, {}, "'clip'"),
+    (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
+    (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
+    (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
+    (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
+def test_convert(make, arguments, word):
+    model = make()
+    before = type(model), set(model.state_dict())
+    with refused(word, kind=(TypeError, ValueError)):
+        mhla_hf.convert(model, **arguments)
+    assert before == (type(model), set(model.state_dict()))

@@ -48,9 +48,8 @@ def test_core_is_the_paper(settings):
             p += 0.3 * torch.randn_like(p)
     q, k, v, hidden = (torch.randn(2, 18, *shape).double() for shape in ((4, 6), (2, 6), (2, 5), (7,)))
     # feature maps and mixing are computed in fp32 whatever comes in
-    torch.testing.assert_close(
-        core(q, k, v, hidden_states=hidden), by_hand(core, q, k, v, hidden), rtol=2e-6, atol=2e-6
-    )
+    o = core(q, k, v, hidden_states=hidden)
+    torch.testing.assert_close(o, by_hand(core, q, k, v, hidden), rtol=2e-6, atol=2e-6)
 
 
 def test_hedgehog_starts_as_two_softmaxes_of_x():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
+from small_models import refused
 
 from mhla_hf import Blocks, MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap, grid_distances
@@ -120,20 +121,9 @@ def test_half_precision_sums_do_not_overflow():
     assert out.dtype == torch.float16 and torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: MHLASettings(layout=[1, 2, 3, 4]), "layout: got"),
-        (lambda: MHLASettings(layout=[2, 0]), "layout: got [2, 0]"),
-        (lambda: MHLASettings(cpe=2), "cpe: got 2, expected 0 or an odd"),
-        (lambda: MHLASettings(layout=[2], mixing_form="decay"), "mixing_form: got"),
-        (lambda: make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2)), "for 5 tokens"),
-    ],
-)
-def test_bad_input_is_one_sentence(make, words):
-    with pytest.raises(ValueError) as error:
-        make()
-    assert words in str(error.value) and str(error.value).count(". ") == 0
+def test_a_grid_of_other_tokens_is_refused():
+    with refused("for 5 tokens"):
+        make_core(MHLASettings(layout=[2, 2]))(*torch.randn(3, 1, 5, 2, 5), grid=(2, 2))
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -7,6 +7,10 @@ from mhla_hf import MHLASettings
 
 SETTINGS = [
     ({"block_size": 0}, "block_size"),
+    ({"layout": [1, 2, 3, 4]}, "layout: got"),
+    ({"layout": [2, 0]}, "layout: got [2, 0]"),
+    ({"layout": [2], "mixing_form": "decay"}, "mixing_form: got"),
+    ({"cpe": 2}, "cpe: got 2, expected 0 or an odd"),
     ({"feature_map": "softmax"}, "feature_map"),
     ({"normalize": "yes"}, "normalize"),
     ({"impl": "cuda"}, "impl"),

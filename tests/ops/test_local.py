@@ -22,9 +22,8 @@ def problem(name, tokens=83, batch=2, heads=4, groups=2, seed=0, dtype=torch.flo
     torch.manual_seed(seed)
     form = FORMS[name]
     q, k, v = (torch.randn(batch, tokens, n, w, dtype=dtype) for n, w in ((heads, 6), (groups, 6), (groups, 3)))
-    decays = Decays(
-        torch.rand(heads, 3, dtype=dtype), torch.tensor([[0.0, -0.1, -2.0], [0.0, -0.5, -0.01]], dtype=dtype)
-    )
+    rates = torch.tensor([[0.0, -0.1, -2.0], [0.0, -0.5, -0.01]], dtype=dtype)
+    decays = Decays(torch.rand(heads, 3, dtype=dtype), rates)
     balance = None if name.startswith("decays") else torch.randn(heads, dtype=dtype)
     mapped = [torch.nn.functional.elu(x) + 1 for x in (q, k)]
     tensors = [*mapped, v, *mapped] if balance is None else [q, k, v, *mapped]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from small_models import scratch_model, shaken
 from small_repos import forge, looking_llama, save_carded, save_model, spoil
 from small_scores import save_llama, small_llama
@@ -117,26 +116,13 @@ def change(file, old, new):
     return carry_out
 
 
-def lose_a_weight(folder):
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def silence_layer(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.2.self_attn.mhla.mixing.balance"].fill_(-1e4)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-NAN = float("nan")
 LOGITS = ["cache", "causality", "batches", "left padding", "packing", "long text", "drift", "recall"]
-BALANCE = "model.layers.0.self_attn.mhla.mixing.balance"
+BALANCE, FAR = (f"model.layers.{layer}.self_attn.mhla.mixing.balance" for layer in (0, 2))
 NUMBER = ('"value": 0.5', '"value": 0.75')
 DAMAGED = {  # what is done -> the findings, and the words of the first
     "a weight is NaN": (spoil(NAN), ["weights", *LOGITS, "scores"], "'model.norm.weight' holds NaN"),
     "a mixing weight is NaN": (spoil(NAN, BALANCE), ["weights", "loads", "scores"], f"'{BALANCE}' holds NaN"),
-    "a weight is missing": (lose_a_weight, ["loads", "scores"], "lacks 1 of its weights, such as 'model.norm.weight'"),
+    "a weight is missing": (spoil(None), ["loads", "scores"], "lacks 1 of its weights, such as 'model.norm.weight'"),
     "other weights than were judged": (spoil(3.0), ["scores"], "was scored with other weights"),
     "the source was changed": (
         change("modeling_mhla.py", "import copy", "import copy  # mine"), ["source", "loads elsewhere", "scores"],
@@ -144,7 +130,7 @@ DAMAGED = {  # what is done -> the findings, and the words of the first
     "the source is missing": (
         lambda folder: (folder / "modeling_mhla.py").unlink(), ["source", "loads elsewhere", "scores"],
         "there is no modeling_mhla.py"),
-    "nothing comes from afar": (silence_layer, ["far part", "scores"], "beyond the window layer 2 has 0.0 of its weights"),
+    "nothing comes from afar": (spoil(-1e4, FAR), ["far part", "scores"], "the window layer 2 has 0.0 of its weights"),
     "a number on the card": (change("README.md", "value: 0.5", "value: 0.75"), ["card", "claims"], "README.md is not what"),
     "a number in the records": (change("results.json", *NUMBER), ["card", "claims"], "README.md is not what the files"),
 }  # fmt: skip

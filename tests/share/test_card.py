@@ -18,7 +18,7 @@ import mhla_hf
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
 from mhla_hf.cli import main
 from mhla_hf.evaluation.records import Results
-from mhla_hf.share.card import check_card, render_shelf, rounded, shelf_facts, shelve, write_card
+from mhla_hf.share.card import check_card, render_shelf, shelve, write_card
 
 SHELF = Path(__file__).parents[2] / "model_cards"
 CARDS = ("demo", "digits_dit", "digits_vit")
@@ -294,20 +294,5 @@ def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatc
     assert "compare is 'teacher'; expected LABEL=DIR" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", CARDS)
-def test_the_cards_of_this_repository_name_their_family_and_how_each_score_was_made(name):
+def test_the_cards_of_this_repository_are_what_their_files_say():
     assert sorted(path.stem for path in render_shelf(SHELF, check=True)) == sorted(CARDS)
-    facts, card = shelf_facts(SHELF, name), ModelCard.load(SHELF / f"{name}.md")
-    shown = {(score.dataset_type, score.metric_type): score.metric_value for score in card.data.eval_results}
-    assert shown.items() <= {(record.task, record.metric): rounded(record.value) for record in facts.records}.items()
-    for record in [record for records in facts.models.values() for record in records]:
-        command = record.command.replace(record.task, "TASK").partition(" --")[2]
-        about = (
-            record.hardware,
-            f"seed {record.seed}",
-            command,
-            record.versions["torch"],
-            record.commit[:12],
-            record.task,
-        )
-        assert [said for said in (*about, f"{record.value:.3f}") if said not in card.content] == [], record.task

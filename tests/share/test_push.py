@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
-from small_repos import CARD, save_carded
+from small_repos import CARD, save_carded, small_scratch
 from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
@@ -159,11 +159,7 @@ def test_arguments_are_refused_before_anything_is_sent(hub, shelf, unvisited, ca
 
 
 def test_a_model_in_memory(hub, unvisited):
-    model = mhla_hf.MHLAForCausalLM(
-        mhla_hf.MHLAConfig.preset(
-            "tiny", vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-        )
-    )
+    model = small_scratch()
     made = push(model, "tester/scratch", tokenizer=small_tokenizer(), license="apache-2.0", progress=False)
     files = hub.repos["tester/scratch"].files(made.revision)
     assert {"modeling_mhla.py", "model.safetensors", "tokenizer.json", "config.json"} <= set(files)
@@ -205,9 +201,7 @@ def test_all_or_nothing_under_random_faults(hub, shelf, seed):
 
 
 def test_a_reward_model_is_shared_as_what_it_is(hub):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = mhla_hf.MHLAConfig.preset("tiny", num_attention_heads=2, num_labels=1, **sizes)
-    model = mhla_hf.MHLAForSequenceClassification(config)
+    model = small_scratch(mhla_hf.MHLAForSequenceClassification, num_labels=1)
     made = push(model, "tester/reward", license="apache-2.0", progress=False)
     card = hub.repos["tester/reward"].files(made.revision)["README.md"].decode()
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card

@@ -31,14 +31,8 @@ class Lab:
 
     def student(self, teacher=None, **settings):
         torch.manual_seed(1)
-        values = {
-            "layers": "all",
-            "block_size": 16,
-            "num_blocks": 4,
-            "mixing_form": "softmax",
-            "local": None,
-        } | settings
-        return mhla_hf.convert(copy.deepcopy(teacher or self.teacher()), **values)
+        form = {"layers": "all", "block_size": 16, "num_blocks": 4, "mixing_form": "softmax", "local": None}
+        return mhla_hf.convert(copy.deepcopy(teacher or self.teacher()), **{**form, **settings})
 
     def dropped(self):
         """A student whose softmax layer drops out, so that random states count."""

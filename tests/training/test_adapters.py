@@ -127,18 +127,19 @@ def test_bad_input(tmp_path):
     with refused("'nobody/nothing': is no folder here"):
         mhla_hf.load_adapter(softmax_model(), "nobody/nothing")
     mhla_hf.save_adapter(trained_adapter(), tmp_path / "adapter")
+    with refused("model: got NoneType, expected a language model", kind=TypeError):
+        mhla_hf.load_adapter(None, tmp_path / "adapter")
+    sizes = "model: has the sizes {'num_hidden_layers': 5}, expected {'num_hidden_layers': 3}, "
     for model, said in (
-        (softmax_model("qwen3"), "model: got a qwen3, expected a llama"),
-        (
-            softmax_model(num_hidden_layers=5),
-            "model: has the sizes {'num_hidden_layers': 5}, expected {'num_hidden_layers': 3}, ",
-        ),
-        (mhla_hf.convert(softmax_model(), layers=[1]), "converted with other settings"),
+        (softmax_model("qwen3"), "model: got a qwen3, expected a llama, the base of "),
+        (softmax_model(num_hidden_layers=5), sizes),
+        (mhla_hf.convert(softmax_model(), layers=[1]), "model: was converted with other settings than "),
         (scratch_model(), "model: got a mhla, expected a llama"),
     ):
+        before = model.config.to_dict()
         with refused(said):
             mhla_hf.load_adapter(model, tmp_path / "adapter")
-        assert "sizes" not in said or getattr(model.config, "mhla", None) is None, "the model is unchanged"
+        assert model.config.to_dict() == before and model(tokens(1, 9)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("file", ["mhla.json", "adapter_config.json", "adapter_model.safetensors"])

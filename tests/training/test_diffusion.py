@@ -166,9 +166,8 @@ def test_parts_processes_and_gradient_checkpointing_change_nothing(lab, tmp_path
     one, *others = (lab.history(tmp_path / name) for name in ("one", "parts", "two"))
     for other in others:
         assert [entry["loss"] for entry in one] == pytest.approx([entry["loss"] for entry in other], rel=1e-5)
-    one, *others = (
-        load_file(next((tmp_path / name / "transformer").glob("*.safetensors"))) for name in ("one", "parts", "two")
-    )
+    files = (next((tmp_path / name / "transformer").glob("*.safetensors")) for name in ("one", "parts", "two"))
+    one, *others = map(load_file, files)
     for other in others:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
@@ -200,23 +199,16 @@ BAD = {
     "no prompts": ({"data": None}, "data: got None, and the model knows texts, expected latents or prompts"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "has no 'latents'; it has pixels"),
     "weight on data": (stage(data_weight=0.5), "stage 'v' has a loss on data"),
-    "no pipeline": (
-        {"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
-        "neither student nor teacher is a pipeline",
-    ),
+    "no pipeline": ({"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
+        "neither student nor teacher is a pipeline"),
     "another family": ({"teacher": PIPELINES["sana"]}, "teacher: student and teacher are a Sana.* and a Wan"),
-    "converted teacher": (
-        {**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
-        "is an MHLA layer itself",
-    ),
+    "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
+        "is an MHLA layer itself"),
     "image to video": ({"student": lambda: tiny_transformer("wan-i2v")}, "student: is an image-to-video model"),
     "two transformers": ({"teacher": two_transformers}, "the pipeline has two transformers, each for its own times"),
     "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "has no text encoder"),
-    "language recipe": (
-        {"stages": None, "recipe": "r.yaml"},
-        "it is for language, and the student is a model for diff",
-    ),
-}
+    "language recipe": ({"stages": None, "recipe": "r.yaml"}, "it is for language, and the student is a model for diff"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -16,9 +16,8 @@ from mhla_hf.training.pictures import PictureReader, open_pictures, random_box, 
 from mhla_hf.training.recipe import ImageStage
 
 SIDE = 16
-GRAY = ViTImageProcessorPil(
-    size={"height": SIDE, "width": SIDE}, image_mean=[0.5], image_std=[0.5], do_convert_rgb=None
-)
+HALF = {"image_mean": [0.5], "image_std": [0.5], "do_convert_rgb": None}
+GRAY = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}, **HALF)
 COLOR = ViTImageProcessorPil(size={"height": 32, "width": 32})
 AUGMENTED = {"crop": 0.3, "flip": 0.5, "shift": 2, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
 
@@ -128,10 +127,8 @@ def test_labels_are_learned_and_judged_on_the_way(tmp_path):
 def test_a_converted_tower_learns_its_original_without_labels(tmp_path, tower, losses):
     teacher = softmax_tower(tower)
     student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", layout=[2, 2])
-    stages = [
-        stage(name=loss, loss=loss, lr=5e-3, batch_size=8, trainable="mhla" if loss == "transfer" else "all")
-        for loss in losses
-    ]
+    moved = {"transfer": "mhla", "logits": "all", "features": "all"}
+    stages = [stage(name=loss, loss=loss, lr=5e-3, batch_size=8, trainable=moved[loss]) for loss in losses]
     train(tmp_path / "out", student, teacher, stages=stages, data=squares(channels=3), processor=COLOR)
     record = json.loads((tmp_path / "out" / "train.json").read_text())
     assert record["task"] == "images"
@@ -155,17 +152,12 @@ IMAGES, LABELS = squares(8)
 BAD = {
     "float images": ({"data": (IMAGES.float(), LABELS)}, "float32"),
     "labels beyond": ({"data": (IMAGES, LABELS + 1)}, "labels 1 to 4; expected 0 to 3"),
-    "no processor": (
-        {"model": "ViTForImageClassification"},
-        "processor: None was given for ViTForImage",
-    ),
+    "no processor": ({"model": "ViTForImageClassification"}, "processor: None was given for ViTForImage"),
     "no classes": ({"model": "CLIPVisionModel", "processor": COLOR}, "student: CLIPVisionModel gives no classes"),
-    "other classes": (
-        {"teacher": classifier(num_labels=3), "stages": [stage(loss="logits")]},
-        "teacher: its num_labels is 3, and the student's is 4",
-    ),
+    "other classes": ({"teacher": classifier(num_labels=3), "stages": [stage(loss="logits")]},
+        "teacher: its num_labels is 3, and the student's is 4"),
     "channels": ({"processor": COLOR}, "processor: does not give images of one height and width and 1 channels"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

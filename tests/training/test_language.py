@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimum.quanto import freeze, qint8, quantize
+from small_models import softmax_model
 from small_types import small_model_of
 from torch import nn
-from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
+from transformers import GenerationConfig
 
 import mhla_hf
 from mhla_hf.training import language
@@ -39,19 +40,12 @@ def shared(lab):
 TWO = [*LM, Stage("b", "lm", 1, 1e-3, seq_len=64)]
 CASES = {
     "no stages": ({"stages": None}, "stages: expected either stages or recipe"),
-    "no data": ({"data": None}, "data: None was given"),
+    "no data": ({"data": None}, "data: None w"),
     "no name": ({"data": " "}, "data: got ' '; expected a file"),
-    "short for the second stage": (
-        lambda lab: {"data": lab.tokens(60), "stages": TWO},
-        "60 tokens, which is shorter than one sequence .seq_len 64.",
-    ),
-    "positions": (
-        lambda lab: {
-            "student": mhla_hf.convert(small_model_of("gpt2")),
-            "stages": [Stage("a", "lm", 1, 1e-3, seq_len=129)],
-        },
-        "seq_len is 129; expected at most the 128 positions of the student",
-    ),
+    "short for the second stage": (lambda lab: {"data": lab.tokens(60), "stages": TWO},
+        "60 tokens, which is shorter than one sequence .seq_len 64."),
+    "positions": (lambda lab: {"student": mhla_hf.convert(small_model_of("gpt2")), "stages": [Stage("a", "lm", 1, 1e-3,
+        seq_len=129)]}, "seq_len is 129; expected at most the 128 positions of the student"),
     "vocabulary": ({"data": torch.arange(90)}, "gives tokens 0 to 89; the model knows 0 to 63"),
     "precision": ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; expected one of .'no', 'bf16'"),
     "tracker": ({"tracker": "wandb"}, "tracker: got 'wandb'; expected one that is installed"),
@@ -60,26 +54,21 @@ CASES = {
     "no model": ({"stages": LOGITS, "teacher": GenerationConfig()}, "teacher: got GenerationConfig; expected a causal"),
     "quantized": (quantized, "student: 'model.*weight' is a WeightQBytesTensor of torch.float32; expected float"),
     "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)}, "'all'. is frozen"),
-    "unconverted": (
-        lambda lab: {"student": lab.teacher(), "stages": TRANSFER},
-        "student: has no MHLA layer, which stage 'transfer' trains",
-    ),
+    "unconverted": (lambda lab: {"student": lab.teacher(), "stages": TRANSFER},
+        "student: has no MHLA layer, which stage 'transfer' trains"),
     "no teacher": ({"stages": LOGITS}, "teacher: None was given, and stage 'logits'"),
-    "teacher's vocabulary": (
-        lambda lab: {"stages": LOGITS, "teacher": lab.teacher(vocab_size=72)},
-        "teacher: its vocab_size is 72, and the student's is 64",
-    ),
+    "teacher's vocabulary": (lambda lab: {"stages": LOGITS, "teacher": lab.teacher(vocab_size=72)},
+        "teacher: its vocab_size is 72, and the student's is 64"),
     "shared weights": (shared, "teacher: shares 'model.embed_tokens.weight' with the student"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused_and_nothing_written(lab, tmp_path, monkeypatch, case):
     values, words = CASES[case]
     monkeypatch.chdir(tmp_path)
-    values = {"teacher": None, "stages": LM, "data": lab.tokens(), "progress": False} | (
-        values(lab) if callable(values) else values
-    )
+    values = values(lab) if callable(values) else values
+    values = {"teacher": None, "stages": LM, "data": lab.tokens(), "progress": False, **values}
     student = values.pop("student", None) or lab.student()
     with pytest.raises((ValueError, TypeError), match=words) as caught:
         distill(student, values.pop("teacher"), out=tmp_path / "out", **values)
@@ -130,10 +119,7 @@ def test_likeliest_tokens_with_all_others_as_one():
 
 
 def mixtral():
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
-    return MixtralForCausalLM(config).eval()
+    return softmax_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
 
 
 @pytest.mark.parametrize("make", [None, mixtral])

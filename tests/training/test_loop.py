@@ -129,9 +129,8 @@ def test_record(lab, tmp_path, capsys):
     out, data = tmp_path / "out", lab.rows(tmp_path / "book.jsonl")
     lab.teacher().save_pretrained(tmp_path / "original")
     teacher = type(lab.teacher()).from_pretrained(tmp_path / "original")
-    lab.distill(
-        out, teacher, data=data, seed=3, command="mhla-hf ...", tracker="tensorboard", log_every=4, progress=True
-    )
+    options = {"command": "mhla-hf ...", "tracker": "tensorboard", "log_every": 4, "progress": True}
+    lab.distill(out, teacher, data=data, seed=3, **options)
     shown = capsys.readouterr().err
     assert "logits (2/2): step 10 of 10, loss " in shown and "out is finished: 20 steps in" in shown
     record = lab.record(out)
@@ -162,9 +161,8 @@ def test_history_is_the_mean_since_the_last_entry(lab, tmp_path, capsys):
 @pytest.mark.parametrize(("first", "later"), [("log_every", "save_every"), ("save_every", "log_every")])
 def test_numbers_that_are_not_finite(lab, tmp_path, first, later):
     stages = lab.lm(20, lr=1e30, max_grad_norm=1.0 if first == "save_every" else 0.0)
-    with pytest.raises(
-        ValueError, match=r"lr: with 1e\+30 stage 'lm' left the finite numbers .* expected a smaller lr"
-    ):
+    said = r"lr: with 1e\+30 stage 'lm' left the finite numbers .* expected a smaller lr"
+    with pytest.raises(ValueError, match=said):
         lab.train(tmp_path / "out", stages=stages, **{first: 5, later: 20})
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.state/step-*"))
 

@@ -17,10 +17,7 @@ from mhla_hf.training.recipe import ImageStage
 
 BOTH = ViTImageProcessorPil(size={"height": 32, "width": 32})
 CROP = {"height": 32, "width": 32}
-PROCESSORS = [
-    BOTH,
-    CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 32, "width": 40}),
-]
+PROCESSORS = [BOTH, CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 32, "width": 40})]
 
 
 def stage(**changes):
@@ -34,9 +31,8 @@ def photos(root, classes, split="."):
         place = root / split / name
         place.mkdir(parents=True)
         for number in range(count):
-            Image.fromarray(random.integers(0, 256, (40 + 3 * number, 48, 3), dtype=numpy.uint8)).save(
-                place / f"{number}.png"
-            )
+            pixels = random.integers(0, 256, (40 + 3 * number, 48, 3), dtype=numpy.uint8)
+            Image.fromarray(pixels).save(place / f"{number}.png")
     return root
 
 

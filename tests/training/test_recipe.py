@@ -53,13 +53,8 @@ def test_bad_recipe(tmp_path):
 
 
 def test_a_recipe_by_name_with_some_values_changed():
-    changes = {
-        "*.batch_size": 16,
-        "distill.lr": 5e-5,
-        "settings.block_size": 64,
-        "run.save_every": 7,
-        "data": "notes.txt",
-    }
+    changes = {"*.batch_size": 16, "distill.lr": 5e-5, "settings.block_size": 64, "run.save_every": 7}
+    changes["data"] = "notes.txt"
     plain, recipe = read_recipe("language_llama_lite"), read_recipe("language_llama_lite", changes)
     assert [stage.batch_size for stage in recipe.stages] == [16, 16] and recipe.data == "notes.txt"
     assert [stage.lr for stage in recipe.stages] == [plain.stages[0].lr, 5e-5]
@@ -70,16 +65,14 @@ def test_a_recipe_by_name_with_some_values_changed():
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (
-            "distil.lr",
-            r"set: got 'distil.lr', and the recipe has no 'distil'; expected one of transfer.\*, distill.\*, set",
-        ),
+        ("distil.lr",
+            r"set: got 'distil.lr', and the recipe has no 'distil'; expected one of transfer.\*, distill.\*, set"),
         ("distill.rate", "stage 'distill': unknown 'rate'; expected name, loss"),
         ("run.speed", "run: unknown 'speed'"),
         ("colour", "unknown 'colour'; expected stages, task"),
         ("distill.lr", "stage 'distill': lr is 'x'; expected"),
     ],
-)
+)  # fmt: skip
 def test_bad_changes(place, words):
     with pytest.raises(ValueError, match=words):
         read_recipe("language_llama_lite", {place: "x"})

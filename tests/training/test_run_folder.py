@@ -138,9 +138,8 @@ def test_disk_full_on_the_way(lab, stopped):
     before, out = resource.getrlimit(resource.RLIMIT_FSIZE), stopped.with_name("out")
     resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, before[1]))
     try:
-        with pytest.raises(
-            OSError, match=r"out: a state of '.*out' cannot be written \(.*\); the states before"
-        ) as caught:
+        said = r"out: a state of '.*out' cannot be written \(.*\); the states before"
+        with pytest.raises(OSError, match=said) as caught:
             go_on(lab, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

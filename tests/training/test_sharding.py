@@ -37,9 +37,8 @@ def line(out, recipe="recipe.yaml"):
 
 
 def newest(place, out):
-    return max(
-        (int(path.name[5:]) for path in place.glob(f"{out}.state/step-*[0-9]") if ".tmp" not in path.name), default=0
-    )
+    names = [path.name for path in place.glob(f"{out}.state/step-*[0-9]")]
+    return max((int(name[5:]) for name in names if ".tmp" not in name), default=0)
 
 
 def test_two_sharded_processes_equal_one(place):

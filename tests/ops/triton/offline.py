@@ -1,4 +1,4 @@
-"""The kernels compiled by triton's own compiler for GPUs that are not there; for test_compiled.py, in a process of its own.
+"""The kernels compiled by triton's own compiler for GPUs that are not there; for test_tuning.py, in a process of its own.
 
 Every launch of a call is compiled as the launcher would (its types, divisibilities and constants), with the first
 configuration, and nothing is launched. Run: TRITON_INTERPRET=0 python tests/ops/triton/offline.py causal-64:90 wan:gfx942
@@ -119,10 +119,11 @@ def spilled(compiled, chip):
 
 
 def main(*pairs):
-    """Compile shapes for chips, each "shape:chip"; a line for each kernel, and an error for one that does not fit."""
-    found = []
+    """Compile shapes for chips, each "shape:chip" or "all:chip"; a line for each kernel; an error if one does not fit."""
+    found, pairs = [], [pair.split(":") for pair in pairs]
+    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *WINDOWS] if name == "all" else [name])]
     compile_only(found)
-    for shape, chip in (pair.split(":") for pair in pairs):
+    for shape, chip in pairs:
         driver.active.device = list(CHIPS).index(chip)
         torch.version.hip = "6" if chip.startswith("gfx") else None
         found.clear()

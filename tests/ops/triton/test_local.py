@@ -6,7 +6,8 @@ import logging
 
 import pytest
 import torch
-from ops_cases import distance
+from ops_cases import DEVICE, KERNELS, distance
+from small_models import refused
 from torch._dynamo.utils import counters
 
 from mhla_hf.nn.local import DecayMHLA
@@ -20,7 +21,6 @@ from mhla_hf.ops.torch_local import LocalForm
 from mhla_hf.ops.triton import check, local
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
 F32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {F32: 1e-5, BF16: 1.5e-2}
 WINDOW = LocalForm(block_size=16, lag=2, sinks=3, scale=0.4, impl="triton")
@@ -38,10 +38,7 @@ PADDINGS = {
     "packed": {"cu_seqlens": torch.tensor([0, 3, 40, 41, 83], device=DEVICE)},
 }
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = KERNELS
 
 
 def map_features(x):
@@ -63,7 +60,7 @@ def attend(form, q, k, v, fq, fk, weight, log_rate, balance=None, **padding):
     return o * padding["key_mask"][..., None, None] if "key_mask" in padding else o
 
 
-def exact(form, inputs, **padding):
+def exact(form, *inputs, **padding):
     q, k, v, fq, fk, weight, log_rate, *balance = (x.double() for x in inputs)
     mixing = Decays(weight, log_rate).matrix(-(-q.shape[1] // form.block_size))
     o = local_reference(q, k, v, fq, fk, mixing, *(balance or [None]), form, **padding)
@@ -87,7 +84,7 @@ def test_every_form(name, padding, dtype):
     tokens = 210 if name == "long blocks" and padding == "none" else 83
     groups = 2 if padding in ("none", "packed") else 1
     inputs = problem(form, tokens, 1 if padding == "packed" else 2, groups, dtype)
-    want = exact(form, inputs, **PADDINGS[padding])
+    want = exact(form, *inputs, **PADDINGS[padding])
     got = attend(form, *inputs, **PADDINGS[padding])
     assert got.dtype == F32 and distance(got, want) <= TOLERANCE[dtype]
     rounded = attend(dataclasses.replace(form, unrounded=False), *inputs, **PADDINGS[padding])
@@ -104,11 +101,7 @@ def test_gradients(name, padding, dtype):
     direction = torch.randn(*inputs[0].shape[:3], 18, device=DEVICE)
     for function, kind in ((attend, torch.Tensor.clone), (exact, torch.Tensor.double)):
         given = [kind(x).requires_grad_() for x in inputs]
-        o = (
-            function(form, *given, **PADDINGS[padding])
-            if function is attend
-            else exact(form, given, **PADDINGS[padding])
-        )
+        o = function(form, *given, **PADDINGS[padding])
         first = torch.autograd.grad(o, given, direction.to(o.dtype), create_graph=True)
         results.append([*first, *torch.autograd.grad(first[0].float().square().sum(), given[1:3])])
     for place, (got, want) in enumerate(zip(*results, strict=True)):
@@ -121,16 +114,14 @@ def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     """Left padding in the first piece, segments of two blocks, and a step of one token, which stays PyTorch."""
     monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 24)
     inputs, starts = problem(WINDOW), torch.tensor([0, 5], device=DEVICE)
-    want = exact(WINDOW, inputs, starts=starts)
+    want = exact(WINDOW, *inputs, starts=starts)
     assert distance(attend(WINDOW, *inputs, starts=starts), want) <= TOLERANCE[F32]
     q, k, v, fq, _, weight, log_rate, balance = inputs
     state, begin, outputs = LocalState.empty(k, v, 3, 6, WINDOW), 0, []
     for end in cuts:
-        piece, first = (
-            [x[:, begin:end] for x in (q, k, v, fq)],
-            {"fresh": begin == 0, "starts": starts if begin == 0 else None},
-        )
-        outputs.append(continue_local(*piece, map_features, Decays(weight, log_rate), balance, WINDOW, state, **first))
+        rest = (map_features, Decays(weight, log_rate), balance, WINDOW, state)
+        first = {"fresh": begin == 0, "starts": None if begin else starts}
+        outputs.append(continue_local(*(x[:, begin:end] for x in (q, k, v, fq)), *rest, **first))
         begin = end
     assert distance(torch.cat(outputs, 1), want) <= TOLERANCE[F32]
 
@@ -173,11 +164,8 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
     right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
     wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
-    for kernel, said in (
-        (right, "agreed with fp64"),
-        (wrong, "gave o off by 1.0e-02"),
-        (failing, "failed on cpu with TypeEr"),
-    ):
+    verdicts = {right: "agreed with fp64", wrong: "gave o off by 1.0e-02", failing: "failed on cpu with TypeEr"}
+    for kernel, said in verdicts.items():
         monkeypatch.setattr(check, "FAULTS_FOUND", {})
         monkeypatch.setattr(local, "triton_near_and_far", kernel)
         caplog.clear()
@@ -186,9 +174,8 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
         impl = "triton" if kernel is right else "torch"
         assert torch.equal(*got) and torch.equal(got[0], attend(dataclasses.replace(form, impl=impl), *inputs))
         (record,), (verdict,) = caplog.records, check.FAULTS_FOUND.values()
-        assert (
-            f"took '{impl}', " in record.message and said in record.message and (verdict is None) == (kernel is right)
-        )
+        assert f"took '{impl}', " in record.message and said in record.message
+        assert (verdict is None) == (kernel is right)
 
 
 @torch.no_grad()
@@ -210,7 +197,5 @@ def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
 
 
 def test_refusals_name_the_reason():
-    with pytest.raises(
-        ValueError, match="impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64"
-    ):
+    with refused("impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64"):
         attend(WINDOW, *(x.double() for x in problem(WINDOW)))

@@ -1,19 +1,27 @@
-"""The kernels against the definition in fp64, forward and every gradient, in triton's interpreter.
+"""The kernels against the definition in fp64, forward and every gradient, in triton's interpreter; and what people do with
+them: compile, pad, capture, hold huge tensors, ask for them in vain.
 
 tests/conftest.py sets TRITON_INTERPRET=1 before anything imports triton; with TRITON_INTERPRET=0 and a GPU the same cases
 run on the GPU. New memory is filled with NaN, so an element that no kernel writes shows.
 """
 
+import math
+import subprocess
+import sys
+
 import pytest
 import torch
-from ops_cases import distance
+from ops_cases import DEVICE, KERNELS, distance, features
 
+from mhla_hf.checkpoints.bundle import make_source
+from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.triton import summaries
+from mhla_hf.ops.triton import register, summaries
+from mhla_hf.ops.triton.common import spell
+from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 1.5e-2, F16: 5e-3}
 GRIDS = {
@@ -30,10 +38,7 @@ GRIDS = {
 }
 KEYS = Blocks.grid((4, 7), (2, 2))
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = KERNELS
 
 
 def inputs_for(blocks, key_blocks, batch, heads, groups, widths, per_head, normalize, dtype):
@@ -89,17 +94,14 @@ def turns(number, name):
     return {**options, "per_head": number // 2 % 2 == 1, "mask": number // 4 % 2 == 1}
 
 
+OFFICIAL = {"normalize": "official", "groups": 2}
 CASES = [  # name, blocks, options
     *(("both ways", x, turns(n, x)) for n, x in enumerate(x for x in GRIDS if x not in ("even 3-D", "thirds"))),
     ("rectangular", "2-D", {"key_blocks": KEYS, "mask": True, "groups": 2, "dtype": BF16}),
     ("rectangular", "sequence", {"key_blocks": KEYS, "normalize": False, "per_head": True, "groups": 2}),
     ("own denominator", "2-D", {"widths": (12, 20, 7), "per_head": True, "mask": True, "dtype": BF16}),
-    (
-        "official",
-        "thirds",
-        {"normalize": "official", "widths": (12, 20, 7), "per_head": True, "mask": True, "groups": 2},
-    ),
-    ("official", "even 3-D", {"normalize": "official", "dtype": BF16, "groups": 2}),
+    ("official", "thirds", {**OFFICIAL, "widths": (12, 20, 7), "per_head": True, "mask": True}),
+    ("official", "even 3-D", {**OFFICIAL, "dtype": BF16}),
     ("causal", (37, 8), {"per_head": True}),
     ("causal", (37, 8), {"normalize": False, "mask": True}),
     ("causal", (150, 70), {"mask": True}),
@@ -167,3 +169,186 @@ def test_blocks_come_in_parts_where_a_gpu_would_be_idle():
     assert summaries.part_span(16384, 6) == 256  # the same as one block
     assert summaries.part_span(210, 150) == 256
     assert summaries.part_span(1024, 6144) == 1024
+
+
+@pytest.mark.parametrize("name, causal", [("key_mask", False), ("starts", True)])
+def test_padding_in_any_memory_layout(name, causal):
+    """A mask whose columns lie one after the other, starts of which each is the second of two numbers."""
+    inputs = [x.requires_grad_() for x in (*features(2, 12), torch.rand(4, 4, device=DEVICE))]
+    values = torch.tensor([2, 5], device=DEVICE) if causal else torch.rand(2, 12, device=DEVICE) > 0.4
+    padding = torch.stack((values, values + 7), -1)[..., 0] if causal else values.T.contiguous().T
+    assert not padding.is_contiguous()
+    blocks = Blocks.sequence(12, 3) if causal else Blocks.grid((4, 3), (2, 2))
+    results = []
+    for given in (padding, padding.contiguous()):
+        o = mhla(*inputs, blocks=blocks, causal=causal, impl="triton", **{name: given})
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), inputs)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("overflow_watched")
+@pytest.mark.parametrize("form, apart", [("sequence", "rows"), ("causal", "tokens"), ("causal", "heads")])
+def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
+    """The last row, token or head of each tensor, outputs and gradients among them, begins past element 2^31 of memory that
+    nobody touches in between; so does the last row of the mixing."""
+    inputs, made = [x.to(torch.bfloat16) for x in features(2, 12, groups=2)], []
+
+    def unfilled(dtype):
+        with monkeypatch.context() as filling:
+            filling.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            return torch.empty(2**31 + 2**16, dtype=dtype, device=DEVICE)
+
+    def spread(shape):
+        """A tensor of that shape, full of NaN."""
+        strides, axis = [math.prod(shape[i + 1 :]) for i in range(4)], ("rows", "tokens", "heads").index(apart)
+        strides[axis] = 2**31 // (shape[axis] - 1) + 64
+        made.append(unfilled(torch.bfloat16).as_strided(shape, strides))
+        return made[-1].fill_(math.nan)
+
+    def far_rows(x):
+        """The mixing, its rows so far apart that its diagonal is not within 32 bits."""
+        return unfilled(torch.float32).as_strided((3, 3), (2**30 + 16, 1)).copy_(x)
+
+    def room(call, x, *shape, dtype=None):
+        shape = shape or x.shape
+        return spread(shape) if len(shape) == 4 else torch.empty(shape, dtype=dtype or x.dtype, device=DEVICE)
+
+    mixing, results = torch.rand(3, 3, device=DEVICE), []
+    options = {"blocks": Blocks.sequence(12, 5), "causal": form == "causal", "impl": "triton"}
+    for tensors, weights in ((inputs, mixing), ([spread(x.shape).copy_(x) for x in inputs], far_rows(mixing))):
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        o = mhla(*tensors, weights, **options)
+        results.append([o, *torch.autograd.grad(o, tensors, torch.ones_like(o))])
+        monkeypatch.setattr(register.Call, "room", room)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert len(made) == 7 and all(max(x.stride()) > 2**26 for x in results[1])
+
+
+class NothingReadBack(torch.utils._python_dispatch.TorchDispatchMode):
+    """Raises where the host asks for numbers of a tensor, which a CUDA graph's capture does not allow."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.equal):
+            raise RuntimeError(f"{function} reads a tensor back.")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padding", ["none", "mask", "starts", "packed", "official"])
+def test_captured_calls_read_nothing_back(padding, monkeypatch):
+    """Forward and backward: all of it can be recorded in a CUDA graph; on a GPU it is, and replayed with other numbers."""
+    q, k, v = (x.requires_grad_() for x in features(1 if padding == "packed" else 2, 20))
+    mixing = torch.rand(8, 8, device=DEVICE)
+    options = {
+        "none": {},
+        "mask": {"key_mask": torch.rand(2, 20, device=DEVICE) > 0.3},
+        "starts": {"starts": torch.tensor([0, 7], device=DEVICE)},
+        "packed": {"cu_seqlens": torch.tensor([0, 9, 20], device=DEVICE)},
+        "official": {"normalize": "official", "causal": False, "blocks": Blocks.grid((4, 5), (2, 1))},
+    }[padding]
+    options = {"causal": True, "blocks": Blocks.sequence(20, 8), "impl": "triton", **options}
+    mixing = mixing[:2, :2] if padding == "official" else mixing
+
+    def step():
+        o = mhla(q, k, v, mixing, **options)
+        return [o, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+
+    want = [x.clone() for x in step()]
+    if DEVICE == "cuda":
+        graph, found = torch.cuda.CUDAGraph(), None
+        with torch.cuda.graph(graph):
+            found = step()
+        graph.replay()
+    else:
+        monkeypatch.setattr(checks, "is_capturing", lambda device: True)
+        with NothingReadBack():
+            found = step()
+    assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("causal, padding", [(True, "starts"), (False, "key_mask")])
+def test_compiles_to_one_graph_for_all_lengths(causal, padding):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def loss(q, k, v, mixing, **padding):
+        o = mhla(q, k, v, mixing, blocks=Blocks.sequence(q.shape[1], 8), causal=causal, impl="triton", **padding)
+        return o.square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (24, 29, 40):
+        inputs = [x.requires_grad_() for x in features(1, tokens)]
+        mixing = torch.rand(-(-tokens // 8), -(-tokens // 8), device=DEVICE, requires_grad=True)
+        given = {"key_mask": torch.rand(1, tokens, device=DEVICE) > 0.3, "starts": torch.tensor([5], device=DEVICE)}
+        given = {name: x for name, x in given.items() if name == padding}
+        got = torch.autograd.grad(compiled(*inputs, mixing, **given), (*inputs, mixing))
+        want = torch.autograd.grad(loss(*inputs, mixing, **given), (*inputs, mixing))
+        assert all(distance(x, y) <= 1e-6 for x, y in zip(got, want, strict=True))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("causal, normalize, dtype", [(True, True, torch.float32), (False, False, torch.bfloat16)])
+def test_opcheck(causal, normalize, dtype):
+    q, k, v = (x.requires_grad_() for x in features(1, 12))
+    mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
+    cut = spell(Blocks.sequence(12, 4))
+    arguments = (q, k, v, mixing, None, None, None, cut, cut, causal, normalize, 0.5, dtype)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
+    with torch.no_grad():
+        o, inv = TRITON_FORWARD(*arguments)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(TRITON_BACKWARD, (torch.randn_like(o), o, inv, *plain), test_utils=checks)
+
+
+def test_a_second_copy_uses_the_first_ones_operator():
+    again = register.registered_operator("forward", "()", None, None)
+    assert again is TRITON_FORWARD or again._qualified_op_name == TRITON_FORWARD._qualified_op_name
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    blocks, wide = Blocks.sequence(4, 2), torch.rand(1, 4, 1, 300, device=DEVICE)
+    with pytest.raises(ValueError, match="expected another one, for heads are 300 wide, more than 256"):
+        mhla(wide, wide, wide, torch.rand(2, 2, device=DEVICE), blocks=blocks, impl="triton")
+    narrow = torch.rand(1, 4, 1, 3)
+    monkeypatch.setattr(register, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="for q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
+        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+    monkeypatch.setattr(register, "triton", None)
+    with pytest.raises(ValueError, match="for triton is not installed"):
+        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+
+
+IN_A_BUNDLE = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+sys.modules["mhla_hf"] = None
+sys.path.insert(0, {folder!r})
+import torch
+import {module} as bundle
+assert bundle.triton is not None
+torch.manual_seed(0)
+q, k, v = (torch.rand(1, 24, 2, 6).requires_grad_() for _ in range(3))
+mixing = torch.rand(4, 4).requires_grad_()
+for causal, blocks in ((False, bundle.Blocks.grid((4, 6), (2, 2))), (True, bundle.Blocks.sequence(24, 6))):
+    grads = []
+    for impl in ("triton", "torch"):
+        o = bundle.mhla(q, k, v, mixing, impl=impl, blocks=blocks, causal=causal)
+        grads.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v, mixing))])
+    print(max(float((x - y).norm() / y.norm()) for x, y in zip(*grads)))
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="sets the interpreter itself")
+def test_a_bundle_has_its_own_kernels_where_triton_is(tmp_path):
+    """Without the package; where triton is absent too the tests of the hub load every bundle."""
+    name, text = make_source("models.language")
+    (tmp_path / name).write_text(text)
+    code = IN_A_BUNDLE.format(folder=str(tmp_path), module=name.removesuffix(".py"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [float(x) < 1e-5 for x in done.stdout.split()] == [True, True]

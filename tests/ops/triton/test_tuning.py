@@ -9,18 +9,6 @@ import pytest
 
 HERE = Path(__file__).parent
 CHIPS = ("80", "90", "100", "120", "gfx942")
-SHAPES = (
-    "causal-64",
-    "causal-128",
-    "lm-340m",
-    "long-blocks",
-    "dit",
-    "dit-xl",
-    "sana",
-    "wan",
-    "window-64",
-    "window-128",
-)
 FEW = ("causal-64:90", "dit:120", "long-blocks:gfx942", "window-64:90")
 ONE_COMPILATION = """# after TUNING, in its process
 kept = []
@@ -123,7 +111,7 @@ def test_the_papers_shapes_compile():
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_shape_compiles(chip):
-    run(HERE / "offline.py", *(f"{shape}:{chip}" for shape in SHAPES))
+    run(HERE / "offline.py", f"all:{chip}")
 
 
 def test_one_compilation_for_all_lengths_and_tiles_tried_once(tmp_path):
