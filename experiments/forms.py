@@ -10,7 +10,9 @@ import copy
 import functools
 import itertools
 import math
+import shlex
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -144,9 +146,9 @@ def judge(model, teacher, text):
     return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall, "depths": depths}
 
 
-def run(out, seeds, demo="out", workers=2, command=None):
-    """Make every row that `out` lacks."""
-    names = sorted((*FORMS, CONTROL), key=TRAINED.__contains__)
+def run(out, seeds, demo="out", workers=2, short=False, command=None):
+    """Make every row that `out` lacks; short: of the forms in `CHOICE` alone."""
+    names = sorted(CHOICE if short else (*FORMS, CONTROL), key=TRAINED.__contains__)
     jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in names]
     return add_rows(out, functools.partial(make_row, Path(demo)), jobs, describe, workers=workers, command=command)
 
@@ -193,7 +195,7 @@ def render_forms(record):
 
 def render_choice(record):
     """What a user chooses between: one row per form of `CHOICE`, means over the seeds."""
-    kept, over = whole_seeds(record["rows"], len(FORMS) + 1)
+    kept, over = whole_seeds([row for row in record["rows"] if row["form"] in CHOICE], len(CHOICE))
     lines = ["| attention | KL before training | after | recall | state, KiB |", "|---" + "|---:" * 4 + "|"]
     for form, name in CHOICE.items():
         rows = [row for row in kept if row["form"] == form]
@@ -225,9 +227,10 @@ def main():
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
     parser.add_argument("--demo", default="out", help="folder of the demo (default: out)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
+    parser.add_argument("--short", action="store_true", help="only the forms that a user chooses between")
     given = vars(parser.parse_args())
-    record = run(**given, command=f"python -m experiments.forms --seeds {given['seeds']}")
-    print(render_forms(record), render_depths(record), sep="\n\n")
+    record = run(**given, command=shlex.join(["python", "-m", "experiments.forms", *sys.argv[1:]]))
+    print(*([render_choice(record)] if given["short"] else [render_forms(record), render_depths(record)]), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -47,17 +47,39 @@ def test_a_model_of_every_form_is_causal_and_learns(form):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    task = next(iter(mqar.TASKS))
+def test_a_model_goes_from_task_to_task(monkeypatch):
+    monkeypatch.setattr(mqar, "TASKS", {"4 pairs": (4, 96), "8 pairs": (8, 192)})
+    monkeypatch.setattr(mqar, "TOKENS", 192)
+    monkeypatch.setattr(mqar, "STEPS", (2, 3))
+    starts = []
+
+    def learn(model, task, steps, seed, learn=mqar.learn):
+        starts.append(model.head.weight.detach().clone())
+        return learn(model, task, steps, seed)
+
+    monkeypatch.setattr(mqar, "learn", learn)
+    row = mqar.make_row({"form": "softmax", "seed": 0})
+    assert [row["tasks"][task]["steps"] for task in ("4 pairs", "8 pairs")] == [2, 3]
+    assert not torch.equal(*starts), "the second task starts from what the first one learned"
+    assert mqar.describe(row).startswith("seed 0, softmax: 4 pairs: 0.")
+
+
+def test_a_table_goes_on_where_it_stopped(tmp_path):
+    easy, hard = mqar.TASKS
     rows = [
-        {"task": task, "form": form, "seed": seed, "near": 1.0, "far": far, "steps": mqar.STEPS - seed}
-        for form, far in (("softmax", 1.0), ("plain linear", 0.25))
+        {
+            "form": form,
+            "seed": seed,
+            "tasks": {task: {"far": far, "steps": 350, "solved": far == 1} for task in (easy, hard)},
+        }
+        for form, far in (("softmax", 1.0), *((form, 0.25) for form in mqar.FORMS if form != "softmax"))
         for seed in (1, 2)
     ]
     out = tmp_path / "mqar.json"
     out.write_text(json.dumps({"rows": rows}))
-    jobs = [{"task": task, "form": "softmax", "seed": seed} for seed in (1, 2)]
+    jobs = [{"form": "softmax", "seed": seed} for seed in (1, 2)]
     assert mqar.add_rows(out, None, jobs, mqar.describe) == {"rows": rows}  # nothing is missing, no worker is asked
     run = {"command": "c", "hardware": "h", "versions": {"torch": "t", "transformers": "u"}}
-    table = mqar.render_mqar({"rows": rows, **run})  # none is whole
-    assert f"| softmax | 1.00 ({mqar.STEPS - 1} steps) | not run |" in table and f"{task}: seed 1 alone" in table
+    table = mqar.render_mqar({"rows": rows, **run})
+    assert "| softmax | 1.00 ± 0.00 (350 ± 0 steps) | 1.00 ± 0.00 (350 ± 0 steps) |" in table
+    assert "| plain linear | 0.25 ± 0.00 | 0.25 ± 0.00 |" in table and "seeds 1 to 2" in table
