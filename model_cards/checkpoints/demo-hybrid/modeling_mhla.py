@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: b4a6069c2c4c
+sha256: 50a719e09936
 """
 
 from contextlib import nullcontext
@@ -151,28 +151,35 @@ def align_sequences(cu_seqlens, tokens, size):
     return source[None], back[None], block - first[sequence], sequence
 
 
-class TokenLayout:
-    """New tokens behind those that a ring holds, each row laid out from the edge of its block `first` on.
+def ring_slot(position, slots, sinks=0):
+    """Which of `slots` the token at `position` is in: the first `sinks` have their own, the others share a ring."""
+    return torch.where(position < sinks, position, sinks + position % (slots - sinks))
 
-    before: int64 [B], tokens that a row has seen, that at position p in slot p % `ring` (0: nothing is held). count: int64
-    [B], how many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of
-    them there are. All these may be on the CPU while tokens are on `device`.
+
+class TokenLayout:
+    """New tokens behind those that are held, each row laid out from the edge of its block `first` on.
+
+    before: int64 [B], tokens that a row has seen, in `slots` as `ring_slot` says (0: nothing is held). count: int64 [B], how
+    many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of them there
+    are. All these may be on the CPU while tokens are on `device`.
     """
 
-    def __init__(self, before, count, steps, first, blocks, size, ring, device):
+    def __init__(self, before, count, steps, first, blocks, size, slots, device, sinks=0):
         self.before, self.count, self.steps, self.first, self.size = before, count, steps, first * size, size
-        self.ring, self.device = ring, device
+        self.slots, self.sinks, self.device = slots, sinks, device
         self.blocks = first[:, None] + torch.arange(blocks, device=first.device)  # [B, M]
         position = self.first[:, None] + torch.arange(blocks * size, device=first.device)
         token = (position - before[:, None] + (steps - count)[:, None]).clamp(min=0, max=steps - 1)
-        held = torch.where(position < before[:, None], position % ring, token + ring) if ring else token
-        self.token, self.source = token.to(device), held.to(device)
+        source = token
+        if slots:
+            source = torch.where(position < before[:, None], ring_slot(position, slots, sinks), token + slots)
+        self.token, self.source = token.to(device), source.to(device)
         self.filled = (position < (before + count)[:, None]).to(device)
         self.rows = torch.arange(len(before), device=device)[:, None]
 
     def place_keys(self, held, new):
-        """[B, W, ..] of the ring and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
-        return (torch.cat([held, new.to(held.dtype)], 1) if self.ring else new)[self.rows, self.source]
+        """What is held [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
+        return (torch.cat([held, new.to(held.dtype)], 1) if self.slots else new)[self.rows, self.source]
 
     def place_queries(self, q):
         """[B, T, ..] -> [B, M * C, ..]."""
@@ -186,17 +193,20 @@ class TokenLayout:
         return torch.where(real.view(*real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
     def keep(self, held, laid):
-        """Write the last of the tokens laid out, [B, M * C, ..], into the ring `held` [B, W, ..]."""
-        end = (self.before + self.count - 1)[:, None]
-        position = end - (end - torch.arange(held.shape[1], device=end.device)) % held.shape[1]  # the last of each slot
-        new = position >= torch.maximum(self.before, self.first)[:, None]
-        place = (position - self.first[:, None]).clamp(min=0)
-        write(held, new.to(self.device), laid[self.rows, place.to(self.device)])
+        """Write the last of the tokens laid out, [B, M * C, ..], into `held` [B, slots, ..], in place."""
+        end, slots = (self.before + self.count - 1)[:, None], held.shape[1]
+        slot = torch.arange(slots, device=end.device)
+        last = end - (end - slot + self.sinks) % (slots - self.sinks)  # of each slot of the ring
+        position = torch.where(slot < self.sinks, slot, last)
+        new = (position >= torch.maximum(self.before, self.first)[:, None]) & (position <= end)
+        new = (new & (ring_slot(position, slots, self.sinks) == slot)).to(self.device)
+        values = laid[self.rows, (position - self.first[:, None]).clamp(0, laid.shape[1] - 1).to(self.device)]
+        held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
 
 
-def write(held, new, values):
-    """values where new [B, N] in held [B, N, ..], in place."""
-    held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
+# mhla_hf/ops/namespace.py
+
+NAMESPACE = "50a719e09936"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -211,9 +221,7 @@ except ImportError:
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
 WIDEST = 256
-LENGTHS = {
-    *("tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "rows", "capacity", "limit", "group")
-}
+LENGTHS = {"tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "group"}
 
 
 def kernel(function):
@@ -227,13 +235,12 @@ def kernel(function):
 class TunedKernel:
     """A kernel whose tiles `triton.autotune` chooses, once for every combination of the constants named in `key`.
 
-    configurations(constants) lists the tiles (keywords of a launch), the rule's first. In the interpreter, and where a CUDA
-    graph is captured before anything was tuned, that one is taken. A kernel writes its outputs and reads none of them, so it
-    can be run again and again to be timed.
+    configurations(constants) lists the tiles (keywords of a launch), the rule's first, which the interpreter takes. A kernel
+    writes its outputs and reads none of them, so it can be run again and again to be timed.
     """
 
     def __init__(self, function, configurations, key):
-        self.jitted, self.configurations, self.key, self.tuner = kernel(function), configurations, key, None
+        self.jitted, self.configurations, self.tuner = kernel(function), configurations, None
         if triton is not None and not INTERPRETED:
             any_two = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # `choices` takes their place
             prune = {"early_config_prune": lambda configs, arguments, **constants: self.choices(constants)}
@@ -246,24 +253,18 @@ class TunedKernel:
         room = getattr(properties, "shared_memory_per_block_optin", 65536)
         listed = self.configurations(constants)
         listed = [config for config in listed if shared_bytes(constants["DOT"], config) <= room] or listed[-1:]
-        names = ("num_warps", "num_stages")
         return [
-            triton.Config({name: x for name, x in config.items() if name not in names}, *map(config.get, names))
-            for config in listed
+            triton.Config(tiles, num_warps=tiles.pop("num_warps"), num_stages=tiles.pop("num_stages"))
+            for tiles in listed
         ]
 
-    def launch(self, grid, device, arguments, constants):
+    def launch(self, grid, arguments, constants):
         """Start the kernel; grid is a function of the constants, tiles among them."""
         constants = {**constants, "enable_fp_fusion": True}
-        if self.tuner is not None and not is_capturing(device):
-            self.tuner[grid](*arguments, **constants)
-            return
-        tiles = self.configurations(constants)[0]
         if self.tuner is not None:
-            wanted = tuple(constants[name] for name in self.key)
-            known = [config for key, config in self.tuner.cache.items() if key[: len(wanted)] == wanted]
-            tiles = (known or self.choices(constants))[0].all_kwargs()
-        self.jitted[grid](*arguments, **constants, **tiles)
+            self.tuner[grid](*arguments, **constants)
+        else:
+            self.jitted[grid](*arguments, **constants, **self.configurations(constants)[0])
 
 
 def tuned(configurations, *key):
@@ -403,11 +404,6 @@ def invert_or_zero(den):
     """1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
     alive = tl.abs(den) >= 1.1754943508222875e-38
     return tl.where(alive, 1.0 / tl.where(alive, den, 1.0), 0.0)
-
-
-# mhla_hf/ops/namespace.py
-
-NAMESPACE = "b4a6069c2c4c"
 
 
 # mhla_hf/ops/triton/register.py
@@ -854,7 +850,7 @@ def local_forward(
             as_argument(o),
             *(tokens, size, blocks, heads, heads // groups, lag, sinks, step, scale),
         )
-        local_kernel.launch(grid, q.device, arguments, {**constants, "NORMALIZE": normalize})
+        local_kernel.launch(grid, arguments, {**constants, "NORMALIZE": normalize})
     return o
 
 
@@ -974,8 +970,9 @@ def attend_local(
     valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
     [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
     they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
-    int [B]; now: int [B], the last block behind these tokens. Returns the outputs and the running sums there (None without
-    `now`). Without gradients a long sequence is taken `SEGMENT` tokens at a time: memory and cost per token do not grow.
+    int [B], and whose sequence is that of the first block; now: int [B], the last block behind these tokens. Returns the
+    outputs and the running sums there (None without `now`). Without gradients a long sequence is taken `SEGMENT` tokens at
+    a time: memory and cost per token do not grow.
     """
     if form.sinks and sink is None:
         sink = find_sinks(k, v, valid, form, sequence)
@@ -1028,6 +1025,8 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
     if carried is not None:
         passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
         decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
+        if sequence is not None:
+            decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
     o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)
@@ -1064,22 +1063,19 @@ def find_sinks(k, v, valid, form, sequence):
 class LocalState(RowState):
     """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
 
-    k [B, W, G, D], v [B, W, G, V], valid bool [B, W]: the ring of W = (lag + 1) * C tokens, position p in slot p % W.
-    sink_k, sink_v [B, S, G, ..], sink_valid [B, S]: the first tokens.
+    k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
+    W = (lag + 1) * C: `ring_slot` says which token is where.
     running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
     summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
     Both fp32 at least.
-    position: tokens seen, int64 [B]; furthest: the most there ever were. cropped: tokens taken back whose part of the sums
-    `rewind` has yet to undo.
+    position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
+    whose part of the sums `rewind` has yet to undo.
     """
 
     block_size: int
     k: torch.Tensor
     v: torch.Tensor
     valid: torch.Tensor
-    sink_k: torch.Tensor
-    sink_v: torch.Tensor
-    sink_valid: torch.Tensor
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
@@ -1090,15 +1086,12 @@ class LocalState(RowState):
     def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
         """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
         batch, _, groups, value_dim = v.shape
-        ring, exact = (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
+        slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
         return LocalState(
             block_size=form.block_size,
-            k=k.new_zeros(batch, ring, *k.shape[2:]),
-            v=v.new_zeros(batch, ring, *v.shape[2:]),
-            valid=k.new_zeros(batch, ring, dtype=torch.bool),
-            sink_k=k.new_zeros(batch, form.sinks, *k.shape[2:]),
-            sink_v=v.new_zeros(batch, form.sinks, *v.shape[2:]),
-            sink_valid=k.new_zeros(batch, form.sinks, dtype=torch.bool),
+            k=k.new_zeros(batch, slots, *k.shape[2:]),
+            v=v.new_zeros(batch, slots, *v.shape[2:]),
+            valid=k.new_zeros(batch, slots, dtype=torch.bool),
             running=k.new_zeros(batch, groups, rates, features, value_dim + 1, dtype=exact),
             pending=k.new_zeros(batch, groups, features, value_dim + 1, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
@@ -1108,6 +1101,7 @@ class LocalState(RowState):
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
         self.leave_inference_mode()
+        torch.maximum(self.furthest, self.position, out=self.furthest)
         back = int((self.furthest - self.position).max()) + count
         if back > self.block_size:
             raise ValueError(
@@ -1138,10 +1132,10 @@ class LocalState(RowState):
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
         """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
-        slot = torch.arange(form.block_size, device=block.device)
-        position = block[:, None] * form.block_size + slot
-        rows, place = torch.arange(len(block), device=block.device)[:, None], position % self.k.shape[1]
-        far = self.valid[rows, place] & (position >= form.sinks) & (slot < count)
+        token = torch.arange(form.block_size, device=block.device)
+        position = block[:, None] * form.block_size + token
+        rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
+        far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
@@ -1152,7 +1146,11 @@ class LocalState(RowState):
         if form.lag == 1:
             return k
         rows = torch.arange(len(k), device=k.device)
-        return self.k[rows, (self.position - (form.lag - 1) * form.block_size) % self.k.shape[1]][:, None]
+        return self.k[rows, self.slot(self.position - (form.lag - 1) * form.block_size, form)][:, None]
+
+    def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
+        """Where the token at `position` is; anywhere for one before the first."""
+        return ring_slot(position, self.k.shape[1], form.sinks)
 
 
 def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
@@ -1167,97 +1165,74 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         fk_leaving, real = map_keys(state.leaving(k, form)), None if key_mask is None else key_mask[:, 0]
+        own = real if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real)
+            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
-    blocks, ring = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
-    layout = TokenLayout(before, count, steps, first, blocks, size, ring, q.device)
+    blocks, slots = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
+    layout = TokenLayout(before, count, steps, first, blocks, size, slots, q.device, form.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k)
-    with torch.autocast(q.device.type, enabled=False):
-        o, running = extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout)
     with torch.no_grad():
-        state.running.copy_(running)
         for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
             layout.keep(held, laid)
         state.position.copy_(before + count)
-        torch.maximum(state.furthest, state.position, out=state.furthest)
-        state.refresh_pending(map_keys, form)
-    return o
-
-
-def extend_local(q, k, v, fq, fk, valid, decays, balance, form, state, layout):
-    """Outputs [B, T, H, V] and running sums of any number of tokens behind `state`, all laid out by `layout`."""
-    held = {"now": (layout.before + layout.count - 1).clamp(min=0) // form.block_size}
-    if form.sinks:
-        keep_sinks(k, v, valid, form, state, layout)
-    if layout.ring:
-        held |= {"carried": state.running, "opened": (layout.before - 1).clamp(min=0) // form.block_size}
+    past = {"now": (before + count - 1).clamp(min=0) // size}
+    if not fresh:
+        past |= {"carried": state.running, "opened": (before - 1).clamp(min=0) // size}
         if form.sinks:
-            held["sink"] = state.sink_k, state.sink_v, state.sink_valid
-    o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **held)
-    return layout.take_back(o), running
+            past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
+    with torch.autocast(q.device.type, enabled=False):
+        o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
+    with torch.no_grad():
+        state.running.copy_(running)
+        state.refresh_pending(map_keys, form)
+    return layout.take_back(o)
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None):
+def local_step(
+    q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None
+):
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
-    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], rows without a token are
-    left as they are. The same graph for every position.
+    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], whose token is no
+    padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
+    The same graph for every position.
     """
-    size, lag, ring = form.block_size, form.lag, state.k.shape[1]
-    groups, exact = k.shape[2], state.running.dtype
+    size, lag, groups, exact = form.block_size, form.lag, k.shape[2], state.running.dtype
     decays, p = decays.to(exact), state.position
     real = torch.ones_like(p, dtype=torch.bool) if real is None else real
-    rows, slot = torch.arange(len(p), device=p.device), p % ring
+    own = real if own is None else own
+    rows, slot = torch.arange(len(p), device=p.device), state.slot(p, form)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
     state.valid[rows, slot] = real
-    if form.sinks:
-        here = (torch.arange(form.sinks, device=p.device) == p[:, None]) & real[:, None]
-        for held, new in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, here)):
-            write(held, here, new)
 
-    opens = ((p % size == 0) & real).view(-1, 1, 1, 1)
+    opens = ((p % size == 0) & own).view(-1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens[..., None], decay, 1))
     state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
-    enters = real & (old >= form.sinks) & state.valid[rows, old % ring]
-    left_v = with_ones(state.v[rows, old % ring]).to(exact)
+    place = state.slot(old, form)
+    enters = own & (old >= form.sinks) & state.valid[rows, place]
+    left_v = with_ones(state.v[rows, place]).to(exact)
     entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
     state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
 
-    block, rows = p // size, rows[:, None]
-    position = (block - lag + 1)[:, None] * size + torch.arange(lag * size, device=p.device)
-    slots = position % ring
-    near_k, near_v = state.k[rows, slots], state.v[rows, slots]
-    seen = state.valid[rows, slots] & (position >= 0) & (position <= p[:, None])
-    if form.sinks:
-        near_k, near_v = torch.cat([state.sink_k, near_k], 1), torch.cat([state.sink_v, near_v], 1)
-        seen = torch.cat([state.sink_valid & (block >= lag)[:, None], seen], 1)
+    held, p, slot = torch.arange(state.k.shape[1], device=p.device), p[:, None], slot[:, None]
+    age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
+    seen = state.valid & torch.where(held < form.sinks, held <= p, age <= p % size + (lag - 1) * size)
     q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
-    near_k, near_v = (by_block_and_group(x, groups, x.shape[1], exact) for x in (near_k, with_ones(near_v)))
+    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, with_ones(state.v)))
     mixed, seen = state.running[:, :, None], seen[:, None, None]
-    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, block[:, None])
-    state.position.add_(real)
-    torch.maximum(state.furthest, state.position, out=state.furthest)
-    return torch.where(real.view(-1, 1, 1, 1), o, 0)
-
-
-@torch.no_grad()
-def keep_sinks(k, v, valid, form, state, layout):
-    """The first tokens of each row, as far as they are among those of `layout`."""
-    position = torch.arange(form.sinks, device=k.device)
-    place = (position - layout.first[:, None]).clamp(0, k.shape[1] - 1)
-    new = (position >= layout.before[:, None]) & layout.filled[layout.rows, place]  # an empty row's padding may be NaN
-    for held, laid in ((state.sink_k, k), (state.sink_v, v), (state.sink_valid, valid)):
-        write(held, new, laid[layout.rows, place])
+    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, p // size)
+    state.position.add_(own)
+    return torch.where(own.view(-1, 1, 1, 1), o, 0)
 
 
 # mhla_hf/nn/features.py
@@ -1426,14 +1401,20 @@ class MHLASettings:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
-        if self.mixing_form == "decay" and self.layout is not None:
-            raise ValueError(
-                'mixing_form: got "decay" with a layout, expected "softmax", "direct" or "free" for grids.'
-            )
-        if self.local is not None and self.sinks > self.block_size:
-            raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
-        if self.local is not None and self.mixing_form != "decay":
+        decay, local = self.mixing_form == "decay", self.local is not None
+        if decay and self.layout is not None:
+            what = 'expected "softmax", "direct" or "free" for grids'
+            raise ValueError(f'mixing_form: got "decay" with a layout, {what}.')
+        if decay and self.rope == "after":
+            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
+        if decay and self.impl == "reference":
+            raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
+        if local and not decay:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
+        if local and not self.normalize:
+            raise ValueError('normalize: got false with local="softmax", expected true.')
+        if local and self.sinks > self.block_size:
+            raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""
@@ -1450,12 +1431,12 @@ class MHLASettings:
             )
         return list(self.layers)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for `config.json`, with the version of this format."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: dict) -> "MHLASettings":
+    def from_dict(cls, values: dict[str, object]) -> "MHLASettings":
         """The settings that `to_dict` wrote. A newer format, or a key this version does not know, is refused."""
         if not isinstance(values, dict):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
@@ -1633,10 +1614,10 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance, fp32."""
-        groups = self.num_kv_heads * len(self.weight) // self.num_heads  # fewer where heads are split over processes
-        log_rate = self.weight.new_zeros(groups, 1).float()
         if self.num_decays > 1:
-            log_rate = torch.cat([log_rate, F.logsigmoid(self.rate.float())], 1)
+            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
+        else:  # fewer groups where heads are split over processes
+            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
 
 
@@ -1658,12 +1639,6 @@ class DecayMHLA(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
         local = settings.local is not None
-        if local and not settings.normalize:
-            raise ValueError('normalize: got false with local="softmax", expected true.')
-        if settings.rope == "after":
-            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
-        if settings.impl == "reference":
-            raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
         balance = start_balance(settings.feature_map, key_dim) if local else None
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
@@ -1683,6 +1658,9 @@ class DecayMHLA(MHLACore):
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale is None else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
+        if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
+            both = torch.cat([q, k], 2)
+            q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing()
         if mixing[1] is None:  # without a balance the near part reads features, too
             q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
@@ -1739,9 +1717,12 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
-        if isinstance(self.seen_tokens, torch.Tensor) and self.seen_tokens.device != hidden_states.device:
+        if not isinstance(self.seen_tokens, torch.Tensor):
+            self.seen_tokens += hidden_states.shape[1]
+            return
+        if self.seen_tokens.device != hidden_states.device:
             self.seen_tokens = self.seen_tokens.to(hidden_states.device)
-        self.seen_tokens += hidden_states.shape[1]
+        self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
     def mixing_for(self, mixing, new_tokens: int, block_size: int) -> torch.Tensor:
         """The mixing weights for the blocks reached after `new_tokens` more, computed once per doubling of the length."""
@@ -1885,14 +1866,14 @@ def language_family(base: str) -> Family:
 
 
 LANGUAGE_TYPES = (  # of transformers
-    "afmoe apertus arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
-    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text "
-    "gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid "
-    "granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kimi_linear kolibri1 laguna "
-    "lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral "
-    "ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe "
-    "qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
-    "vaultgemma youtu"
+    "afmoe apertus arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm "
+    "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text "
+    "gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe "
+    "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe "
+    "kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 "
+    "minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron_h olmo olmo2 olmo3 "
+    "olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe "
+    "qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
 )
 SPELLED = {  # where the names of their classes do not begin as the type does
     "aria_text": "AriaText", "axk1": "AXK1", "biogpt": "BioGpt", "bitnet": "BitNet", "ctrl": "CTRL",
@@ -1901,8 +1882,8 @@ SPELLED = {  # where the names of their classes do not begin as the type does
     "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1",
     "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "jetmoe": "JetMoe", "mimo_v2_flash": "MiMoV2Flash",
     "minicpm3": "MiniCPM3", "minimax": "MiniMax", "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL",
-    "modernbert-decoder": "ModernBertDecoder", "nanochat": "NanoChat", "qwen3_5_moe_text": "Qwen3_5Moe",
-    "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "vaultgemma": "VaultGemma",
+    "modernbert-decoder": "ModernBertDecoder", "nanochat": "NanoChat", "nemotron_h": "NemotronH",
+    "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "vaultgemma": "VaultGemma",
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
 
@@ -2314,37 +2295,45 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
     if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
-    real = real_tokens(mask, batch, length, seen)
+    columns = real_columns(mask, batch, length, seen)
+    real = None if columns is None else new_columns(columns, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        kwargs["mhla_padding"] = (torch.where(real.any(1), real.int().argmax(1), length), real)
+        before = torch.arange(columns.shape[1], device=columns.device) < first_new_column(columns, length, seen)
+        begun = (columns & before).any(1)  # what is padding after a row's first token has a position, too
+        starts = torch.where(real.any(1), real.int().argmax(1), length)
+        kwargs["mhla_padding"] = (starts.masked_fill(begun, 0), real)
     two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
     if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 
 
+def first_new_column(mask: torch.Tensor, length: int, seen):
+    """The first of `length` new columns of `[B, S]`: number `seen`, or the last ones of a shorter mask."""
+    last = mask.shape[1] - length
+    return seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
+
+
 def new_columns(mask: torch.Tensor, length: int, seen) -> torch.Tensor:
-    """What `[B, S]` says of the new tokens `[B, T]`: of columns `seen` and after, or the last ones of a shorter mask."""
+    """What `[B, S]` says of the new tokens `[B, T]`."""
     if mask.shape[1] == length:
         return mask
-    last = mask.shape[1] - length
-    first = seen.clamp(max=last) if isinstance(seen, torch.Tensor) else torch.sym_min(seen, last)
-    return mask[:, first + torch.arange(length, device=mask.device)]
+    return mask[:, first_new_column(mask, length, seen) + torch.arange(length, device=mask.device)]
 
 
-def real_tokens(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
-    """Which of the new tokens are real, bool `[B, T]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
+def real_columns(mask, batch: int, length: int, seen: int) -> torch.Tensor | None:
+    """Which tokens are real, old and new, bool `[B, S]`, from a mask `[B, S]` or a causal one `[B, 1, T, S]`."""
     if isinstance(mask, dict):
         mask = mask["full_attention"]  # MHLA layers were no sliding ones
         if mask is None:
             return None
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
-        return new_columns(mask, length, seen).bool()
+        return mask.bool()
     if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):
         allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
         if length > 1:
             check_only_padding(allowed[..., : seen + length], seen)
-        return allowed[..., seen + torch.arange(length, device=mask.device)].any(1).expand(batch, length)
+        return allowed.any(1).expand(batch, -1)
     expected = f"[{batch}, at least {length}] or a causal [{batch}, 1, {length}, S]"
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
