@@ -183,7 +183,7 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
 def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
     """And where its output is rounded anyway, the kernel rounds it."""
     written, run = [], local.local_kernel.launch
-    monkeypatch.setattr(local.local_kernel, "launch", lambda *given: (written.append(given[2]), run(*given)))
+    monkeypatch.setattr(local.local_kernel, "launch", lambda *given: (written.append(given[1]), run(*given)))
     choices = {"mixing_form": "decay", "local": "softmax", "block_size": 16, "output_norm": output_norm, "gate": False}
     outputs, given = [], [torch.randn(2, 60, heads, 8, device=DEVICE).to(BF16) for heads in (4, 2, 2)]
     for impl in ("triton", "torch"):
