@@ -22,9 +22,9 @@ class LocalState(RowState):
 
     k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
     W = (lag + 1) * C: `ring_slot` says which token is where.
-    running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
-    summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
-    Both fp32 at least.
+    running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
+    summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
+    read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
     position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
     whose part of the sums `rewind` has yet to undo.
     """
@@ -49,8 +49,8 @@ class LocalState(RowState):
             k=k.new_zeros(batch, slots, *k.shape[2:]),
             v=v.new_zeros(batch, slots, *v.shape[2:]),
             valid=k.new_zeros(batch, slots, dtype=torch.bool),
-            running=k.new_zeros(batch, groups, rates, features, value_dim + 1, dtype=exact),
-            pending=k.new_zeros(batch, groups, features, value_dim + 1, dtype=exact),
+            running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
+            pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
             furthest=k.new_zeros(batch, dtype=torch.int64),
         )
@@ -88,7 +88,7 @@ class LocalState(RowState):
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
+        """The transposed summary [B, G, V + 1, K] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
         token = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
@@ -96,7 +96,7 @@ class LocalState(RowState):
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
-            return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
+            return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
 
     def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
         """The key [B, 1, G, D] that the step with the new key k adds to `pending`: that of `lag - 1` blocks ago."""
@@ -140,13 +140,13 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.position.copy_(before + count)
     past = {"now": (before + count - 1).clamp(min=0) // size}
     if not fresh:
-        past |= {"carried": state.running, "opened": (before - 1).clamp(min=0) // size}
+        past |= {"carried": state.running.mT, "opened": (before - 1).clamp(min=0) // size}
         if form.sinks:
             past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
     with torch.no_grad():
-        state.running.copy_(running)
+        state.running.copy_(running.mT)
         state.refresh_pending(map_keys, form)
     return layout.take_back(o)
 
@@ -179,14 +179,14 @@ def local_step(
     enters = own & (old >= form.sinks) & state.valid[rows, place]
     left_v = with_ones(state.v[rows, place]).to(exact)
     entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
-    state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
+    state.pending.mul_(~opens).addcmul_(left_v[..., None], entering[:, :, None])
 
     held, p, slot = torch.arange(state.k.shape[1], device=p.device), p[:, None], slot[:, None]
     age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
     seen = state.valid & torch.where(held < form.sinks, held <= p, age <= p % size + (lag - 1) * size)
     q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
-    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, with_ones(state.v)))
-    mixed, seen = state.running[:, :, None], seen[:, None, None]
+    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, state.v))
+    mixed, seen = state.running.mT[:, :, None], seen[:, None, None]
     o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, p // size)
     state.position.add_(own)
     return torch.where(own.view(-1, 1, 1, 1), o, 0)

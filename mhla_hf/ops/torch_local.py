@@ -38,7 +38,7 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
     k = torch.where(valid[..., None, None], k, 0)
     q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
-    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
+    k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
     return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
@@ -88,7 +88,7 @@ def near_keys(k, v, valid, place, form):
 def with_sinks(near_k, near_v, seen, sink, place, form, exact):
     """The window and, where a block's window does not reach them, the sinks."""
     k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, with_ones(v)))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, v))
     count = near_k.shape[2]
     k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
     there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
@@ -99,7 +99,7 @@ def with_sinks(near_k, near_v, seen, sink, place, form, exact):
 def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
     """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
 
-    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V + 1]; seen: bool [B, M, C, L]; mixed: running sums
+    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V]; seen: bool [B, M, C, L]; mixed: running sums
     [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
     """
     groups, size = q.shape[1], seen.shape[2]
@@ -110,20 +110,21 @@ def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
 
     far = spread(fq, weight) @ mixed.flatten(3, 4)
     seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    score = (q @ k.mT) * form.scale
+    near, unit = (q @ k.mT) * form.scale, form.scale
     if balance is None:
-        o = (torch.where(seen, score, 0) * of_each_query(weight.sum(-1))) @ v + form.scale * far
+        near = torch.where(seen, near, 0) * of_each_query(weight.sum(-1))
     else:
-        b = of_each_query(balance.to(q.dtype))
-        o = join(score, seen, v, far, b, (place >= form.lag)[:, None, :, None, None])
-    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
+        has_far = (place >= form.lag)[:, None, :, None, None] & (far[..., -1:] != 0)
+        near, unit = softmax_weights(near, seen, of_each_query(balance.to(q.dtype)), has_far)
+    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
+    o = divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
     return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
-def join(score, seen, near_v, far, balance, has_far):
-    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
-    score, has_far = score.masked_fill(~seen, float("-inf")), has_far & (far[..., -1:] != 0)
+def softmax_weights(score, seen, balance, has_far):
+    """e^score of the near keys and e^balance of the far part, both over one e^c, which no gradient sees."""
+    score = score.masked_fill(~seen, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
     shift = shift.masked_fill(shift == float("-inf"), 0)
-    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
+    return torch.exp(score - shift), torch.exp(torch.where(has_far, balance - shift, 0))
