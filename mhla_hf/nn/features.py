@@ -49,5 +49,4 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
-        sign = 1 - 2 * torch.arange(2, dtype=y.dtype, device=y.device)  # one kernel for both, no copies
-        return (y[..., None, :] * sign[:, None]).softmax(-1).flatten(-2).to(x.dtype)
+        return torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :]).softmax(-1).flatten(-2).to(x.dtype)
