@@ -85,7 +85,7 @@ class MHLASlots(MHLACacheLayer):
         given = layer.state.tensors()
         if self.state is None:
             empty = {name: x.new_zeros(slots, *x.shape[1:]) for name, x in given.items()}
-            self.state = dataclasses.replace(layer.state, **empty)
+            self.state, self.mixing = dataclasses.replace(layer.state, **empty), layer.mixing
         for name, x in self.state.tensors().items():
             x[slot] = given[name][0]
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Block summaries, the mixed prefix and the open block of one layer (`state`, an `MHLAState`), and its length.
+    """What one layer remembers (`state`, an `MHLAState` or a `LocalState`), the mixing it is read with, and its length.
 
     `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
     """

@@ -49,4 +49,8 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
-        return torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :]).softmax(-1).flatten(-2).to(x.dtype)
+        if torch.compiler.is_compiling():  # fused, where a stack would be two copies; in eager mode it is the faster one
+            both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
+        else:
+            both = torch.stack([y, -y], -2)
+        return both.softmax(-1).flatten(-2).to(x.dtype)
