@@ -26,6 +26,7 @@ def main(arguments=None):
     parser.add_argument("--model", help="folder or Hub id of a softmax model (default: our small Llama)")
     parser.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
     parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
+    parser.add_argument("--plain", action="store_true", help="the text as it is, no lookups between its lines")
     parser.add_argument("--seeds", type=int, default=1, help="with --full: so many seeds of everything (default: 1)")
     parser.add_argument("--license", help="license of --model, when its card states none")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")

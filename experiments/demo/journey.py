@@ -67,14 +67,13 @@ language: [en]
 ---
 # The demo's softmax teacher
 
-A small Llama, trained by `make demo ARGS=--full` on the Python language reference (`pydoc_data.topics`) with lookups between
-its lines.
+A small Llama, trained by `make demo ARGS=--full` on the demo's text.
 It stands for a real checkpoint; how it was trained is in train.json, how good it is in results.json.
 """
 
 
 def run_demo(
-    out="out", model=None, text=None, seeds=1, *, full=False, license=None, teacher_recipe=None, student_recipe=None,
+    out="out", model=None, text=None, seeds=1, *, full=False, plain=False, license=None, teacher_recipe=None, student_recipe=None,
     items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
 ):  # fmt: skip
     """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
@@ -86,6 +85,7 @@ def run_demo(
             further seeds lie in `seed-1`, ...
         model: folder or Hub id of a softmax model to start from. None: `TEACHER`, which the full demo made.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
+        plain: train on the text as it is; else a new name and its value come after most lines, to be looked up later.
         seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself); needs `full`.
         license: of `model`, when its own card states none; without either there is no model card.
         teacher_recipe, student_recipe: YAML files instead of the demo's own.
@@ -114,7 +114,8 @@ def run_demo(
         models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
     else:
         models, model = QUICK, str(TEACHER) if model is None else model
-    demo = _Demo(out, model, text, license, teacher_recipe, student_recipe, items, lengths, progress, command, models)
+    recipes = teacher_recipe, student_recipe
+    demo = _Demo(out, model, text, plain, license, *recipes, items, lengths, progress, command, models)
     with without_bars():
         demo.begin()
         for seed in range(seeds):
@@ -143,6 +144,7 @@ class _Demo:
     out: Path
     model: str | None
     text: str | None
+    plain: bool
     license: str | None
     teacher_recipe: Path
     student_recipe: Path
@@ -174,7 +176,7 @@ class _Demo:
         plans = [dataclasses.asdict(self.teacher_plan), dataclasses.asdict(self.student_plan)]
         self.identity = {
             "model": self.model,
-            "text": name,
+            "text": f"{name}, plain" if self.plain else name,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:32],
             "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
             "items": self.items,
@@ -197,7 +199,8 @@ class _Demo:
             convert(model, **self.student_plan.settings)
         with folder_aside(self.out) as aside:
             (aside / "data").mkdir()
-            write_text(aside / "data" / "train.txt", add_lookups(train, choose_words(tokenizer)))
+            shown = train if self.plain else add_lookups(train, choose_words(tokenizer))
+            write_text(aside / "data" / "train.txt", shown)
             write_text(aside / "data" / "heldout.txt", held_out)
             tokenizer.save_pretrained(aside / "data" / "tokenizer")
             write_json(aside / DESCRIPTION, self.identity)
@@ -262,7 +265,8 @@ class _Demo:
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
         settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer)}
         model = LlamaForCausalLM(LlamaConfig(**settings, **ends))
-        start_lookups(model)
+        if not self.plain:
+            start_lookups(model)
         self.say(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters")
         self._distill(model, None, folder, self.teacher_plan, seed)
 
