@@ -41,24 +41,29 @@ PADDINGS = {
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", FORMS)
 def test_forward_and_gradients_equal_the_definition(name, padding):
-    form, tensors, decays, balance = problem(name, batch=1 if padding == "packed" else 2)
-    learned = [decays.weight, decays.log_rate, *([] if balance is None else [balance])]
-    for x in learned:
-        x.requires_grad_()
+    form, *rest = problem(name, batch=1 if padding == "packed" else 2)
     options = PADDINGS[padding]
-    blocks = -(-83 // form.block_size)
-    results = []
-    direction = torch.randn(*tensors[0].shape[:3], 3, dtype=torch.float64)
-    for function, mixing in ((local_attention, decays), (local_reference, decays.matrix(blocks))):
+    direction = torch.randn(*rest[0][0].shape[:3], 3, dtype=torch.float64)
+
+    def attend(function, dtype):
+        tensors, decays, balance = ([x.detach().to(dtype).requires_grad_() for x in rest[0]], *rest[1:])
+        decays = Decays(*(x.detach().to(dtype).requires_grad_() for x in (decays.weight, decays.log_rate)))
+        balance = None if balance is None else balance.to(dtype).requires_grad_()
+        learned = [decays.weight, decays.log_rate, *([] if balance is None else [balance])]
+        mixing = decays if function is local_attention else decays.matrix(-(-83 // form.block_size))
         o = function(*tensors, mixing, balance, form, **options)
         if "key_mask" in options:
             o = o * options["key_mask"][..., None, None]
-        results.append([o, *torch.autograd.grad(o, [*tensors, *learned], direction, allow_unused=True)])
-    for ours, exact in zip(*results, strict=True):
-        if exact is None:
-            assert ours is None or ours.abs().max() == 0
-            continue
-        assert torch.linalg.norm(ours - exact) <= 1e-11 * torch.linalg.norm(exact) + 1e-12
+        return [o, *torch.autograd.grad(o, [*tensors, *learned], direction.to(dtype), allow_unused=True)]
+
+    exact = attend(local_reference, torch.float64)
+    for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
+        for ours, expected in zip(attend(local_attention, dtype), exact, strict=True):
+            if expected is None:
+                assert ours is None or ours.abs().max() == 0
+                continue
+            assert ours.dtype == dtype
+            assert torch.linalg.norm(ours - expected) <= bound * torch.linalg.norm(expected) + 1e-12
 
 
 def test_the_scan_equals_the_matrix_at_many_lengths():
