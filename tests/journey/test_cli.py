@@ -168,7 +168,6 @@ BAD = {
         "--set: got 'settings.block_size', and 'mhla' is converted already"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --data train.txt --out new", "stepps"),
     "no teacher": ("distill mhla --recipe recipe.yaml --data train.txt --out new", "teacher"),
-    "task unknown": ("evaluate llama --tasks here_close --include-path tasks", "'here_close' does not exist"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
     "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
     "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
