@@ -13,7 +13,7 @@ from .decays import Decays
 from .local import attend_local
 from .state import RowState
 from .torch_layout import TokenLayout, ring_slot
-from .torch_local import LocalForm, attend_near_and_far, by_block_and_group, with_ones
+from .torch_local import LocalForm, combine, with_ones
 
 
 @dataclass
@@ -161,32 +161,37 @@ def local_step(
     padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
     The same graph for every position.
     """
-    size, lag, groups, exact = form.block_size, form.lag, k.shape[2], state.running.dtype
-    decays, p = decays.to(exact), state.position
-    real = torch.ones_like(p, dtype=torch.bool) if real is None else real
-    own = real if own is None else own
-    rows, slot = torch.arange(len(p), device=p.device), state.slot(p, form)
+    size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
+    heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
+    weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
+    rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
-    state.valid[rows, slot] = real
+        new = new if real is None else new.masked_fill(~real[:, None, None], 0)
+        held[rows, slot] = new.to(held.dtype)
+    state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
-    opens = ((p % size == 0) & own).view(-1, 1, 1, 1)
-    decay = torch.exp(decays.log_rate)[..., None, None]
-    state.running.mul_(torch.where(opens[..., None], decay, 1))
-    state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
+    opens = inside == 0 if own is None else (inside == 0) & own
+    opens = opens.view(-1, 1, 1, 1, 1)
+    decay = torch.exp(log_rate)[..., None, None]
+    state.running.mul_(torch.where(opens, decay, 1))
+    state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
     place = state.slot(old, form)
-    enters = own & (old >= form.sinks) & state.valid[rows, place]
+    enters = (old >= form.sinks) & state.valid[rows, place]
+    enters = enters if own is None else enters & own
+    entering = fk_leaving[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
-    entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
-    state.pending.mul_(~opens).addcmul_(left_v[..., None], entering[:, :, None])
+    state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
-    held, p, slot = torch.arange(state.k.shape[1], device=p.device), p[:, None], slot[:, None]
+    held, slot = torch.arange(state.k.shape[1], device=p.device), slot[:, None]
     age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
-    seen = state.valid & torch.where(held < form.sinks, held <= p, age <= p % size + (lag - 1) * size)
-    q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
-    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, state.v))
-    mixed, seen = state.running.mT[:, :, None], seen[:, None, None]
-    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, p // size)
-    state.position.add_(own)
-    return torch.where(own.view(-1, 1, 1, 1), o, 0)
+    last = inside + (lag - 1) * size
+    seen = state.valid & torch.where(held < form.sinks, held <= p[:, None], age <= last[:, None])
+    score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
+    fq = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    far = fq.flatten(3) @ state.running.mT.flatten(2, 3)
+    weight, balance = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
+    o = combine(score, seen[:, None, None], near_v, far, weight, balance, has_far, form).flatten(1, 2)[:, None]
+    state.position.add_(1 if own is None else own)
+    return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)

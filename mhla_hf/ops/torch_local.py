@@ -110,15 +110,24 @@ def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
 
     far = spread(fq, weight) @ mixed.flatten(3, 4)
     seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    near, unit = (q @ k.mT) * form.scale, form.scale
-    if balance is None:
-        near = torch.where(seen, near, 0) * of_each_query(weight.sum(-1))
-    else:
-        has_far = (place >= form.lag)[:, None, :, None, None] & (far[..., -1:] != 0)
-        near, unit = softmax_weights(near, seen, of_each_query(balance.to(q.dtype)), has_far)
-    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
-    o = divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
+    has_far = (place >= form.lag)[:, None, :, None, None]
+    weight, balance = (x if x is None else of_each_query(x.to(q.dtype)) for x in (weight.sum(-1), balance))
+    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
+
+
+def combine(score, seen, v, far, weight, balance, has_far, form):
+    """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
+
+    v [.., L, V]: near values; far [.., N, V + 1]: what the far part sums to, if `has_far`; weight, balance [.., N, 1]: of the
+    mixing's decays in sum, and of the far part in the unit of the softmax (None: no softmax).
+    """
+    if balance is None:
+        near, unit = torch.where(seen, score, 0) * weight, form.scale
+    else:
+        near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
+    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
+    return divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
 
 
 def softmax_weights(score, seen, balance, has_far):
