@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 50a719e09936
+sha256: 25a22da066f0
 """
 
 from contextlib import nullcontext
@@ -206,7 +206,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "50a719e09936"
+NAMESPACE = "25a22da066f0"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -620,7 +620,7 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
     k = torch.where(valid[..., None, None], k, 0)
     q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
-    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
+    k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
     return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
@@ -670,7 +670,7 @@ def near_keys(k, v, valid, place, form):
 def with_sinks(near_k, near_v, seen, sink, place, form, exact):
     """The window and, where a block's window does not reach them, the sinks."""
     k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, with_ones(v)))
+    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, v))
     count = near_k.shape[2]
     k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
     there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
@@ -681,7 +681,7 @@ def with_sinks(near_k, near_v, seen, sink, place, form, exact):
 def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
     """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
 
-    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V + 1]; seen: bool [B, M, C, L]; mixed: running sums
+    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V]; seen: bool [B, M, C, L]; mixed: running sums
     [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
     """
     groups, size = q.shape[1], seen.shape[2]
@@ -692,23 +692,33 @@ def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
 
     far = spread(fq, weight) @ mixed.flatten(3, 4)
     seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    score = (q @ k.mT) * form.scale
-    if balance is None:
-        o = (torch.where(seen, score, 0) * of_each_query(weight.sum(-1))) @ v + form.scale * far
-    else:
-        b = of_each_query(balance.to(q.dtype))
-        o = join(score, seen, v, far, b, (place >= form.lag)[:, None, :, None, None])
-    o = divide_or_zero(o[..., :-1], o[..., -1]) if form.normalize else o[..., :-1]
+    has_far = (place >= form.lag)[:, None, :, None, None]
+    weight, balance = (x if x is None else of_each_query(x.to(q.dtype)) for x in (weight.sum(-1), balance))
+    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
-def join(score, seen, near_v, far, balance, has_far):
-    """Softmax weights times values plus e^balance times the far part, both over one e^c, which no gradient sees."""
-    score, has_far = score.masked_fill(~seen, float("-inf")), has_far & (far[..., -1:] != 0)
+def combine(score, seen, v, far, weight, balance, has_far, form):
+    """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
+
+    v [.., L, V]: near values; far [.., N, V + 1]: what the far part sums to, if `has_far`; weight, balance [.., N, 1]: of the
+    mixing's decays in sum, and of the far part in the unit of the softmax (None: no softmax).
+    """
+    if balance is None:
+        near, unit = torch.where(seen, score, 0) * weight, form.scale
+    else:
+        near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
+    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
+    return divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
+
+
+def softmax_weights(score, seen, balance, has_far):
+    """e^score of the near keys and e^balance of the far part, both over one e^c, which no gradient sees."""
+    score = score.masked_fill(~seen, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
     shift = shift.masked_fill(shift == float("-inf"), 0)
-    return torch.exp(score - shift) @ near_v + torch.exp(torch.where(has_far, balance - shift, 0)) * far
+    return torch.exp(score - shift), torch.exp(torch.where(has_far, balance - shift, 0))
 
 
 # mhla_hf/ops/triton/local.py
@@ -1065,9 +1075,9 @@ class LocalState(RowState):
 
     k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
     W = (lag + 1) * C: `ring_slot` says which token is where.
-    running [B, G, R, K, V + 1]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
-    summary j (its last column sums the keys); pending [B, G, K, V + 1]: as much of summary i - lag + 1 as has been read.
-    Both fp32 at least.
+    running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
+    summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
+    read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
     position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
     whose part of the sums `rewind` has yet to undo.
     """
@@ -1092,8 +1102,8 @@ class LocalState(RowState):
             k=k.new_zeros(batch, slots, *k.shape[2:]),
             v=v.new_zeros(batch, slots, *v.shape[2:]),
             valid=k.new_zeros(batch, slots, dtype=torch.bool),
-            running=k.new_zeros(batch, groups, rates, features, value_dim + 1, dtype=exact),
-            pending=k.new_zeros(batch, groups, features, value_dim + 1, dtype=exact),
+            running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
+            pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
             furthest=k.new_zeros(batch, dtype=torch.int64),
         )
@@ -1131,7 +1141,7 @@ class LocalState(RowState):
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The summary [B, G, K, V + 1] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
+        """The transposed summary [B, G, V + 1, K] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
         token = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
@@ -1139,7 +1149,7 @@ class LocalState(RowState):
         fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
-            return fk.permute(0, 2, 3, 1) @ v.transpose(1, 2)
+            return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
 
     def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
         """The key [B, 1, G, D] that the step with the new key k adds to `pending`: that of `lag - 1` blocks ago."""
@@ -1183,13 +1193,13 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.position.copy_(before + count)
     past = {"now": (before + count - 1).clamp(min=0) // size}
     if not fresh:
-        past |= {"carried": state.running, "opened": (before - 1).clamp(min=0) // size}
+        past |= {"carried": state.running.mT, "opened": (before - 1).clamp(min=0) // size}
         if form.sinks:
             past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
     with torch.no_grad():
-        state.running.copy_(running)
+        state.running.copy_(running.mT)
         state.refresh_pending(map_keys, form)
     return layout.take_back(o)
 
@@ -1204,35 +1214,40 @@ def local_step(
     padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
     The same graph for every position.
     """
-    size, lag, groups, exact = form.block_size, form.lag, k.shape[2], state.running.dtype
-    decays, p = decays.to(exact), state.position
-    real = torch.ones_like(p, dtype=torch.bool) if real is None else real
-    own = real if own is None else own
-    rows, slot = torch.arange(len(p), device=p.device), state.slot(p, form)
+    size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
+    heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
+    weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
+    rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        held[rows, slot] = torch.where(real[:, None, None], new.to(held.dtype), 0)
-    state.valid[rows, slot] = real
+        new = new if real is None else new.masked_fill(~real[:, None, None], 0)
+        held[rows, slot] = new.to(held.dtype)
+    state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
-    opens = ((p % size == 0) & own).view(-1, 1, 1, 1)
-    decay = torch.exp(decays.log_rate)[..., None, None]
-    state.running.mul_(torch.where(opens[..., None], decay, 1))
-    state.running.addcmul_(torch.where(opens[..., None], decay**lag, 0), state.pending[:, :, None])
+    opens = inside == 0 if own is None else (inside == 0) & own
+    opens = opens.view(-1, 1, 1, 1, 1)
+    decay = torch.exp(log_rate)[..., None, None]
+    state.running.mul_(torch.where(opens, decay, 1))
+    state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
     place = state.slot(old, form)
-    enters = own & (old >= form.sinks) & state.valid[rows, place]
+    enters = (old >= form.sinks) & state.valid[rows, place]
+    enters = enters if own is None else enters & own
+    entering = fk_leaving[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
-    entering = torch.where(enters[:, None, None], fk_leaving[:, 0], 0).to(exact)
-    state.pending.mul_(~opens).addcmul_(entering[..., None], left_v[:, :, None])
+    state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
-    held, p, slot = torch.arange(state.k.shape[1], device=p.device), p[:, None], slot[:, None]
+    held, slot = torch.arange(state.k.shape[1], device=p.device), slot[:, None]
     age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
-    seen = state.valid & torch.where(held < form.sinks, held <= p, age <= p % size + (lag - 1) * size)
-    q, fq = (by_block_and_group(x, groups, 1, exact) for x in (q, fq))
-    near_k, near_v = (by_block_and_group(x, groups, len(held), exact) for x in (state.k, with_ones(state.v)))
-    mixed, seen = state.running[:, :, None], seen[:, None, None]
-    o = attend_near_and_far(q, near_k, near_v, seen, fq, mixed, decays.weight, balance, form, p // size)
-    state.position.add_(own)
-    return torch.where(own.view(-1, 1, 1, 1), o, 0)
+    last = inside + (lag - 1) * size
+    seen = state.valid & torch.where(held < form.sinks, held <= p[:, None], age <= last[:, None])
+    score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
+    fq = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    far = fq.flatten(3) @ state.running.mT.flatten(2, 3)
+    weight, balance = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
+    o = combine(score, seen[:, None, None], near_v, far, weight, balance, has_far, form).flatten(1, 2)[:, None]
+    state.position.add_(1 if own is None else own)
+    return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
 
 
 # mhla_hf/nn/features.py
@@ -1278,7 +1293,11 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
-        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1).to(x.dtype)
+        if torch.compiler.is_compiling():  # fused, where a stack would be two copies; in eager mode it is the faster one
+            both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
+        else:
+            both = torch.stack([y, -y], -2)
+        return both.softmax(-1).flatten(-2).to(x.dtype)
 
 
 # mhla_hf/nn/settings.py
@@ -1613,12 +1632,24 @@ class DecayMixing(nn.Module):
         return values
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
-        """The decays and the balance, fp32."""
+        """The decays and the balance (None without a local softmax), fp32."""
+        return self.unpack(self.pack())
+
+    def pack(self) -> torch.Tensor:
+        """w, log lambda and the balance of each query head in one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance)."""
+        weight = self.weight.float().softmax(-1)
+        parts = [weight, torch.zeros_like(weight[:, :1])]
         if self.num_decays > 1:
-            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
-        else:  # fewer groups where heads are split over processes
-            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
-        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+            parts.append(F.logsigmoid(self.rate.float()).repeat_interleave(self.num_heads // self.num_kv_heads, 0))
+        if self.start is not None:
+            parts.append(self.balance.float()[:, None])
+        return torch.cat(parts, 1)
+
+    def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
+        """What `forward` returns, of what `pack` returned."""
+        count, share = self.num_decays, self.num_heads // self.num_kv_heads
+        decays = Decays(packed[:, :count], packed[::share, count : 2 * count])
+        return decays, None if self.start is None else packed[:, -1]
 
 
 # mhla_hf/nn/local.py
@@ -1656,12 +1687,12 @@ class DecayMHLA(MHLACore):
         self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None
     ) -> torch.Tensor:
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
-        form = self.form if scale is None else replace(self.form, scale=scale)
+        form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing()
+        fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing_for(cache)
         if mixing[1] is None:  # without a balance the near part reads features, too
             q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
         dropped = (cache is None or cache.state is None) and self.drops_window()
@@ -1678,6 +1709,16 @@ class DecayMHLA(MHLACore):
         return self.finish_output(o, hidden_states, v.dtype)
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
+
+    def mixing_for(self, cache) -> tuple:
+        """The decays and the balance; a cache keeps those it began with, packed: a compiled step pays for each tensor."""
+        if cache is None or cache.state is None:
+            packed = self.mixing.pack()
+            if cache is not None:
+                cache.mixing = packed.detach()
+        else:
+            packed = cache.mixing
+        return self.mixing.unpack(packed)
 
     def drops_window(self) -> bool:
         """Whether this training step leaves the block before the open one to the far part."""
@@ -1699,7 +1740,7 @@ class DecayMHLA(MHLACore):
 # mhla_hf/models/cache.py
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Block summaries, the mixed prefix and the open block of one layer (`state`, an `MHLAState`), and its length.
+    """What one layer remembers (`state`, an `MHLAState` or a `LocalState`), the mixing it is read with, and its length.
 
     `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
     """
