@@ -85,7 +85,8 @@ class MHLASlots(MHLACacheLayer):
         given = layer.state.tensors()
         if self.state is None:
             empty = {name: x.new_zeros(slots, *x.shape[1:]) for name, x in given.items()}
-            self.state, self.mixing = dataclasses.replace(layer.state, **empty), layer.mixing
+            self.state = dataclasses.replace(layer.state, **empty)
+        self.mixing = layer.mixing
         for name, x in self.state.tensors().items():
             x[slot] = given[name][0]
 

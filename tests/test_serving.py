@@ -46,6 +46,19 @@ def come_and_go(model, todo, longest_answer, compiled, **sizes):
     assert counters["stats"]["unique_graphs"] == bool(compiled)
 
 
+@torch.no_grad()
+def test_weights_that_change_between_requests_are_read_anew():
+    model = converted_model(**LOCAL)
+    batch, (prompt,) = ContinuousBatch(model, slots=1), prompts(1, 40)
+    for _ in range(2):
+        request = batch.add(prompt, 20)
+        while batch.pending:
+            batch.step()
+        assert request.tokens == alone(model, prompt, 20)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
 @pytest.mark.parametrize("layers", ["all", [1]])
 @pytest.mark.parametrize("compiled", [False, "eager"])
 def test_requests_that_come_and_go(layers, compiled):

@@ -73,8 +73,8 @@ It stands for a real checkpoint; how it was trained is in train.json, how good i
 
 
 def run_demo(
-    out="out", model=None, text=None, seeds=1, *, full=False, plain=False, license=None, teacher_recipe=None, student_recipe=None,
-    items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
+    out="out", model=None, text=None, seeds=1, *, full=False, plain=False, license=None, teacher_recipe=None,
+    student_recipe=None, items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
 ):  # fmt: skip
     """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
 

@@ -25,7 +25,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
-        self.mixing = None
+        self.mixing = None  # a matrix, or packed decays
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""

@@ -55,20 +55,20 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance (None without a local softmax), fp32."""
-        return self.unpack(self.pack())
-
-    def pack(self) -> torch.Tensor:
-        """w, log lambda and the balance of each query head in one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance)."""
-        weight = self.weight.float().softmax(-1)
-        parts = [weight, torch.zeros_like(weight[:, :1])]
         if self.num_decays > 1:
-            parts.append(F.logsigmoid(self.rate.float()).repeat_interleave(self.num_heads // self.num_kv_heads, 0))
-        if self.start is not None:
-            parts.append(self.balance.float()[:, None])
-        return torch.cat(parts, 1)
+            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
+        else:  # fewer groups where heads are split over processes
+            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
+        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+
+    def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
+        """What `forward` returned as one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance), without gradient."""
+        log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+        parts = [decays.weight, log_rate, *([] if balance is None else [balance[:, None]])]
+        return torch.cat(parts, 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """What `forward` returns, of what `pack` returned."""
+        """What `pack` was given."""
         count, share = self.num_decays, self.num_heads // self.num_kv_heads
         decays = Decays(packed[:, :count], packed[::share, count : 2 * count])
         return decays, None if self.start is None else packed[:, -1]

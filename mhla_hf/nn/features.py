@@ -49,7 +49,7 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
-        if torch.compiler.is_compiling():  # fused, where a stack would be two copies; in eager mode it is the faster one
+        if torch.compiler.is_compiling():  # a stack would not be fused
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
             both = torch.stack([y, -y], -2)

@@ -50,7 +50,7 @@ class DecayMHLA(MHLACore):
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing_for(cache)
+        fq, map_keys, mixing = self.q_map(q), self.k_map, self.read_mixing(cache)
         if mixing[1] is None:  # without a balance the near part reads features, too
             q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
         dropped = (cache is None or cache.state is None) and self.drops_window()
@@ -68,15 +68,16 @@ class DecayMHLA(MHLACore):
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
 
-    def mixing_for(self, cache) -> tuple:
-        """The decays and the balance; a cache keeps those it began with, packed: a compiled step pays for each tensor."""
+    def read_mixing(self, cache) -> tuple:
+        """The decays and the balance. A cache keeps those it began with, as one tensor: each one that a step takes costs."""
         if cache is None or cache.state is None:
-            packed = self.mixing.pack()
+            mixing = self.mixing()
             if cache is not None:
-                cache.mixing = packed.detach()
-        else:
-            packed = cache.mixing
-        return self.mixing.unpack(packed)
+                cache.mixing = self.mixing.pack(*mixing)
+            return mixing
+        if not torch.compiler.is_compiling() and cache.mixing.is_inference() and not torch.is_inference_mode_enabled():
+            cache.mixing = cache.mixing.clone()
+        return self.mixing.unpack(cache.mixing)
 
     def drops_window(self) -> bool:
         """Whether this training step leaves the block before the open one to the far part."""

@@ -69,6 +69,7 @@ class LocalState(RowState):
         self.cropped += count
         self.position.sub_(count)
 
+    @torch.no_grad()
     def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
         """Undo in the sums what `crop` took from the positions; map_keys: from the ring's keys to features."""
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
@@ -88,7 +89,7 @@ class LocalState(RowState):
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The transposed summary [B, G, V + 1, K] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
+        """The transposed summary [B, G, V + 1, K] of each row's `block` [B], of its first `count` (or [B, 1]) tokens."""
         token = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
@@ -165,9 +166,9 @@ def local_step(
     heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
     weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
     rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
-    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+    for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
-        held[rows, slot] = new.to(held.dtype)
+        ring[rows, slot] = new.to(ring.dtype)
     state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
     opens = inside == 0 if own is None else (inside == 0) & own
@@ -183,15 +184,15 @@ def local_step(
     left_v = with_ones(state.v[rows, place]).to(exact)
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
-    held, slot = torch.arange(state.k.shape[1], device=p.device), slot[:, None]
-    age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
+    slots = torch.arange(state.k.shape[1], device=p.device)
+    age = slot[:, None] - slots + torch.where(slots > slot[:, None], len(slots) - form.sinks, 0)  # in the ring
     last = inside + (lag - 1) * size
-    seen = state.valid & torch.where(held < form.sinks, held <= p[:, None], age <= last[:, None])
+    seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    fq = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
-    far = fq.flatten(3) @ state.running.mT.flatten(2, 3)
-    weight, balance = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    weighed = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    o = combine(score, seen[:, None, None], near_v, far, weight, balance, has_far, form).flatten(1, 2)[:, None]
+    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
     state.position.add_(1 if own is None else own)
     return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)

@@ -41,7 +41,18 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
-    return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
+    share = weight.shape[0] // groups
+
+    def of_each_query(x):
+        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+
+    far = spread(fq, weight) @ mixed.flatten(3, 4)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    has_far = (place >= form.lag)[:, None, :, None, None]
+    weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
+    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
+    o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
+    return resize_tokens(o, tokens)
 
 
 def blocked_values(v, valid, size, exact):
@@ -96,38 +107,20 @@ def with_sinks(near_k, near_v, seen, sink, place, form, exact):
     return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
 
 
-def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
-    """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
-
-    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V]; seen: bool [B, M, C, L]; mixed: running sums
-    [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
-    """
-    groups, size = q.shape[1], seen.shape[2]
-    share = weight.shape[0] // groups
-
-    def of_each_query(x):
-        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
-
-    far = spread(fq, weight) @ mixed.flatten(3, 4)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
-    weight, balance = (x if x is None else of_each_query(x.to(q.dtype)) for x in (weight.sum(-1), balance))
-    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
-    return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-
-
 def combine(score, seen, v, far, weight, balance, has_far, form):
     """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
 
-    v [.., L, V]: near values; far [.., N, V + 1]: what the far part sums to, if `has_far`; weight, balance [.., N, 1]: of the
-    mixing's decays in sum, and of the far part in the unit of the softmax (None: no softmax).
+    v [.., L, V]: near values. far [.., N, V + 1]: what the far part sums to; has_far: whether there is one. weight
+    [.., N, 1]: the decays' weights in sum. balance [.., N, 1]: of the far part, in the unit of the softmax, or None.
     """
     if balance is None:
         near, unit = torch.where(seen, score, 0) * weight, form.scale
     else:
         near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
-    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
-    return divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
+    o, far = near @ v, unit * far
+    if not form.normalize:
+        return o + far[..., :-1]
+    return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
 
 
 def softmax_weights(score, seen, balance, has_far):

@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from ops_cases import distance
@@ -153,6 +154,17 @@ def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("name", list(MODELS))
+def test_offloaded_weights_are_read_where_they_were_moved(name):
+    model, ids = MODELS[name](), tokens(1, 20)
+    expected = full_logits(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    cache = model(ids[:, :19], use_cache=True).past_key_values
+    last = model(ids[:, 19:], past_key_values=cache).logits
+    assert distance(full_logits(model, ids), expected) == 0 and distance(last, expected[:, 19:]) <= 1e-5
+
+
 def test_no_square_mask_is_made():
     """Neither in the first turn nor in a later one: long contexts would pay for it."""
     for model in (scratch_model(), converted_model()):

@@ -7,6 +7,8 @@ from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 8, "value_dim": 8, "hidden_size": 16}
+
 
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -27,7 +29,7 @@ def test_a_state_in_bf16_does_not_drift(tokens):
 
 def test_a_dropped_window_changes_training_alone():
     settings = MHLASettings(mixing_form="decay", local="softmax", block_size=8, window_dropout=1.0)
-    core = DecayMHLA(settings, num_heads=2, num_kv_heads=1, key_dim=8, value_dim=8, hidden_size=16)
+    core = DecayMHLA(settings, **SIZES)
     q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
     evaluated, trained = core.eval()(q, k, v), core.train()(q, k, v)
     torch.testing.assert_close(trained[:, :8], evaluated[:, :8])
@@ -35,3 +37,17 @@ def test_a_dropped_window_changes_training_alone():
     cache = MHLACacheLayer()  # a model of transformers makes one in training, too
     torch.testing.assert_close(core(q, k, v, cache=cache), trained)
     assert cache.state.position.tolist() == [40]
+
+
+def test_a_cache_of_inference_mode_goes_on_with_gradients():
+    core = DecayMHLA(
+        MHLASettings(mixing_form="decay", local="softmax", block_size=8, learn_mixing=False), **SIZES
+    ).eval()
+    q, k, v = (torch.randn(1, 40, heads, 8) for heads in (2, 1, 1))
+    whole, cache = core(q, k, v), MHLACacheLayer()
+    assert not core.mixing()[0].weight.requires_grad  # or the scan would be differentiated for nothing
+    with torch.inference_mode():
+        core(q[:, :20], k[:, :20], v[:, :20], cache=cache)
+    for begin, end in ((20, 30), (30, 31), (31, 40)):
+        o = core(q[:, begin:end], k[:, begin:end], v[:, begin:end], cache=cache)
+        torch.testing.assert_close(o, whole[:, begin:end])
