@@ -99,13 +99,6 @@ class LocalState(RowState):
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
 
-    def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
-        """The key [B, 1, G, D] that the step with the new key k adds to `pending`: that of `lag - 1` blocks ago."""
-        if form.lag == 1:
-            return k
-        rows = torch.arange(len(k), device=k.device)
-        return self.k[rows, self.slot(self.position - (form.lag - 1) * form.block_size, form)][:, None]
-
     def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
         """Where the token at `position` is; anywhere for one before the first."""
         return ring_slot(position, self.k.shape[1], form.sinks)
@@ -122,10 +115,10 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
-        fk_leaving, real = map_keys(state.leaving(k, form)), None if key_mask is None else key_mask[:, 0]
+        real = None if key_mask is None else key_mask[:, 0]
         own = real if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real, own)
+            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
@@ -153,14 +146,11 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(
-    q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None
-):
+def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None):
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
-    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], whose token is no
-    padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
-    The same graph for every position.
+    Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
+    it padding after its first token; other rows are left as they are. The same graph for every position.
     """
     size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
     heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
@@ -180,7 +170,7 @@ def local_step(
     place = state.slot(old, form)
     enters = (old >= form.sinks) & state.valid[rows, place]
     enters = enters if own is None else enters & own
-    entering = fk_leaving[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
+    entering = map_keys(state.k[rows, place][:, None])[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
