@@ -17,7 +17,6 @@ from mhla_hf.cli import main
 from mhla_hf.convert.transformers_models import NotConvertible
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.planning import advise, crossover, model_without_weights, render_plan
-from mhla_hf.speed import cache_bytes
 
 COMMON = {"dtype": "bfloat16", "num_attention_heads": 32, "num_key_value_heads": 8}
 LARGE = {  # as their config.json says it
@@ -76,7 +75,7 @@ def test_a_large_model_without_its_weights(name):
     added = (model.num_parameters() - before) * len(layers)
     assert record["parameters"] == {"base": parameters, "added": added}
     with torch.no_grad():
-        state = cache_bytes(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True).past_key_values)
+        state = bytes_held(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True).past_key_values.layers[0])
     kept = config.num_hidden_layers - len(layers)
     for tokens in (2048, 5000, 131072):
         converted = token * kept // config.num_hidden_layers * tokens + state * len(layers)
