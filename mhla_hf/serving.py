@@ -80,6 +80,7 @@ class MHLASlots(MHLACacheLayer):
     def __init__(self):
         super().__init__(static=True)
 
+    @torch.inference_mode(False)
     def admit(self, slot: int, slots: int, max_length: int, layer: MHLACacheLayer, length: int) -> None:
         """Put the state of one request, as left by `layer`, into `slot`."""
         given = layer.state.tensors()

@@ -61,6 +61,7 @@ class DecayMixing(nn.Module):
             log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
         return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
 
+    @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
         """What `forward` returned as one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance), without gradient."""
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)

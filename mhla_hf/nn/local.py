@@ -75,8 +75,6 @@ class DecayMHLA(MHLACore):
             if cache is not None:
                 cache.mixing = self.mixing.pack(*mixing)
             return mixing
-        if not torch.compiler.is_compiling() and cache.mixing.is_inference() and not torch.is_inference_mode_enabled():
-            cache.mixing = cache.mixing.clone()
         return self.mixing.unpack(cache.mixing)
 
     def drops_window(self) -> bool:

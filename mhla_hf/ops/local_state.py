@@ -40,6 +40,7 @@ class LocalState(RowState):
     cropped: int = 0
 
     @staticmethod
+    @torch.inference_mode(False)  # whose tensors could not be written outside of it
     def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
         """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
         batch, _, groups, value_dim = v.shape
@@ -57,7 +58,6 @@ class LocalState(RowState):
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
-        self.leave_inference_mode()
         torch.maximum(self.furthest, self.position, out=self.furthest)
         back = int((self.furthest - self.position).max()) + count
         if back > self.block_size:
@@ -111,7 +111,6 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`; map_keys: from k to the far part's
     features. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
     """
-    state.leave_inference_mode()
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:

@@ -30,6 +30,7 @@ class RowState:
             if value.is_inference():
                 setattr(self, name, value.clone())
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         """Keep the rows of `index` (int64 [B'], repeats allowed), in that order; addresses stay where their number does."""
         self.leave_inference_mode()
