@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 25a22da066f0
+sha256: dd99ce2d1fea
 """
 
 from contextlib import nullcontext
@@ -70,6 +70,7 @@ class RowState:
             if value.is_inference():
                 setattr(self, name, value.clone())
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         """Keep the rows of `index` (int64 [B'], repeats allowed), in that order; addresses stay where their number does."""
         self.leave_inference_mode()
@@ -206,7 +207,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "25a22da066f0"
+NAMESPACE = "dd99ce2d1fea"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -623,7 +624,18 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
-    return resize_tokens(attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place), tokens)
+    share = weight.shape[0] // groups
+
+    def of_each_query(x):
+        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+
+    far = spread(fq, weight) @ mixed.flatten(3, 4)
+    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    has_far = (place >= form.lag)[:, None, :, None, None]
+    weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
+    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
+    o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
+    return resize_tokens(o, tokens)
 
 
 def blocked_values(v, valid, size, exact):
@@ -678,38 +690,20 @@ def with_sinks(near_k, near_v, seen, sink, place, form, exact):
     return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
 
 
-def attend_near_and_far(q, k, v, seen, fq, mixed, weight, balance, form, place):
-    """The outputs [B, M * C, H, V] of C tokens of each of M blocks, from what all of a block may see.
-
-    q [B, G, M, H / G * C, D], fq with K for D; k, v [B, G, M, L, D or V]; seen: bool [B, M, C, L]; mixed: running sums
-    [B, G, M, R, K, V + 1]; place: int [B or 1, M], the index of each block in its sequence.
-    """
-    groups, size = q.shape[1], seen.shape[2]
-    share = weight.shape[0] // groups
-
-    def of_each_query(x):
-        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
-
-    far = spread(fq, weight) @ mixed.flatten(3, 4)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
-    weight, balance = (x if x is None else of_each_query(x.to(q.dtype)) for x in (weight.sum(-1), balance))
-    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
-    return o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-
-
 def combine(score, seen, v, far, weight, balance, has_far, form):
     """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
 
-    v [.., L, V]: near values; far [.., N, V + 1]: what the far part sums to, if `has_far`; weight, balance [.., N, 1]: of the
-    mixing's decays in sum, and of the far part in the unit of the softmax (None: no softmax).
+    v [.., L, V]: near values. far [.., N, V + 1]: what the far part sums to; has_far: whether there is one. weight
+    [.., N, 1]: the decays' weights in sum. balance [.., N, 1]: of the far part, in the unit of the softmax, or None.
     """
     if balance is None:
         near, unit = torch.where(seen, score, 0) * weight, form.scale
     else:
         near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
-    o, z = near @ v + unit * far[..., :-1], unit * far[..., -1:]
-    return divide_or_zero(o, (near.sum(-1, keepdim=True) + z)[..., 0]) if form.normalize else o
+    o, far = near @ v, unit * far
+    if not form.normalize:
+        return o + far[..., :-1]
+    return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
 
 
 def softmax_weights(score, seen, balance, has_far):
@@ -1093,6 +1087,7 @@ class LocalState(RowState):
     cropped: int = 0
 
     @staticmethod
+    @torch.inference_mode(False)  # whose tensors could not be written outside of it
     def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
         """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
         batch, _, groups, value_dim = v.shape
@@ -1110,7 +1105,6 @@ class LocalState(RowState):
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
-        self.leave_inference_mode()
         torch.maximum(self.furthest, self.position, out=self.furthest)
         back = int((self.furthest - self.position).max()) + count
         if back > self.block_size:
@@ -1122,6 +1116,7 @@ class LocalState(RowState):
         self.cropped += count
         self.position.sub_(count)
 
+    @torch.no_grad()
     def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
         """Undo in the sums what `crop` took from the positions; map_keys: from the ring's keys to features."""
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
@@ -1141,7 +1136,7 @@ class LocalState(RowState):
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
     def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The transposed summary [B, G, V + 1, K] of the first `count` (a number, or [B, 1]) tokens of each row's `block` [B]."""
+        """The transposed summary [B, G, V + 1, K] of each row's `block` [B], of its first `count` (or [B, 1]) tokens."""
         token = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
@@ -1150,13 +1145,6 @@ class LocalState(RowState):
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
-
-    def leaving(self, k: torch.Tensor, form: LocalForm) -> torch.Tensor:
-        """The key [B, 1, G, D] that the step with the new key k adds to `pending`: that of `lag - 1` blocks ago."""
-        if form.lag == 1:
-            return k
-        rows = torch.arange(len(k), device=k.device)
-        return self.k[rows, self.slot(self.position - (form.lag - 1) * form.block_size, form)][:, None]
 
     def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
         """Where the token at `position` is; anywhere for one before the first."""
@@ -1170,14 +1158,13 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`; map_keys: from k to the far part's
     features. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
     """
-    state.leave_inference_mode()
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
-        fk_leaving, real = map_keys(state.leaving(k, form)), None if key_mask is None else key_mask[:, 0]
+        real = None if key_mask is None else key_mask[:, 0]
         own = real if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, fk_leaving, decays, balance, form, state, real, own)
+            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
@@ -1205,22 +1192,19 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(
-    q, k, v, fq, fk_leaving, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None
-):
+def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None):
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
-    q, k, v, fq as in `local_attention`; fk_leaving: features of `state.leaving(k)`. real: bool [B], whose token is no
-    padding. own: bool [B], whose row goes on by it, be it padding after its first token; other rows are left as they are.
-    The same graph for every position.
+    Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
+    it padding after its first token; other rows are left as they are. The same graph for every position.
     """
     size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
     heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
     weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
     rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
-    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+    for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
-        held[rows, slot] = new.to(held.dtype)
+        ring[rows, slot] = new.to(ring.dtype)
     state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
     opens = inside == 0 if own is None else (inside == 0) & own
@@ -1232,20 +1216,20 @@ def local_step(
     place = state.slot(old, form)
     enters = (old >= form.sinks) & state.valid[rows, place]
     enters = enters if own is None else enters & own
-    entering = fk_leaving[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
+    entering = map_keys(state.k[rows, place][:, None])[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
-    held, slot = torch.arange(state.k.shape[1], device=p.device), slot[:, None]
-    age = slot - held + torch.where(held > slot, len(held) - form.sinks, 0)  # in the ring
+    slots = torch.arange(state.k.shape[1], device=p.device)
+    age = slot[:, None] - slots + torch.where(slots > slot[:, None], len(slots) - form.sinks, 0)  # in the ring
     last = inside + (lag - 1) * size
-    seen = state.valid & torch.where(held < form.sinks, held <= p[:, None], age <= last[:, None])
+    seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    fq = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
-    far = fq.flatten(3) @ state.running.mT.flatten(2, 3)
-    weight, balance = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    weighed = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    o = combine(score, seen[:, None, None], near_v, far, weight, balance, has_far, form).flatten(1, 2)[:, None]
+    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
     state.position.add_(1 if own is None else own)
     return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
 
@@ -1293,7 +1277,7 @@ class FeatureMap(nn.Module):
         if self.kind == "identity":
             return x
         y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
-        if torch.compiler.is_compiling():  # fused, where a stack would be two copies; in eager mode it is the faster one
+        if torch.compiler.is_compiling():  # a stack would not be fused
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
             both = torch.stack([y, -y], -2)
@@ -1633,20 +1617,21 @@ class DecayMixing(nn.Module):
 
     def forward(self) -> tuple[Decays, torch.Tensor | None]:
         """The decays and the balance (None without a local softmax), fp32."""
-        return self.unpack(self.pack())
-
-    def pack(self) -> torch.Tensor:
-        """w, log lambda and the balance of each query head in one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance)."""
-        weight = self.weight.float().softmax(-1)
-        parts = [weight, torch.zeros_like(weight[:, :1])]
         if self.num_decays > 1:
-            parts.append(F.logsigmoid(self.rate.float()).repeat_interleave(self.num_heads // self.num_kv_heads, 0))
-        if self.start is not None:
-            parts.append(self.balance.float()[:, None])
-        return torch.cat(parts, 1)
+            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
+        else:  # fewer groups where heads are split over processes
+            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
+        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+
+    @torch.inference_mode(False)
+    def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
+        """What `forward` returned as one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance), without gradient."""
+        log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+        parts = [decays.weight, log_rate, *([] if balance is None else [balance[:, None]])]
+        return torch.cat(parts, 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """What `forward` returns, of what `pack` returned."""
+        """What `pack` was given."""
         count, share = self.num_decays, self.num_heads // self.num_kv_heads
         decays = Decays(packed[:, :count], packed[::share, count : 2 * count])
         return decays, None if self.start is None else packed[:, -1]
@@ -1692,7 +1677,7 @@ class DecayMHLA(MHLACore):
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        fq, map_keys, mixing = self.q_map(q), self.k_map, self.mixing_for(cache)
+        fq, map_keys, mixing = self.q_map(q), self.k_map, self.read_mixing(cache)
         if mixing[1] is None:  # without a balance the near part reads features, too
             q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
         dropped = (cache is None or cache.state is None) and self.drops_window()
@@ -1710,15 +1695,14 @@ class DecayMHLA(MHLACore):
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
 
-    def mixing_for(self, cache) -> tuple:
-        """The decays and the balance; a cache keeps those it began with, packed: a compiled step pays for each tensor."""
+    def read_mixing(self, cache) -> tuple:
+        """The decays and the balance. A cache keeps those it began with, as one tensor: each one that a step takes costs."""
         if cache is None or cache.state is None:
-            packed = self.mixing.pack()
+            mixing = self.mixing()
             if cache is not None:
-                cache.mixing = packed.detach()
-        else:
-            packed = cache.mixing
-        return self.mixing.unpack(packed)
+                cache.mixing = self.mixing.pack(*mixing)
+            return mixing
+        return self.mixing.unpack(cache.mixing)
 
     def drops_window(self) -> bool:
         """Whether this training step leaves the block before the open one to the far part."""
@@ -1754,7 +1738,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
-        self.mixing = None
+        self.mixing = None  # a matrix, or packed decays
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
