@@ -101,7 +101,7 @@ def sharded_local_attention(
         F.pad(x, (back, 0), value=-1)[first : end + back].to(device) for x in (shards.place, shards.sequence)
     )
     given = shards, rank, place, sequence, group
-    carried, opened = carry_sums(block_summaries(fk, v, valid, place[None], form)[1], decays, form.lag, *given)
+    carried, opened = carry_sums(block_summaries(fk, v, valid, place[None], form), decays, form.lag, *given)
     sink = shared_sinks(k, v, valid, form, *given) if form.sinks else None
     if len(cu_seqlens) == 2:  # without gradients a single sequence is then worked on in segments
         sequence, sink = None, sink and [x[:, -1] for x in sink]

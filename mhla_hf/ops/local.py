@@ -15,7 +15,7 @@ import torch
 from .api import choose_implementation
 from .decays import Decays, decayed_sums
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
-from .torch_local import LocalForm, blocked_values, by_block_and_group, near_and_far, resize_tokens
+from .torch_local import LocalForm, by_block_and_group, near_and_far, resize_tokens, with_ones
 from .triton.local import local_fault, local_kind, triton_near_and_far
 from .triton.register import triton_refusal
 
@@ -105,7 +105,7 @@ def advance(carried, summaries, decays, lag, place, opened, now):
 
 def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
     """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
-    values, summaries = block_summaries(fk, v, valid, place, form)
+    summaries = block_summaries(fk, v, valid, place, form)
     decays = decays.to(summaries.dtype)
     mixed = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, sequence).unflatten(4, summaries.shape[3:])
     if carried is not None:
@@ -115,16 +115,18 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
             decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
-    o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)
-    return o, summaries
+    attend = triton_near_and_far if impl == "triton" else near_and_far
+    return attend(q, k, v, *given), summaries
 
 
 def block_summaries(fk, v, valid, place, form):
-    """Values with a column of ones [B, G, M, C, V + 1], and what they and the far keys sum to [B, G, M, K, V + 1]."""
+    """What the far keys and values of each block sum to, and in a last column the keys: [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (fk.dtype, v.dtype) else torch.float32
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
-    values = blocked_values(v, valid, form.block_size, exact)
-    return values, by_block_and_group(fk, v.shape[2], form.block_size, exact).mT @ values  # paper eq. 4
+    fk, v = (resize_tokens(x, valid.shape[1]) for x in (fk, v))
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
+    v = with_ones(torch.where(valid[..., None, None], v, 0))
+    fk, v = (by_block_and_group(x, v.shape[2], form.block_size, exact) for x in (fk, v))
+    return fk.mT @ v  # paper eq. 4
 
 
 def sink_tokens(place, form):

@@ -153,7 +153,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     """
     size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
     heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
-    weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
+    decays = decays.to(exact)
     rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
     for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
@@ -162,7 +162,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
 
     opens = inside == 0 if own is None else (inside == 0) & own
     opens = opens.view(-1, 1, 1, 1, 1)
-    decay = torch.exp(log_rate)[..., None, None]
+    decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
     state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
@@ -178,10 +178,10 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    weighed = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    weighed = fq.reshape(*heads, 1, -1).to(exact) * decays.weight.view(*heads[1:], -1, 1)
     far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))
     o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
     state.position.add_(1 if own is None else own)
     return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)

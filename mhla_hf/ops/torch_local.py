@@ -30,15 +30,15 @@ class LocalForm:
 def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
 
-    q [B, T, H, D], k [B, T, G, D], fq [B, T, H, K], T at most M * C. v: as `blocked_values` gives it. mixed: running sums
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, V], fq [B, T, H, K], T at most M * C. mixed: running sums
     [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
     `attend_local`.
     """
     tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
-    q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
-    k = torch.where(valid[..., None, None], k, 0)
-    q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
-    k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
+    q, k, v, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, fq))
+    k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
+    q, k, v, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, v, fq))
+    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
     share = weight.shape[0] // groups
@@ -53,12 +53,6 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
     return resize_tokens(o, tokens)
-
-
-def blocked_values(v, valid, size, exact):
-    """Values [B, T, G, V] and a column of ones, zeros where not valid [B, M * C]: [B, G, M, C, V + 1]."""
-    v = torch.where(valid[..., None, None], resize_tokens(v, valid.shape[1]), 0)
-    return by_block_and_group(with_ones(v), v.shape[2], size, exact)
 
 
 def resize_tokens(x, count):

@@ -13,7 +13,7 @@ import pytest
 from small_recipes import STUDENT, TEACHER
 
 from experiments.demo import lookups
-from experiments.demo.journey import MODELS, run_demo
+from experiments.demo.journey import MODELS, _Demo, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
 from mhla_hf.evaluation.records import Results
@@ -169,6 +169,21 @@ def test_held_out_text_is_not_trained_on():
     long = "".join(f"paragraph {number} of many words\n\n" for number in range(50_000))
     train, held_out = hold_out(long)
     assert train + held_out == long and 35_000 < len(held_out) <= 40_000
+
+
+def test_a_plain_text_is_trained_on_as_it_is(journey, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Demo, "make_models", stop)
+    train, _ = hold_out(read_text(journey.arguments["text"])[0])
+    for plain in (True, False):
+        with pytest.raises(KeyboardInterrupt):
+            journey.run(out=str(tmp_path / str(plain)), plain=plain)
+        text = (tmp_path / str(plain) / "data" / "train.txt").read_text(encoding="utf-8")
+        assert (text == train) == plain
+    with pytest.raises(ValueError, match="begun with another text"):
+        journey.run(out=str(tmp_path / "False"), plain=True)
 
 
 def test_tokenizer_keeps_every_byte():

@@ -6,7 +6,7 @@ The operator is opaque to torch.compile, one call for all lengths. Its gradients
 
 import torch
 
-from ..torch_local import LocalForm, blocked_values, near_and_far
+from ..torch_local import LocalForm, near_and_far
 from .check import known_fault
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
 from .register import registered_operator
@@ -176,7 +176,7 @@ def local_gradients(ctx, do):
             None if x is None else x.view_as(x) for x in inputs
         ]  # sinks may be a part of k and v, which are apart here
         q, k, v, fq, mixed, weight, balance, sink_k, sink_v = inputs
-        sink, v = None if sink_k is None else (sink_k, sink_v, there), blocked_values(v, valid, size, mixed.dtype)
+        sink = None if sink_k is None else (sink_k, sink_v, there)
         o = near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form)
     wanted = [x is not None and x.requires_grad for x in inputs]
     learned = [x for x, asked in zip(inputs, wanted, strict=True) if asked]
@@ -227,4 +227,4 @@ def small_local_call(
     rest = balance, sink, torch.arange(blocks, device=device)[None], form
     got = triton_near_and_far(q, k, v, fq, mixed, valid, weight, *rest)
     q, k, fq, mixed, weight = (x.double() for x in (q, k, fq, mixed, weight))
-    return [got], [near_and_far(q, k, blocked_values(v, valid, size, q.dtype), fq, mixed, valid, weight, *rest)]
+    return [got], [near_and_far(q, k, v, fq, mixed, valid, weight, *rest)]
