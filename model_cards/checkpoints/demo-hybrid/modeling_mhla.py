@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: dd99ce2d1fea
+sha256: 25068dc7d5c9
 """
 
 from contextlib import nullcontext
@@ -207,7 +207,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "dd99ce2d1fea"
+NAMESPACE = "25068dc7d5c9"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -613,15 +613,15 @@ class LocalForm:
 def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
 
-    q [B, T, H, D], k [B, T, G, D], fq [B, T, H, K], T at most M * C. v: as `blocked_values` gives it. mixed: running sums
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, V], fq [B, T, H, K], T at most M * C. mixed: running sums
     [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
     `attend_local`.
     """
     tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
-    q, k, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, fq))
-    k = torch.where(valid[..., None, None], k, 0)
-    q, k, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, fq))
-    k, v, seen = near_keys(k, v[..., :-1], valid.unflatten(1, (-1, size)), place, form)
+    q, k, v, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, fq))
+    k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
+    q, k, v, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, v, fq))
+    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
     if sink is not None:
         k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
     share = weight.shape[0] // groups
@@ -636,12 +636,6 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
     o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
     return resize_tokens(o, tokens)
-
-
-def blocked_values(v, valid, size, exact):
-    """Values [B, T, G, V] and a column of ones, zeros where not valid [B, M * C]: [B, G, M, C, V + 1]."""
-    v = torch.where(valid[..., None, None], resize_tokens(v, valid.shape[1]), 0)
-    return by_block_and_group(with_ones(v), v.shape[2], size, exact)
 
 
 def resize_tokens(x, count):
@@ -881,7 +875,7 @@ def local_gradients(ctx, do):
             None if x is None else x.view_as(x) for x in inputs
         ]  # sinks may be a part of k and v, which are apart here
         q, k, v, fq, mixed, weight, balance, sink_k, sink_v = inputs
-        sink, v = None if sink_k is None else (sink_k, sink_v, there), blocked_values(v, valid, size, mixed.dtype)
+        sink = None if sink_k is None else (sink_k, sink_v, there)
         o = near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form)
     wanted = [x is not None and x.requires_grad for x in inputs]
     learned = [x for x, asked in zip(inputs, wanted, strict=True) if asked]
@@ -932,7 +926,7 @@ def small_local_call(
     rest = balance, sink, torch.arange(blocks, device=device)[None], form
     got = triton_near_and_far(q, k, v, fq, mixed, valid, weight, *rest)
     q, k, fq, mixed, weight = (x.double() for x in (q, k, fq, mixed, weight))
-    return [got], [near_and_far(q, k, blocked_values(v, valid, size, q.dtype), fq, mixed, valid, weight, *rest)]
+    return [got], [near_and_far(q, k, v, fq, mixed, valid, weight, *rest)]
 
 
 # mhla_hf/ops/local.py
@@ -1023,7 +1017,7 @@ def advance(carried, summaries, decays, lag, place, opened, now):
 
 def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
     """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
-    values, summaries = block_summaries(fk, v, valid, place, form)
+    summaries = block_summaries(fk, v, valid, place, form)
     decays = decays.to(summaries.dtype)
     mixed = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, sequence).unflatten(4, summaries.shape[3:])
     if carried is not None:
@@ -1033,16 +1027,18 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
             decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
-    o = triton_near_and_far(q, k, v, *given) if impl == "triton" else near_and_far(q, k, values, *given)
-    return o, summaries
+    attend = triton_near_and_far if impl == "triton" else near_and_far
+    return attend(q, k, v, *given), summaries
 
 
 def block_summaries(fk, v, valid, place, form):
-    """Values with a column of ones [B, G, M, C, V + 1], and what they and the far keys sum to [B, G, M, K, V + 1]."""
+    """What the far keys and values of each block sum to, and in a last column the keys: [B, G, M, K, V + 1]."""
     exact = torch.float64 if torch.float64 in (fk.dtype, v.dtype) else torch.float32
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], resize_tokens(fk, valid.shape[1]), 0)
-    values = blocked_values(v, valid, form.block_size, exact)
-    return values, by_block_and_group(fk, v.shape[2], form.block_size, exact).mT @ values  # paper eq. 4
+    fk, v = (resize_tokens(x, valid.shape[1]) for x in (fk, v))
+    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
+    v = with_ones(torch.where(valid[..., None, None], v, 0))
+    fk, v = (by_block_and_group(x, v.shape[2], form.block_size, exact) for x in (fk, v))
+    return fk.mT @ v  # paper eq. 4
 
 
 def sink_tokens(place, form):
@@ -1200,7 +1196,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     """
     size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
     heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
-    weight, log_rate = decays.weight.to(exact), decays.log_rate.to(exact)
+    decays = decays.to(exact)
     rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
     for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
@@ -1209,7 +1205,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
 
     opens = inside == 0 if own is None else (inside == 0) & own
     opens = opens.view(-1, 1, 1, 1, 1)
-    decay = torch.exp(log_rate)[..., None, None]
+    decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
     state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
     old = p - (lag - 1) * size
@@ -1225,10 +1221,10 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    weighed = fq.reshape(*heads, 1, -1).to(exact) * weight.view(*heads[1:], -1, 1)
+    weighed = fq.reshape(*heads, 1, -1).to(exact) * decays.weight.view(*heads[1:], -1, 1)
     far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (weight.sum(-1), balance))
+    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))
     o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
     state.position.add_(1 if own is None else own)
     return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
