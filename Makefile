@@ -4,7 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 
-.PHONY: demo demo-images test test-slow lint format bench gpu docs notebooks clean
+# `make test-releases` runs these on the oldest releases that pyproject.toml promises, and on what pip installs today.
+RELEASE_oldest := transformers==5.19.0 diffusers==0.42.0 accelerate==1.15.0 huggingface_hub==2.4.0 peft==0.21.0
+RELEASE_newest :=
+RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_cache.py models/test_compiled_decoding.py \
+	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo.py)
+
+.PHONY: demo demo-images test test-slow test-releases lint format bench gpu docs notebooks clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +39,19 @@ test: $(VENV)/.test lint  ## all tests but the slow ones
 
 test-slow: $(VENV)/.test  ## the long ones, by hand
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+$(VENV)-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -e '.[train,eval,peft]' pytest pytest-xdist hypothesis 'triton>=3.6,<3.10' $(RELEASE_$*)
+	touch $@
+
+test-releases: $(VENV)-oldest/.installed $(VENV)-newest/.installed  ## the main job on the oldest and the newest releases
+	for release in oldest newest; do \
+		$(VENV)-$$release/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|diffusers|accelerate|peft|huggingface_hub) '; \
+		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$$release/bin/python -m pytest -n 2 --dist worksteal -m "not slow" \
+			$(RELEASE_TESTS) $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

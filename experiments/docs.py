@@ -18,6 +18,7 @@ from mhla_hf.checkpoints.files import write_text
 from mhla_hf.convert.transformers_models import REFUSED
 from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.overlay import MODEL_NAME, base_classes
+from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.planning import render_plan
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe, recipe_names
@@ -105,7 +106,7 @@ def kept_bytes(lengths):
     for tokens in lengths:
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with torch.no_grad():
-            found[tokens] = tuple(cache_bytes(model(ids).past_key_values) for model in models)
+            found[tokens] = tuple(cache_bytes(forward_cached(model, ids)[1]) for model in models)
     return found
 
 

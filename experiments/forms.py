@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.evaluation.lookups import choose_words, make_recall
+from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
@@ -120,7 +121,7 @@ def make_row(demo, job):
             distill(student, teacher, out=f"{place}/out", stages=plan.stages, **options, **plan.run)
     row["after"] = judge(student.eval(), teacher, text)
     with torch.no_grad():
-        row["state_bytes"] = cache_bytes(student(text.rows[:1], use_cache=True).past_key_values)
+        row["state_bytes"] = cache_bytes(forward_cached(student, text.rows[:1])[1])
     return row
 
 

@@ -17,6 +17,7 @@ from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
+from mhla_hf.models.transformers_api import cache_argument, forward_cached
 from mhla_hf.training.recipe import read_recipe
 
 from .demo.journey import RECIPES
@@ -54,7 +55,7 @@ def measure(model, length, batch=1):
     def prefill(chunk):
         cache = None
         for part in ids.split(chunk, 1):
-            cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            _, cache = forward_cached(model, part, cache, logits_to_keep=1)
 
     rounds = max(1, min(ROUNDS, 50_000 // length))
     row = {
@@ -63,13 +64,14 @@ def measure(model, length, batch=1):
     }
     torch.compiler.reset()
     cache = StaticCache(config=model.config, max_cache_len=length + STEPS * (ROUNDS + 1))
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    forward_cached(model, ids, cache, logits_to_keep=1)
     mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
+    name = cache_argument(model)
     compiled, place = torch.compile(model, fullgraph=True, dynamic=False, mode=mode), [length]
 
     def decode():
         for _ in range(STEPS):
-            compiled(ids[:, -1:], past_key_values=cache, position_ids=torch.tensor([place], device=device))
+            compiled(ids[:, -1:], **{name: cache}, position_ids=torch.tensor([place], device=device))
             place[0] += 1
 
     decode()  # compiles

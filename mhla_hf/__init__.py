@@ -1,13 +1,12 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
 Importing this registers the commonest model types with transformers' Auto classes, which imports torch and transformers;
-the names below resolve on first use. The command `mhla-hf` registers when one of its commands runs: `mhla-hf --help`
-imports neither.
+the names below resolve on first use. The console script `mhla-hf` (`mhla_hf_command`) registers when one of its commands
+runs: `mhla-hf --help` imports neither.
 """
 
 import contextlib
 import importlib
-import os
 import sys
 
 from .models.families import DIFFUSION, FAMILIES
@@ -52,9 +51,9 @@ def __getattr__(name: str):
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name.startswith("MHLA"):
-        configs = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+        config_class_name = importlib.import_module(".models.transformers_api", __name__).config_class_name
         for family in FAMILIES:
-            if name.removeprefix("MHLA") in (*family.classes, configs.get(family.base)):
+            if name.removeprefix("MHLA") in (*family.classes, config_class_name(family.base)):
                 with contextlib.suppress(AttributeError):  # a head that this family has not
                     return getattr(importlib.import_module(f".{family.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -71,5 +70,5 @@ def _start() -> None:
     convert = importlib.import_module(".convert", __name__).convert
 
 
-if os.path.basename(sys.argv[0]) not in ("mhla-hf", "mhla-hf.exe", "-m"):  # "-m": python -m mhla_hf.cli
+if "mhla_hf_command" not in sys.modules:  # the console script, whose commands register when they run
     _start()

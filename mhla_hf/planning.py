@@ -32,6 +32,7 @@ from .models.cache import MHLACacheLayer
 from .models.configuration import MHLAConfig
 from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
+from .models.transformers_api import forward_cached
 from .nn.settings import is_whole
 from .training.recipe import read_recipe, recipe_names
 from .training.trainable import choose_trainable
@@ -198,7 +199,7 @@ def cache_of_layers(model):
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # in a mask of four axes nobody looks for padding
     about = f"model: the cache of model type {model.config.model_type!r} cannot be counted without weights"
     with one_sentence(about), torch.device("meta"), torch.no_grad():
-        cache = model.base_model(input_ids=ids, attention_mask=seen, use_cache=True).past_key_values
+        _, cache = forward_cached(model.base_model, ids, attention_mask=seen)
     layers = []
     for layer in cache.layers:
         tensors = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]

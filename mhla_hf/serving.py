@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .models.attention import softmax_attentions
 from .models.cache import MHLACacheLayer
+from .models.transformers_api import cache_argument, forward_cached
 from .nn.local import DecayMHLA
 
 MASKS = ("full_attention", "sliding_attention")
@@ -198,7 +199,7 @@ class ContinuousBatch:
         known = request.prompt + request.tokens
         chunk = known[request.read : request.read + self.chunk_size]
         ids = torch.tensor([chunk], device=self.model.device)
-        logits = self.model(ids, past_key_values=request.cache, use_cache=True, logits_to_keep=1).logits
+        logits = forward_cached(self.model, ids, request.cache, logits_to_keep=1)[0].logits
         request.read += len(chunk)
         if request.read < len(known):
             return False
@@ -228,7 +229,8 @@ class ContinuousBatch:
         given = {"position_ids": self.position[:, None], "mhla_padding": (None, None)}
         given |= {"attention_mask": self.masks()} if self.hybrid else {}
         ids = ids.to(self.position.device)[:, None]
-        logits = self.forward(ids, past_key_values=self.cache, use_cache=True, **given).logits[:, -1]
+        given[cache_argument(self.model)] = self.cache
+        logits = self.forward(ids, use_cache=True, **given).logits[:, -1]
         self.append(requests, logits[[request.slot for request in requests]])
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:

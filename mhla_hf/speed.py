@@ -10,6 +10,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from .models.transformers_api import forward_cached
 from .training.data import last_position
 
 WARM_UP = 64
@@ -62,12 +63,12 @@ def _one(model, ids, decode_tokens):
     started = clock(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
     forward = clock(model.device) - started
-    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    _, cache = forward_cached(model, ids, logits_to_keep=1)
     held = cache_bytes(cache)
     token = ids[:, -1:]
     started = clock(model.device)
     for _ in range(decode_tokens):
-        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+        _, cache = forward_cached(model, token, cache)
     return {"forward": forward, DECODE: (clock(model.device) - started) / decode_tokens}, held
 
 

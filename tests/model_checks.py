@@ -5,6 +5,8 @@ import copy
 import torch
 from ops_cases import distance
 
+from mhla_hf.models.transformers_api import set_gradient_checkpointing
+
 
 def by_definition(model):
     """A copy whose MHLA layers compute by the definition, T x T."""
@@ -18,7 +20,7 @@ def by_definition(model):
 def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):
     """`loss(model)` gives the same gradients with its layers checkpointed. Returns them by name."""
     kept, copied = [], copy.deepcopy(model)
-    copied.activation_checkpointing_enable()
+    set_gradient_checkpointing(copied, True)
     for own in (model, copied):
         own.zero_grad()
         torch.manual_seed(0)

@@ -16,8 +16,8 @@ SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id
 SIZES |= {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4, "embedding_size": 32, "default_language": "en_XX"}
 SIZES |= {"num_labels": 2}
 SIZES |= {f"{name}_token_id": 2 for name in ("bos", "eos", "cls", "sep", "mask")}
-ENCODER_TYPES = [family.base for family in ENCODERS]
-SLIDING = ["modernbert", "ultrabert"]  # in layer 1
+ENCODER_TYPES = [family.base for family in ENCODERS if base_classes(family)]  # that this release has
+SLIDING = [name for name in ("modernbert", "ultrabert") if name in ENCODER_TYPES]  # in layer 1
 OWN_SIZES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4}
 
 

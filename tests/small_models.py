@@ -8,7 +8,9 @@ import torch
 import transformers
 
 import mhla_hf
+from mhla_hf.models.transformers_api import cache_argument
 
+CACHE = cache_argument(transformers.LlamaForCausalLM)  # the name of the KV cache in calls and outputs of this release
 VOCAB = 64
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2}

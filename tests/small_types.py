@@ -21,7 +21,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, **WINDOW}
 LATENT = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}
 LATENT |= {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "head_dim": ...}
 DEEP, UNCAPPED = {**LATENT, "num_hidden_layers": 8}, {"attn_logit_softcapping": None, **WINDOW}
-OWN = dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "mimo_v2_flash", "olmo3"), WINDOW)
+OWN = dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "laguna", "lara_mini", "mimo_v2_flash", "olmo3"), WINDOW)
 OWN |= dict.fromkeys(("exaone4", "exaone_moe", "gemma3_text", "kolibri1", "ministral"), MIXED)
 OWN |= dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT)
 OWN |= dict.fromkeys(("bailing_hybrid", "kimi_linear"), DEEP) | dict.fromkeys(("gemma2", "vaultgemma"), UNCAPPED)
@@ -42,7 +42,7 @@ OWN |= {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
-TYPES = [family.base for family in LANGUAGE]
+TYPES = [family.base for family in LANGUAGE if base_classes(family)]  # that this release has
 
 
 def small_model_of(model_type: str):

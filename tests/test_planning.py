@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from small_models import SIZES, refused, softmax_model
+from small_models import CACHE, SIZES, refused, softmax_model
 from small_types import small_model_of
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfig
 
@@ -75,7 +75,7 @@ def test_a_large_model_without_its_weights(name):
     added = (model.num_parameters() - before) * len(layers)
     assert record["parameters"] == {"base": parameters, "added": added}
     with torch.no_grad():
-        state = bytes_held(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True).past_key_values.layers[0])
+        state = bytes_held(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True)[CACHE].layers[0])
     kept = config.num_hidden_layers - len(layers)
     for tokens in (2048, 5000, 131072):
         converted = token * kept // config.num_hidden_layers * tokens + state * len(layers)
@@ -102,7 +102,7 @@ def test_windows_latents_and_states_are_counted_as_real_caches_hold_them(name):
         if convert:
             mhla_hf.convert(model, layers="all", block_size=16)
         with torch.no_grad():
-            cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+            cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True)[CACHE]
         held.append(sum(map(bytes_held, cache.layers)))
     assert row_at(record, tokens) == {"tokens": tokens, "softmax": held[0], "mhla": held[1]}
     assert record["mhla_layers"] == model.config.mhla["layers"]
@@ -269,11 +269,11 @@ def prefill_of(model, ids):
 
 def steps_of(model, ids, steps=16):
     """The next tokens after ids; softmax's cache, which grows, is cut back to them each time."""
-    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
 
     def run():
         for _ in range(steps):
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            model(ids[:, :1], **{CACHE: cache}, use_cache=True)
         if not hasattr(model.config, "mhla"):
             cache.crop(-steps)
 

@@ -16,7 +16,7 @@ PACKAGE = Path(mhla_hf.__file__).parent
 PRIVATE = re.compile(
     r"sys\.meta_path|sys\._getframe|\._mapping\b|\._modules\b|\._reverse_config_mapping|_extra_content"
 )
-COMMAND = "import sys; sys.argv[0] = '/somewhere/bin/mhla-hf'; from mhla_hf.cli import main; code = main(sys.argv[1:]);"
+COMMAND = "import sys; from mhla_hf_command import main; code = main(sys.argv[1:]);"
 
 
 def run(code, *arguments):
@@ -48,6 +48,18 @@ for auto, name in ((AutoModelForCausalLM, "language"), (AutoModel, "tower")):
 def test_the_command_line_imports_no_library_to_speak_of_itself():
     done = run(COMMAND + "print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))", "--help")
     assert done.stdout.endswith("0 []\n"), done.stderr
+
+
+def test_registration_does_not_depend_on_how_python_was_started(tmp_path):
+    package = tmp_path / "user_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import mhla_hf\n")
+    (package / "train.py").write_text(
+        "import types, mhla_hf\nfrom transformers import AutoConfig\n"
+        "print(isinstance(mhla_hf.convert, types.FunctionType), AutoConfig.for_model('mhla_llama').model_type)\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "user_package.train"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "mhla_llama"], done.stderr[-2000:]
 
 
 def test_a_second_registration_replaces_nothing(tmp_path):

@@ -8,6 +8,7 @@ import inspect
 
 import torch
 
+from ..models.transformers_api import forward_cached
 from ..speed import cache_bytes
 
 PASSAGE, CUE = 32, 8  # tokens of a passage that comes again, and its first ones, which do not count
@@ -44,8 +45,7 @@ def cached_logits(model, ids, sizes, at=None, see=None, **given):
             keep["attention_mask"] = given["attention_mask"][:, :stop].to(model.device)
         if "position_ids" in given:
             keep["position_ids"] = given["position_ids"][:, start:stop].to(model.device)
-        output = model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, **keep)
-        cache = output.past_key_values
+        output, cache = forward_cached(model, piece.to(model.device), cache, **keep)
         parts.append(output.logits.float())
         if see is not None:
             see(cache)
@@ -132,7 +132,7 @@ def continue_greedily(model, ids, count: int):
     cache, token = None, ids.to(model.device)
     written = [token]
     for _ in range(count):
-        output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        output, cache = forward_cached(model, token, cache, logits_to_keep=1)
+        token = output.logits[:, -1:].argmax(-1)
         written.append(token)
     return torch.cat(written, 1).cpu()

@@ -23,13 +23,13 @@ from transformers import (
     AutoTokenizer,
     dynamic_module_utils,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from ..models.families import ENCODERS, VISION, Family, auto_class_of, family_of_type
 from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
+from ..models.transformers_api import config_class_of
 from .files import read_json
 from .fingerprint import PIPELINE
 
@@ -40,7 +40,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def register_classes(config: type, classes) -> None:
     """Register a model type with transformers' Auto classes; one that is registered already stays as it is."""
-    if config.model_type not in CONFIG_MAPPING:
+    if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
         for cls in reversed(classes):  # of several for one Auto class, the first
             getattr(transformers, auto_class_of(cls.__name__)).register(config, cls, exist_ok=True)

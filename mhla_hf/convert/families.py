@@ -3,9 +3,8 @@
 import importlib
 import sys
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from ..models.families import DIFFUSION, Family, family_of_type
+from ..models.transformers_api import config_class_of
 
 OWN = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", "transformers_weights", "base_model_type")
 
@@ -38,4 +37,4 @@ def mhla_class(family: Family, base: type) -> type:
 def softmax_config(config):
     """The configuration of the softmax model of transformers that a converted one with this configuration was made from."""
     values = {name: value for name, value in config.to_dict().items() if name not in OWN}
-    return CONFIG_MAPPING[config.base_model_type](**values)
+    return config_class_of(config.base_model_type)(**values)

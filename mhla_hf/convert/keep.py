@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ..models.attention import ATTENTION_NAME
+from ..models.transformers_api import set_attention_function
 from ..nn.settings import MHLASettings, is_whole
 from ..ops.local_state import LocalState
 from .start import log_probabilities, mean_kl, mhla_layers, softmax_instead
@@ -115,8 +117,8 @@ def keep_softmax(model, layers) -> None:
     wrong = [index for index in layers if index not in found]
     if wrong or len(set(layers)) >= len(found):
         raise ValueError(f"layers: got {list(layers)}, expected some of the MHLA layers {sorted(found)}, and not all.")
-    if len(found) == model.config.num_hidden_layers:
-        model.config._attn_implementation_internal = "sdpa"  # what transformers takes by itself
+    if model.config._attn_implementation == ATTENTION_NAME:
+        set_attention_function(model.config, "sdpa")  # the default of transformers
     for index in layers:
         attention = found[index]
         attention.__class__ = type(attention).__bases__[1]

@@ -40,13 +40,14 @@ REFUSED = {  # why -> model types of causal and of masked language models
     ),
     "its attention is sparse": "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 longformer",
     "its attention is not one softmax": "diffllama doge",
+    "its layers run several times in a loop": "dory inkling2_loop_text",
     "attention and a recurrent part share a layer's cache": "falcon_h1 hrm_text inkling2_text inkling_text zaya",
     "its own cached and whole forward passes differ, so the conversion cannot be checked": "bamba",
     "it sees more than text; its language model has a type of its own": (
         "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama modernvbert "
         "moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp ultravbert"
     ),
-    "its classes are another type's": "gpt-sw3 internlm3 iquestcoder",
+    "its classes are another type's": "exaone gpt-sw3 internlm3 iquestcoder sarvam_mla sarvam_moe",
     "no small model of it could be built to try": (
         "cohere_compass_text dbrx gemma4_assistant gemma4_unified_assistant gemma4_unified_text qwen4_exp_text zamba "
         "zamba2"
@@ -161,7 +162,8 @@ def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) ->
         return f"it sees {'its neighbors' if both_ways else f'the last {window} tokens'} alone (sliding_window)"
     if kind not in (None, "full_attention"):
         return f"its kind is {kind!r}"
-    if getattr(attention, "is_kv_shared_layer", False) or getattr(attention, "store_full_length_kv", False):
+    stores = getattr(attention, "store_full_length_kv", False) and getattr(config, "num_kv_shared_layers", 0)
+    if stores or getattr(attention, "is_kv_shared_layer", False):
         return "it shares keys and values with other layers"
     if getattr(attention, "sinks", None) is not None:
         return "it has attention sinks"

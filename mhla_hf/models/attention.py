@@ -15,9 +15,10 @@ from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
 from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
+from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache, set_attention_function
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # other attention functions obey them
 
 
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -26,6 +27,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
     T x T numbers.
     """
+    check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
@@ -57,9 +59,9 @@ class MHLAMixer:
     """Mixed into a transformers attention class; the module has a child `mhla` (`MHLA`)."""
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
-        """As the base, with the layer's own cache in place of keys and values, whatever the base calls these."""
-        past = [kwargs.pop(name) for name in ("past_key_values", "layer_past") if name in kwargs]
-        cache = mhla_cache_layer(past[0] if past else None, self.layer_idx)
+        """As the base, with the layer's own cache in place of keys and values, whatever the base calls the cache."""
+        name = find_cache(kwargs)
+        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
         output = super().forward(hidden_states, *args, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
@@ -86,8 +88,8 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         core = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
-    if len(chosen) == config.num_hidden_layers:
-        config._attn_implementation_internal = ATTENTION_NAME
+    if set(chosen) == set(attentions):  # a base may have layers without attention
+        set_attention_function(config, ATTENTION_NAME)
     prepare_inner_body(model, pass_padding)
 
 
@@ -99,12 +101,13 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     positions from the first real token where the caller gave none, so that a padded row equals the row alone.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    refuse_paged_cache(kwargs)
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
-    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, past = kwargs.get("attention_mask"), kwargs.get(find_cache(kwargs))
     seen = past.get_seq_length() if past is not None else 0  # a tensor in a static cache
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
@@ -192,7 +195,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
 
 def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
     """What a body gets of packed sequences: their borders, positions that start anew in each, and no cache."""
-    for name in ("attention_mask", "past_key_values", "use_cache"):
+    for name in ("attention_mask", find_cache(kwargs), "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name}: it came with packed sequences, expected none: they have no padding, no cache.")
     token, edges = torch.arange(length, device=borders.device), borders.long()

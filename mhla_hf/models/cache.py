@@ -20,12 +20,13 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, static: bool = False):
+    def __init__(self, static: bool = False, max_cache_len: int | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None  # a matrix, or packed decays
+        self.max_cache_len = max_cache_len  # of the static layer that this one stands for
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
@@ -53,7 +54,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen_tokens + query_length, 0
+        # As the softmax layer in whose place this one is: transformers may size the masks of the other layers by it.
+        return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to do: the first forward pass makes the state."""
@@ -119,7 +121,8 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             f"past_key_values: layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values, "
             "expected an empty cache or one that this model filled."
         )
-    layers[layer_idx] = MHLACacheLayer(static=isinstance(layer, StaticLayer))
+    static = isinstance(layer, StaticLayer)
+    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=layer.max_cache_len if static else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]

@@ -12,6 +12,7 @@ from ..nn.sequence import SequenceMHLA
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
+from .transformers_api import set_attention_function
 
 ENCODER_ATTENTION_NAME = f"mhla_encoder_{NAMESPACE}"
 
@@ -58,7 +59,7 @@ def install_encoder_mhla(model: nn.Module, settings: MHLASettings) -> None:
         mixed = overlay_class(type(attention), MHLAEncoderMixer, "models.converted_encoder")
         swap_attention(attention, mixed, core, ENCODER_ATTENTION_NAME)
     if len(settings.layers) == len(attentions):
-        config._attn_implementation_internal = ENCODER_ATTENTION_NAME  # which makes no T x T mask
+        set_attention_function(config, ENCODER_ATTENTION_NAME)  # which makes no T x T mask
     prepare_inner_body(model, pass_rows)
 
 

@@ -6,7 +6,6 @@ turns the features after the map (relu); an RMSNorm per head and an output gate 
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -31,6 +30,7 @@ from .cache import mhla_cache_layer
 from .configuration import MHLAConfig
 from .overlay import forward_preparing
 from .pretrained import MHLAPreTrainedMixin
+from .transformers_api import find_cache, set_attention_function
 
 
 class MHLALanguageMixer(nn.Module):
@@ -48,9 +48,7 @@ class MHLALanguageMixer(nn.Module):
         sizes = {"num_heads": heads, "num_kv_heads": heads, "key_dim": config.head_dim, "value_dim": config.value_dim}
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
-    def forward(
-        self, hidden_states, position_embeddings, past_key_values: Cache | None = None, **kwargs
-    ) -> torch.Tensor:
+    def forward(self, hidden_states, position_embeddings, **kwargs) -> torch.Tensor:
         """One layer's attention; position_embeddings: cosines and sines. What else `mhla_attention` reads is in `kwargs`."""
         widths = (self.head_dim, self.head_dim, self.value_dim)
         projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
@@ -59,7 +57,8 @@ class MHLALanguageMixer(nn.Module):
         def rotate(x, y):
             return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
-        cache = mhla_cache_layer(past_key_values, self.layer_idx)
+        name = find_cache(kwargs)
+        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
         own = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
         output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **own})
         if cache is not None:
@@ -93,7 +92,7 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
     def __init__(self, config: MHLAConfig) -> None:
         PreTrainedModel.__init__(self, config)  # without Llama's layers
         # Whatever attention a caller asks for, there is no softmax to apply it to; and no T x T mask is made for it.
-        config._attn_implementation_internal = ATTENTION_NAME
+        set_attention_function(config, ATTENTION_NAME)
 
     def class_names(self) -> list[str]:
         """Of the body and its heads."""

@@ -13,12 +13,11 @@ import types
 
 import transformers
 from torch import nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from ..nn.settings import NO_SOFTMAX, MHLASettings
 from .families import Family
 from .pretrained import MHLAPreTrainedMixin
+from .transformers_api import config_class_name, config_class_of, copy_weight_renames, set_attention_function
 
 
 class MHLAOverlayConfig:
@@ -87,13 +86,15 @@ def overlay_class(base: type, mixin: type, entry: str, **namespace) -> type:
 def base_classes(family: Family) -> dict[str, type]:
     """The classes of a family's base that there are, by name."""
     found = {name: getattr(transformers, name, None) for name in family.classes}
-    config = CONFIG_MAPPING[family.base]
-    return {name: cls for name, cls in found.items() if getattr(cls, "config_class", None) is config}
+    config = config_class_of(family.base)
+    return {
+        name: cls for name, cls in found.items() if cls is not None and getattr(cls, "config_class", None) is config
+    }
 
 
 def overlay_config_class(family: Family) -> type:
     """The configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
-    base = CONFIG_MAPPING[family.base]
+    base = config_class_of(family.base)
     types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
     doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
     return overlay_class(base, MHLAOverlayConfig, family.entry, __doc__=doc, **types)
@@ -102,11 +103,11 @@ def overlay_config_class(family: Family) -> type:
 def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     """A model class of a converted family: `MHLALlamaForCausalLM(mixin, LlamaForCausalLM)`."""
     config = overlay_config_class(family)
-    renames = get_checkpoint_conversion_mapping(family.base)
-    if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
-        register_checkpoint_conversion_mapping(config.model_type, renames)
+    copy_weight_renames(family.base, config.model_type)
     doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
     members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, "family": family}
+    # transformers looks for a decorator in the source of the class's module, which is ours here: ask the base instead.
+    members["_can_set_experts_implementation"] = classmethod(lambda cls: base._can_set_experts_implementation())
     if mixin.prepare is not None:
         members["forward"] = forward_preparing(base.forward, mixin.prepare)
     return overlay_class(base, mixin, family.entry, **members)
@@ -164,7 +165,7 @@ def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str
     if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
         attention._old_forward = types.MethodType(mixed.forward, attention)
     attention.config = copy.copy(attention.config)
-    attention.config._attn_implementation_internal = name
+    set_attention_function(attention.config, name)
     attention.add_module("mhla", core)
 
 
@@ -172,14 +173,14 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
     """What the modules of converted families have under `name`: a configuration, a model or an attention class."""
     own = name.removeprefix("MHLA")
     for family in families if name.startswith("MHLA") else ():
-        if own == CONFIG_MAPPING_NAMES[family.base]:
+        if own == config_class_name(family.base):
             return overlay_config_class(family)
         if own in family.classes and own in base_classes(family):
             return overlay_model_class(family, base_classes(family)[own], model_mixin)
         if own.endswith("Attention") and own.startswith(MODEL_NAME.sub("", family.classes[0])):
-            module = sys.modules[next(iter(base_classes(family).values())).__module__]
-            if hasattr(module, own):
-                return overlay_class(getattr(module, own), attention_mixin, family.entry)
+            for base in base_classes(family).values():
+                if hasattr(module := sys.modules[base.__module__], own):
+                    return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}, expected one of {[f.base for f in families]}."
     )

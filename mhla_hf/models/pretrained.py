@@ -6,11 +6,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.initialization import copy_
 
 from .families import auto_class_of
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
+from .transformers_api import with_layer_wildcard
 
 
 class MHLAPreTrainedMixin:
@@ -90,7 +90,7 @@ def split_heads_plan(model: nn.Module, size: int) -> dict[str, str]:
     """
     plan = {}
     for name, module in model.named_modules():
-        layer = replace_layer_number_by_wildcard(name)
+        layer = with_layer_wildcard(name)
         split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
         if not hasattr(module, "mhla") or not split:
             continue

@@ -12,7 +12,6 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..checkpoints.files import read_json
 from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
@@ -20,6 +19,7 @@ from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
 from ..models.families import auto_class_of, family_of_class
+from ..models.transformers_api import config_class_of
 from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"
@@ -132,7 +132,7 @@ def read_model(folder) -> tuple[str, str, dict]:
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     config = next((config for file in files if isinstance((config := read_json(file) or {}).get("mhla"), dict)), {})
     base = str(config.get("model_type")).removeprefix("mhla_")
-    names = CONFIG_MAPPING[base].attribute_map if base in CONFIG_MAPPING else {}
+    names = getattr(config_class_of(base), "attribute_map", {})
     config = {name: config[own] for name, own in names.items() if own in config} | config  # GPT-2 has other names
     if not config or not _count_layers(config):
         raise ValueError(f'{folder} holds no config.json with "mhla" settings: expected a saved MHLA model')

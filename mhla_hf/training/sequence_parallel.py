@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..models.attention import SOFTMAX_ONLY, packed_arguments, packed_borders, padding_mask, softmax_attentions
+from ..models.transformers_api import set_attention_function
 from ..nn.core import MHLA
 from ..nn.local import DecayMHLA
 from ..ops.causal_shards import RowShards, gather_parts, sharded_causal_mhla, sharded_local_attention, shards_of
@@ -96,7 +97,8 @@ def sequence_parallel(model, group=None):
         for core in cores:
             core.attend = attend_shards(core, group)
         for layer in softmax:
-            layer.config._attn_implementation_internal, layer.mhla_shards = GATHERED, (block_size(model), group)
+            set_attention_function(layer.config, GATHERED)
+            layer.mhla_shards = block_size(model), group
         yield
     finally:
         for hook in hooks:
@@ -106,7 +108,7 @@ def sequence_parallel(model, group=None):
         for layer in softmax:
             del layer.mhla_shards
         for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+            set_attention_function(config, implementation)
 
 
 def refuse_cache(core, args, kwargs) -> None:

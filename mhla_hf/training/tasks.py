@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.files import SHARD_SIZE
 from ..convert.families import is_of_diffusers
+from ..models.transformers_api import set_gradient_checkpointing
 from .trainable import check_student, check_teacher, mhla_attentions
 
 
@@ -86,10 +87,7 @@ class Task(abc.ABC):
 
     def checkpoint_gradients(self, on):
         """Recompute the student's layers in the backward pass, or no longer."""
-        if on:
-            self.student.activation_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.student.activation_checkpointing_disable()
+        set_gradient_checkpointing(self.student, on)
 
     def save(self, folder):
         """Write the trained model and what belongs to it into `folder`, which exists."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_models import VOCAB, refused, softmax_model, tokens
+from small_models import CACHE, VOCAB, refused, softmax_model, tokens
 from small_repos import save_model
 from small_scores import small_tokenizer
 from small_types import small_model_of
@@ -167,7 +167,7 @@ def test_kept_layers_are_chosen_by_the_damage_they_spare(teacher, batches, tmp_p
 def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
     model = converted(teacher)
     model.generate(batches[0][:1], max_new_tokens=1)
-    cache = model(batches[0][:1], use_cache=True).past_key_values
+    cache = model(batches[0][:1], use_cache=True)[CACHE]
     state = cache.layers[0].state.nbytes()
     softmax = 2 * 2 * 8 * 4 * 1000  # keys and values, 2 heads of 8, fp32, 1,000 tokens
     for spare, kept in ((0, 2), (-1, 1)):
@@ -180,7 +180,7 @@ def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
 def test_softmax_of_latent_attention_keeps_latents():
     """16 numbers and a rotated key of 8 for all heads: what its own cache holds."""
     model = small_model_of("deepseek_v3")
-    held = model(tokens(1, 10)).past_key_values.layers[0]
+    held = model(tokens(1, 10))[CACHE].layers[0]
     mhla_hf.convert(model, layers="all")
     token, state = bytes_of_layer(softmax_attentions(model)[0], model.dtype)
     assert 10 * token == held.keys.nbytes + held.values.nbytes == 10 * 4 * (16 + 8)

@@ -14,6 +14,7 @@ import transformers
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from small_encoders import softmax_encoder
+from small_models import CACHE
 from small_scores import HELD_OUT, TRAINING, WINDOW, save_llama, save_mhla, small_tokenizer
 from small_towers import softmax_tower
 from tiny_pipelines import generate, sana_pipeline
@@ -320,7 +321,7 @@ def test_info_counts_the_cache_that_the_model_fills(shelf, capsys):
     for name, folder in (("mhla", "mhla"), ("softmax", "llama")):
         model = AutoModelForCausalLM.from_pretrained(shelf / folder)
         with torch.no_grad():
-            filled = model(torch.zeros(1, 128, dtype=torch.long), use_cache=True).past_key_values
+            filled = model(torch.zeros(1, 128, dtype=torch.long), use_cache=True)[CACHE]
         at_128 = cache_of_saved(AutoConfig.from_pretrained(shelf / "mhla"), 128)
         assert at_128[name] == pytest.approx(cache_bytes(filled), rel=0.02), name
     assert told["mhla"] < told["softmax"]

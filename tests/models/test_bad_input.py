@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import converted_model, refused, scratch_model, softmax_model, tokens
+from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
@@ -64,7 +64,7 @@ def test_calls(make, arguments, word):
 
 
 def test_crop_past_a_block():
-    cache = converted_model()(tokens(1, 30), use_cache=True).past_key_values
+    cache = converted_model()(tokens(1, 30), use_cache=True)[CACHE]
     for count in (-9, 4):
         with refused(f"tokens_to_remove: got {count}, expected -8 to 0"):
             cache.crop(count)
@@ -74,14 +74,14 @@ def test_crop_past_a_block():
 @pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "local": "softmax"}])
 def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
     model, ids = converted_model(layers="2/3", **settings), tokens(1, 30)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     for count in (-9, 4, -31):
         with refused(f"tokens_to_remove: got {count}"):
             cache.crop(count)
         assert [layer.get_seq_length() for layer in cache.layers] == [30] * 3
     cache = copy.deepcopy(pickle.loads(pickle.dumps(cache)))
     cache.crop(-5)
-    again = model(ids[:, 25:], past_key_values=cache).logits
+    again = model(ids[:, 25:], **{CACHE: cache}).logits
     torch.testing.assert_close(again, model(ids).logits[:, 25:], rtol=1e-5, atol=1e-5)
 
 

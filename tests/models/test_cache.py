@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 from ops_cases import distance
-from small_models import MODELS, converted_model, scratch_model, softmax_model, tokens
+from small_models import CACHE, MODELS, converted_model, scratch_model, softmax_model, tokens
 from transformers import DynamicCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -28,8 +28,8 @@ def test_every_split_equals_the_full_pass(model):
     expected = full_logits(model, ids)
     for split in (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 35):
         cache = DynamicCache(config=model.config)
-        first = model(ids[:, :split], past_key_values=cache, use_cache=True).logits
-        second = model(ids[:, split:], past_key_values=cache, use_cache=True).logits
+        first = model(ids[:, :split], **{CACHE: cache}, use_cache=True).logits
+        second = model(ids[:, split:], **{CACHE: cache}, use_cache=True).logits
         assert cache.get_seq_length() == 36
         assert distance(torch.cat([first, second], 1), expected) <= 1e-5
 
@@ -101,13 +101,13 @@ def test_assisted_decoding_rolls_back_exactly(name):
 def test_cache_of_another_model_is_refused():
     base, model = softmax_model(), converted_model()
     cache = DynamicCache(config=base.config)
-    base(tokens(1, 5), past_key_values=cache)
+    base(tokens(1, 5), **{CACHE: cache})
     with pytest.raises(ValueError, match="past_key_values: layer 0 holds 5 tokens of softmax"):
-        model(tokens(1, 1), past_key_values=cache)
+        model(tokens(1, 1), **{CACHE: cache})
     ours = DynamicCache(config=model.config)
-    model(tokens(1, 5), past_key_values=ours)
+    model(tokens(1, 5), **{CACHE: ours})
     with pytest.raises(ValueError, match="past_key_values: a layer without MHLA wrote"):
-        base(tokens(1, 1), past_key_values=ours)
+        base(tokens(1, 1), **{CACHE: ours})
 
 
 @torch.no_grad()
@@ -117,9 +117,9 @@ def test_left_padding_in_a_loop_without_position_ids(model):
     ids, mask = padded([row[0], tokens(1, 19, seed=1)[0]], "left")
     expected = full_logits(model, ids, mask)
     cache = DynamicCache(config=model.config)
-    got = [model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache).logits]
+    got = [model(ids[:, :16], attention_mask=mask[:, :16], **{CACHE: cache}).logits]
     for t in range(16, 19):
-        got.append(model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits)
+        got.append(model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], **{CACHE: cache}).logits)
     real = mask.bool()
     torch.testing.assert_close(torch.cat(got, 1)[real], expected[real], **CLOSE)
     torch.testing.assert_close(expected[0, 5:], full_logits(model, row)[0], **CLOSE)
@@ -135,7 +135,7 @@ def test_padding_after_the_first_token_has_its_places_however_it_is_cut(model):
         cache, parts = DynamicCache(config=model.config), []
         for piece in ids.split(sizes, 1):
             seen = cache.get_seq_length() + piece.shape[1]
-            parts.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+            parts.append(model(piece, attention_mask=mask[:, :seen], **{CACHE: cache}).logits)
         real = mask.bool()
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], **CLOSE)
 
@@ -143,13 +143,13 @@ def test_padding_after_the_first_token_has_its_places_however_it_is_cut(model):
 def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):
     ids = tokens(1, 12)
     with torch.inference_mode():
-        cache = model(ids[:, :10], use_cache=True).past_key_values
+        cache = model(ids[:, :10], use_cache=True)[CACHE]
     with torch.no_grad():
-        got = model(ids[:, 10:], past_key_values=cache).logits
+        got = model(ids[:, 10:], **{CACHE: cache}).logits
         torch.testing.assert_close(got, full_logits(model, ids)[:, 10:], **CLOSE)
     model.train()
     with pytest.raises(ValueError, match="no gradient flows through an MHLA cache"):
-        model(ids[:, 10:], past_key_values=cache)
+        model(ids[:, 10:], **{CACHE: cache})
     model.eval()
 
 
@@ -160,8 +160,8 @@ def test_offloaded_weights_are_read_where_they_were_moved(name):
     model, ids = MODELS[name](), tokens(1, 20)
     expected = full_logits(model, ids)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    cache = model(ids[:, :19], use_cache=True).past_key_values
-    last = model(ids[:, 19:], past_key_values=cache).logits
+    cache = model(ids[:, :19], use_cache=True)[CACHE]
+    last = model(ids[:, 19:], **{CACHE: cache}).logits
     assert distance(full_logits(model, ids), expected) == 0 and distance(last, expected[:, 19:]) <= 1e-5
 
 
@@ -174,7 +174,7 @@ def test_no_square_mask_is_made():
         )
         cache = DynamicCache(config=model.config)
         for length in (10, 40):
-            model.generate(ids[:, :length], past_key_values=cache, max_new_tokens=4)
+            model.generate(ids[:, :length], **{CACHE: cache}, max_new_tokens=4)
         assert len(seen) == 8 and all(mask is None or mask.ndim == 2 for mask in seen)
 
 

@@ -5,7 +5,7 @@ An exported program takes more than two blocks: to torch, fewer are another prog
 
 import pytest
 import torch
-from small_models import converted_model, tokens
+from small_models import CACHE, converted_model, tokens
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -31,11 +31,11 @@ def test_decoding_is_one_graph(kind):
     cache = DynamicCache(config=model.config)
     if kind == "static":
         cache = StaticCache(config=model.config, max_cache_len=64)
-    model(ids[:, :11], attention_mask=mask[:, :11], past_key_values=cache)
+    model(ids[:, :11], attention_mask=mask[:, :11], **{CACHE: cache})
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for t in range(11, 28):
         given = {"position_ids": torch.full((2, 1), t)} if kind == "static" else {"attention_mask": mask[:, : t + 1]}
-        logits = compiled(ids[:, t : t + 1], past_key_values=cache, **given).logits
+        logits = compiled(ids[:, t : t + 1], **{CACHE: cache}, **given).logits
         torch.testing.assert_close(logits[:, 0], expected[:, t], rtol=1e-5, atol=1e-5)
         if t == 16:
             warm = graphs()

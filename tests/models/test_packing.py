@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import converted_model, refused, scratch_model, tokens
+from small_models import CACHE, converted_model, refused, scratch_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -53,7 +53,7 @@ def test_compiled_packed_equals_separate(given):
 
 def test_packed_rows_have_neither_padding_nor_cache():
     model, batch = converted_model(), packed("cu_seq_lens_q")
-    given = {"attention_mask": torch.ones(1, 34), "past_key_values": DynamicCache(), "use_cache": True}
+    given = {"attention_mask": torch.ones(1, 34), CACHE: DynamicCache(), "use_cache": True}
     for name, value in given.items():
         with refused(name, "packed"):
             model(**batch, **{name: value})

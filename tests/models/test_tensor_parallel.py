@@ -2,7 +2,7 @@
 
 import torch
 from launched import fork
-from small_models import converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
+from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens, twenty_steps
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -32,7 +32,7 @@ def results(model):
     whole.loss.backward()
     with torch.no_grad():
         first = model(IDS[:, :CUT], use_cache=True)
-        parts = [first.logits, model(IDS[:, CUT:], past_key_values=first.past_key_values).logits]
+        parts = [first.logits, model(IDS[:, CUT:], **{CACHE: first[CACHE]}).logits]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     grads = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
     found = {"logits": whole.logits.detach(), "parts": torch.cat(parts, 1), "loss": whole.loss.detach()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import scratch_model, shaken
+from small_models import CACHE, scratch_model, shaken
 from small_repos import forge, looking_llama, save_carded, save_model, spoil
 from small_scores import save_llama, small_llama
 from small_towers import softmax_tower
@@ -178,15 +178,15 @@ def growing(forward):
     @functools.wraps(forward)
     def changed(self, **given):
         output = forward(self, **given)
-        if output.past_key_values is not None:
-            output.past_key_values.layers[0].extra = torch.zeros(output.past_key_values.get_seq_length())
+        if output[CACHE] is not None:
+            output[CACHE].layers[0].extra = torch.zeros(output[CACHE].get_seq_length())
         return output
 
     return changed
 
 
 WRONG = {  # check -> how a forward is made wrong
-    "cache": wrong(None, lambda x, given: x * (1 + 1e-3) if given.get("past_key_values") is not None else x),
+    "cache": wrong(None, lambda x, given: x * (1 + 1e-3) if given.get(CACHE) is not None else x),
     "causality": wrong(None, lambda x, given: x + 0.01 * x.roll(-1, 1)),
     "batches": wrong(None, lambda x, given: x + 0.01 * x.mean(0, keepdim=True) if len(x) > 1 else x),
     "left padding": wrong(without("attention_mask")),
@@ -253,7 +253,7 @@ def test_half_precision_that_drifts_is_seen(monkeypatch):
     assert 0.5 < run("drift", bare(small_llama()))["value"] < 2 > run("drift", bare(scratch_model()))["value"]
 
     def drifting(logits, given):
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE)
         lost = 0 if cache is None or logits.dtype == torch.float32 else 1e-3 * cache.get_seq_length()
         return logits * (1 + lost)
 

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from small_cards import TRAIN, result, save_model, scores, times
+from small_models import CACHE
 from small_scores import make_result
 from small_types import small_model_of
 from tiny_pipelines import dit_pipeline, wan_pipeline
@@ -133,10 +134,10 @@ def test_what_decoding_keeps_and_which_layers_kept_softmax(tmp_path, form):
 def test_what_a_block_of_latent_attention_keeps(tmp_path):
     """By the growth of its cache, over that of softmax's, which keeps latents."""
     model, held = small_model_of("deepseek_v3"), []
-    softmax = model(torch.ones(1, 64, dtype=torch.long)).past_key_values.layers[0]
+    softmax = model(torch.ones(1, 64, dtype=torch.long))[CACHE].layers[0]
     mhla_hf.convert(model, layers="all", mixing_form="softmax", block_size=8)
     for length in (64, 128):
-        held.append(model(torch.ones(1, length, dtype=torch.long), use_cache=True).past_key_values.layers[0].state)
+        held.append(model(torch.ones(1, length, dtype=torch.long), use_cache=True)[CACHE].layers[0].state)
     ratio = (held[1].nbytes() - held[0].nbytes()) / (softmax.keys.nbytes + softmax.values.nbytes)
     mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
     sizes = {name: value for name, value in model.config.to_dict().items() if name not in ("architectures", "auto_map")}

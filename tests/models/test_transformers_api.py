@@ -1,0 +1,70 @@
+"""What differs between releases of transformers: what one lacks is not there, and no cache is lost in silence."""
+
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+from small_models import CACHE, converted_model, refused, scratch_model, softmax_model, tokens
+from small_types import small_model_of
+from transformers import AutoModelForCausalLM
+
+import mhla_hf
+from mhla_hf.checkpoints.bundle import LANGUAGE_ENTRIES, build_bundle
+from mhla_hf.models import attention, language
+from mhla_hf.models.families import language_family
+from mhla_hf.models.overlay import base_classes, overlay_named
+from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of, with_layer_wildcard
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_type_that_this_release_lacks_is_not_there():
+    family = language_family("type_of_tomorrow")
+    assert config_class_of(family.base) is None and base_classes(family) == {}
+    for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
+        with pytest.raises(AttributeError, match=name):
+            overlay_named(name, (family,), object, object)
+
+
+@pytest.mark.parametrize("make", [converted_model, scratch_model])
+def test_a_cache_that_does_not_reach_the_layer_is_refused(make, monkeypatch):
+    """As with transformers 5.24 before this code knew its `cache=`: the second step would read nothing of the first."""
+    model = make()
+    for module in (attention, language):
+        monkeypatch.setattr(module, "find_cache", lambda kwargs: None)
+    with refused("cache", "expected the layer's own cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
+        cache = model(tokens(1, 12), use_cache=True)[CACHE]
+        model(tokens(1, 1), **{CACHE: cache})
+
+
+@pytest.mark.parametrize("entry", LANGUAGE_ENTRIES)
+def test_every_saved_checkpoint_refuses_it_too(entry):
+    assert "    check_cache_arrived(" in build_bundle(entry)
+
+
+def test_the_promise_is_what_is_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, newest = TESTED_TRANSFORMERS
+    assert f"transformers>={oldest.removesuffix('.0')},<6" in project["dependencies"]
+    assert f"\ntransformers=={newest}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_layers_as_tensor_parallel_plans_write_them():
+    assert with_layer_wildcard("model.layers.12.mlp.experts.3") == "model.layers.*.mlp.experts.*"
+    assert with_layer_wildcard("0.norm2") == "0.norm2"
+
+
+def test_experts_of_a_loaded_model_are_those_of_its_base(tmp_path):
+    mhla_hf.convert(softmax_model("mixtral")).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded)._can_set_experts_implementation()
+    assert loaded.config._experts_implementation == softmax_model("mixtral").config._experts_implementation
+    loaded.set_experts_implementation("grouped_mm")
+    assert loaded.config._experts_implementation == "grouped_mm"
+
+
+def test_no_softmax_layer_left_means_no_softmax_mask():
+    """Layers of a base that have no attention, as Qwen3-Next's, do not count."""
+    model = mhla_hf.convert(small_model_of("qwen3_next"), layers="all", block_size=8)
+    assert model.config._attn_implementation == attention.ATTENTION_NAME
