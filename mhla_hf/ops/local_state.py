@@ -174,7 +174,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
     slots = torch.arange(state.k.shape[1], device=p.device)
-    age = slot[:, None] - slots + torch.where(slots > slot[:, None], len(slots) - form.sinks, 0)  # in the ring
+    age = (p[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # in the ring
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale

@@ -12,6 +12,8 @@ from mhla_hf.ops.reference import local_reference
 FORMS = {
     "window": LocalForm(block_size=5, lag=2, sinks=3, scale=0.5),
     "long blocks": LocalForm(block_size=40, lag=2, sinks=4, scale=0.5),
+    "sinks of most of a block": LocalForm(block_size=5, lag=2, sinks=4, scale=0.5),
+    "sinks of a whole block": LocalForm(block_size=64, lag=2, sinks=64, scale=0.5),
     "window without the block before": LocalForm(block_size=6, lag=1, sinks=2, scale=0.5),
     "decays alone": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5),
     "decays, not normalized": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5, normalize=False),
@@ -114,6 +116,17 @@ def test_tokens_taken_back_leave_no_trace(name, back):
     for at in range(40, 56):
         o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
         assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-10
+
+
+@pytest.mark.parametrize("name, at, back", [("sinks of most of a block", 8, 5), ("sinks of a whole block", 80, 60)])
+def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
+    form, tensors, decays, balance = problem(name)
+    _, state = decode(form, tensors, decays, balance, [at])
+    state.crop(back)
+    tensors = [torch.cat([x[:, : at - back], x[:, -1:]], 1) for x in tensors]
+    now = (x[:, -1:] for x in tensors[:4])
+    got = continue_local(*now, lambda x: torch.nn.functional.elu(x) + 1, decays, balance, form, state, fresh=False)
+    assert distance(got, local_attention(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
 
 
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
