@@ -129,6 +129,23 @@ def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
     assert distance(got, local_attention(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
 
 
+def test_a_crop_to_where_nothing_is_far_leaves_nothing_of_the_sums():
+    """Nor does their rounding, which large features would show."""
+    form, (q, k, v, fq, fk), decays, balance = problem("window", dtype=torch.float32)
+    tensors = [q, 9 * k, v, 1e3 * fq, fk]
+    o, _ = decode(form, tensors, decays, balance, [12], crops=[(12, 5)])
+    expected, _ = decode(form, tensors, decays, balance, [12])
+    assert distance(o[:, 7:10], expected[:, 7:10]) <= 1e-5
+
+
+@pytest.mark.parametrize("log_rate", [-20.0, -100.0])
+def test_a_crop_divides_by_no_vanishing_rate(log_rate):
+    form, tensors, decays, balance = problem("decays alone", dtype=torch.float32)
+    decays = Decays(decays.weight[:, :1], torch.full((2, 1), log_rate))
+    o, _ = decode(form, tensors, decays, balance, [22, 83], crops=[(22, 5)])
+    assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-5
+
+
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
