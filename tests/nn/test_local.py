@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import refused
 
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.nn.local import DecayMHLA
@@ -69,3 +70,5 @@ def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
         for piece in zip(*(x.split(sizes, 1) for x in (q, k, v, real)), strict=True):
             parts.append(core(*piece[:3], key_mask=piece[3], cache=cache))
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[0])
+    with refused("starts came with cu_seqlens"):
+        core(q, k, v, key_mask=real, cu_seqlens=torch.tensor([0, 30]))
