@@ -72,7 +72,7 @@ def test_the_scan_equals_the_matrix_at_many_lengths():
     decays = Decays(torch.rand(2, 2, dtype=torch.float64), torch.tensor([[0.0, -0.3]], dtype=torch.float64))
     for count in (1, 2, 15, 16, 17, 50, 600):
         summaries = torch.randn(1, 1, count, 4, dtype=torch.float64)
-        for lag in (1, 2):
+        for lag in (1, 2, 3, 9):
             mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, lag))
             exact = decays.matrix(count).tril(-lag) @ summaries
             assert torch.allclose(mixed, exact, rtol=1e-11, atol=1e-12)
