@@ -117,10 +117,8 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     columns = real_columns(mask, batch, length, seen)
     real = None if columns is None else new_columns(columns, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        before = torch.arange(columns.shape[1], device=columns.device) < first_new_column(columns, length, seen)
-        begun = (columns & before).any(1)  # what is padding after a row's first token has a position, too
         starts = torch.where(real.any(1), real.int().argmax(1), length)
-        kwargs["mhla_padding"] = (starts.masked_fill(begun, 0), real)
+        kwargs["mhla_padding"] = (starts, real)
     two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
     if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)

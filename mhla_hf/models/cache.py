@@ -27,6 +27,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None  # a matrix, or packed decays
         self.max_cache_len = max_cache_len  # of the static layer that this one stands for
+        self.padded = None  # the last call with padding: its real tokens, and the columns there were after it
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
@@ -46,6 +47,11 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             capacity = max(mixing.num_blocks, 1 << (needed - 1).bit_length())
             self.mixing = mixing(capacity).detach()
         return self.mixing
+
+    def note_padding(self, key_mask: torch.Tensor) -> None:
+        """Remember the padding `[B, T]` of the call that is under way, for `crop`, which reads it."""
+        if not torch.compiler.is_compiling():
+            self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
 
     def get_seq_length(self) -> int:
         return self.seen_tokens
@@ -71,7 +77,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        self.state, self.mixing = None, None
+        self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -93,6 +99,11 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if not 0 < -tokens_to_remove <= self.state.block_size:
             what = f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
+        if self.padded is not None:
+            real, columns = self.padded
+            back = int(columns) - int(self.seen_tokens) - tokens_to_remove
+            if back > 0 and not bool(real[:, -back:].all()):
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..ops.api import mhla, mhla_step
 from ..ops.blocks import Blocks
+from ..ops.torch_layout import MoveTokens
 from .features import FeatureMap
 from .mixing import Mixing
 from .settings import MHLASettings
@@ -47,6 +48,23 @@ class OutputNorm(nn.Module):
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
     """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
     return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+
+
+def padding_first(key_mask: torch.Tensor) -> tuple:
+    """Where tokens go so that padding comes before all real tokens of its row and has no place among them.
+
+    Returns the `source` and `back` of `MoveTokens` (None for single tokens) and where the real tokens begin, int64 `[B]`.
+    """
+    starts = key_mask.shape[1] - key_mask.sum(1)
+    if key_mask.shape[1] == 1:
+        return None, None, starts
+    source = key_mask.int().argsort(stable=True)
+    return source, source.argsort(), starts
+
+
+def move_tokens(source: torch.Tensor | None, back: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
+    """`MoveTokens` of each tensor `[B, T, H, K]`, as `padding_first` says."""
+    return tensors if source is None else tuple(MoveTokens.apply(x, source, back) for x in tensors)
 
 
 def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
@@ -167,8 +185,9 @@ class MHLA(MHLACore):
             q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`.
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
             rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
-            starts: int64 `[B]`, first real token of each row of a left-padded batch.
-            key_mask: bool `[B, T]`, False where a token is padding.
+            starts: int64 `[B]`, first real token of each row of a left-padded batch; not read where there is a key_mask.
+            key_mask: bool `[B, T]`, False where a token is padding, which has no place in a row wherever it stands;
+                without cu_seqlens.
             cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
             cache: a layer of an MHLA cache; read and written in place.
             scale: of the base's softmax; not used, a constant cancels in the normalized form and is fixed in the other.
@@ -178,6 +197,10 @@ class MHLA(MHLACore):
         """
         settings = self.settings
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)
+        if key_mask is not None:
+            source, back, starts = padding_first(key_mask)
+            q, k, v = move_tokens(source, back, q, k, v)
+            options |= {x: move_tokens(source, back, options[x])[0] for x in ("q_den", "k_den") if x in options}
         options |= {"starts": starts, "impl": settings.impl}
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
@@ -190,6 +213,10 @@ class MHLA(MHLACore):
             cache.state.leave_inference_mode()
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
+        if key_mask is not None:
+            (o,) = move_tokens(back, source, o)
+            if cache is not None:
+                cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
     def attend(self, q, k, v, blocks, **options) -> torch.Tensor:

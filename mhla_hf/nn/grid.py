@@ -101,7 +101,8 @@ class GridConv(nn.Module):
 
     def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
         """`[B, T, C]` or `[B, T, H, V]` with T the row-major tokens of `grid` -> the same shape."""
-        return self.conv(x.flatten(2).mT.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
+        planes = x.flatten(2).mT.contiguous()  # else wrong gradients of 3 axes in bf16 on CPUs (PyTorch 2.13)
+        return self.conv(planes.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
 
 
 class PositionConv(GridConv):

@@ -7,7 +7,7 @@ import torch
 
 from ..ops.local import LocalForm, local_attention
 from ..ops.local_state import LocalState, continue_local
-from .core import MHLACore, refuse_gradients, without_padding
+from .core import MHLACore, move_tokens, padding_first, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing
 from .settings import MHLASettings
 
@@ -47,6 +47,11 @@ class DecayMHLA(MHLACore):
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
+        real = key_mask
+        if key_mask is not None:
+            source, back, starts = padding_first(key_mask)
+            q, k, v = move_tokens(source, back, q, k, v)
+            real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
@@ -56,14 +61,18 @@ class DecayMHLA(MHLACore):
         dropped = (cache is None or cache.state is None) and self.drops_window()
         if dropped and cache is not None:
             with torch.no_grad():
-                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
+                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
         if cache is not None and not dropped:
-            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
+            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
         else:
             form = replace(form, lag=1) if dropped else form
-            padding = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+            padding = {"key_mask": real, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
                 o = self.attend(q, k, v, fq, map_keys(k), *mixing, form, **padding)
+        if key_mask is not None:
+            (o,) = move_tokens(back, source, o)
+            if cache is not None:
+                cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py

@@ -61,7 +61,7 @@ def decayed_sums(summaries, log_rate, lag: int = 1, sequence=None):
     """
     count, rates = summaries.shape[2], log_rate.shape[1]
     groups = (count + GROUP - 1) // GROUP + 1  # never 1, for which torch.compile would make a graph of its own
-    earlier, padding = lag - 1, groups * GROUP - count
+    earlier, padding = min(lag - 1, count), groups * GROUP - count
     summaries = torch.nn.functional.pad(summaries[:, :, : count - earlier], (0, 0, earlier, padding))
     grouped = summaries.unflatten(2, (groups, GROUP))  # S_{i - lag + 1} stands at place i
 

@@ -35,6 +35,8 @@ def local_attention(
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     back = place = sequence = None
     if starts is not None:
+        if cu_seqlens is not None:
+            raise ValueError("starts came with cu_seqlens; expected one of them.")
         source, back = shift_to_start(starts.to(q.device), tokens)
     if cu_seqlens is not None:
         source, back, place, sequence = align_sequences(cu_seqlens, tokens, size)

@@ -1,8 +1,9 @@
 """What a decoder remembers of near and far attention (`local.py`): as much at token ten as at token ten million.
 
 Each row stands at a position of its own. A ring holds the keys and values of the window and of one block more, so that
-taking tokens back (`crop`, at most a block) is exact. The far part is R running summaries and one of the block that enters
-them next, to which each new token adds one old one: every step does the same work, and none reads a number on the host.
+taking tokens back (`crop`, at most a block) costs no more than a rounding of the sums. The far part is R running summaries
+and one of the block that enters them next, to which each new token adds one old one: every step does the same work, and
+none reads a number on the host.
 """
 
 from dataclasses import dataclass
@@ -75,9 +76,12 @@ class LocalState(RowState):
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
         was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
-        decay = torch.exp(decays.log_rate)[..., None, None].clamp_min(torch.finfo(left.dtype).tiny)
+        decay = torch.exp(decays.log_rate)[..., None, None]
         earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
-        self.running.copy_(torch.where((now < was).view(-1, 1, 1, 1, 1), earlier, self.running))
+        now, was = (x.view(-1, 1, 1, 1, 1) for x in (now, was))
+        # where nothing is far, or a rate keeps less than a rounding error, all that subtraction leaves is error
+        earlier = torch.where((now >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
+        self.running.copy_(torch.where(now < was, earlier, self.running))
         self.cropped = 0
         self.refresh_pending(map_keys, form)
 
@@ -174,7 +178,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
     slots = torch.arange(state.k.shape[1], device=p.device)
-    age = slot[:, None] - slots + torch.where(slots > slot[:, None], len(slots) - form.sinks, 0)  # in the ring
+    age = (p[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # in the ring
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale

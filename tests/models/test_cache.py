@@ -126,18 +126,32 @@ def test_left_padding_in_a_loop_without_position_ids(model):
 
 
 @torch.no_grad()
-def test_padding_after_the_first_token_has_its_places_however_it_is_cut(model):
+def test_padding_within_a_row_has_no_place_however_it_is_cut(model):
     """A row that was padded on the right and goes on, beside one that begins late; the pieces begin within the padding."""
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[0, 11:25], mask[1, :3] = 0, 0
-    expected = full_logits(model, ids, mask)
+    real = mask.bool()
+    expected = torch.cat([full_logits(model, row[None, own])[0] for row, own in zip(ids, real, strict=True)])
+    torch.testing.assert_close(full_logits(model, ids, mask)[real], expected, **CLOSE)
     for sizes in ([14, 26], [11, 9, 20], [10, *[1] * 30], [2, 10, 3, 25]):
         cache, parts = DynamicCache(config=model.config), []
         for piece in ids.split(sizes, 1):
             seen = cache.get_seq_length() + piece.shape[1]
             parts.append(model(piece, attention_mask=mask[:, :seen], **{CACHE: cache}).logits)
-        real = mask.bool()
-        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], **CLOSE)
+        torch.testing.assert_close(torch.cat(parts, 1)[real], expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_crop_takes_no_padding_back():
+    model, ids, mask = MODELS["llama-window"](), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:10] = 0
+    cache = DynamicCache(config=model.config)
+    model(ids, attention_mask=mask, **{CACHE: cache})
+    model(ids[:, :1], attention_mask=torch.ones(2, 13), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"tokens_to_remove: got -4, expected none that is padding\."):
+        cache.crop(-4)
+    cache.crop(-3)
+    assert cache.layers[0].state.position.tolist() == [8, 10]
 
 
 def test_a_cache_of_inference_mode_goes_on_and_is_refused_in_training(model):

@@ -9,7 +9,7 @@ from ops_cases import check_that_padding_may_hold_anything, core_by_hand, distan
 from small_models import refused
 
 from mhla_hf import Blocks, MHLASettings
-from mhla_hf.nn.grid import GridMHLA, GridMixing, block_overlap, grid_distances
+from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap, grid_distances
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.shards import sharded_mhla
 
@@ -66,6 +66,16 @@ def test_grid_core_is_the_paper(grid, layout, prefix, options):
     hidden = torch.randn(2, tokens, 7, dtype=torch.float64)
     got = core(q, k, v, grid=grid, hidden_states=hidden)
     assert distance(got, by_hand(core, q, k, v, grid, hidden)) <= 2e-6  # the mixing and the output norm are in fp32
+
+
+def test_the_convolution_of_video_has_the_right_gradient_in_bf16():
+    """Whose weight gradient on CPUs is wrong in PyTorch 2.13 unless the input is contiguous."""
+    (x, direction), grads = torch.randn(2, 2, 72, 2, 16).bfloat16(), []
+    for dtype in (torch.float64, torch.bfloat16):
+        conv = PositionConv(32, 3, 3).to(dtype)
+        conv(x.to(dtype), (2, 6, 6)).backward(direction.to(dtype))
+        grads.append(conv.conv.weight.grad)
+    assert distance(*grads[::-1]) <= 1.5e-2
 
 
 def test_uniform_mixing_is_plain_linear_attention_on_every_grid():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import refused
 
 from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.nn.local import DecayMHLA
@@ -56,3 +57,18 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it(compiled):
         with torch.set_grad_enabled(not compiled):
             o = step(q[:, begin:end], k[:, begin:end], v[:, begin:end], cache=cache)
         torch.testing.assert_close(o, whole[:, begin:end])
+
+
+@torch.no_grad()
+def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
+    core = DecayMHLA(MHLASettings(mixing_form="decay", local="softmax", block_size=4, sinks=2), **SIZES)
+    q, k, v = (torch.randn(1, 30, heads, 8) for heads in (2, 1, 1))
+    real = (torch.arange(30) % 7 != 3)[None]
+    expected = core(*(x[:, real[0]] for x in (q, k, v)))
+    for sizes in ([30], [12, 18], [12, *[1] * 18]):
+        cache, parts = MHLACacheLayer(), []
+        for piece in zip(*(x.split(sizes, 1) for x in (q, k, v, real)), strict=True):
+            parts.append(core(*piece[:3], key_mask=piece[3], cache=cache))
+        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[0])
+    with refused("starts came with cu_seqlens"):
+        core(q, k, v, key_mask=real, cu_seqlens=torch.tensor([0, 30]))

@@ -12,6 +12,8 @@ from mhla_hf.ops.reference import local_reference
 FORMS = {
     "window": LocalForm(block_size=5, lag=2, sinks=3, scale=0.5),
     "long blocks": LocalForm(block_size=40, lag=2, sinks=4, scale=0.5),
+    "sinks of most of a block": LocalForm(block_size=5, lag=2, sinks=4, scale=0.5),
+    "sinks of a whole block": LocalForm(block_size=64, lag=2, sinks=64, scale=0.5),
     "window without the block before": LocalForm(block_size=6, lag=1, sinks=2, scale=0.5),
     "decays alone": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5),
     "decays, not normalized": LocalForm(block_size=5, lag=1, sinks=0, scale=0.5, normalize=False),
@@ -70,7 +72,7 @@ def test_the_scan_equals_the_matrix_at_many_lengths():
     decays = Decays(torch.rand(2, 2, dtype=torch.float64), torch.tensor([[0.0, -0.3]], dtype=torch.float64))
     for count in (1, 2, 15, 16, 17, 50, 600):
         summaries = torch.randn(1, 1, count, 4, dtype=torch.float64)
-        for lag in (1, 2):
+        for lag in (1, 2, 3, 9):
             mixed = torch.einsum("hr,bgmrx->bhmx", decays.weight, decayed_sums(summaries, decays.log_rate, lag))
             exact = decays.matrix(count).tril(-lag) @ summaries
             assert torch.allclose(mixed, exact, rtol=1e-11, atol=1e-12)
@@ -114,6 +116,34 @@ def test_tokens_taken_back_leave_no_trace(name, back):
     for at in range(40, 56):
         o, _ = decode(form, tensors, decays, balance, [20, at - back, at, 83], crops=[(at, back)])
         assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-10
+
+
+@pytest.mark.parametrize("name, at, back", [("sinks of most of a block", 8, 5), ("sinks of a whole block", 80, 60)])
+def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
+    form, tensors, decays, balance = problem(name)
+    _, state = decode(form, tensors, decays, balance, [at])
+    state.crop(back)
+    tensors = [torch.cat([x[:, : at - back], x[:, -1:]], 1) for x in tensors]
+    now = (x[:, -1:] for x in tensors[:4])
+    got = continue_local(*now, lambda x: torch.nn.functional.elu(x) + 1, decays, balance, form, state, fresh=False)
+    assert distance(got, local_attention(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
+
+
+def test_a_crop_to_where_nothing_is_far_leaves_nothing_of_the_sums():
+    """Nor does their rounding, which large features would show."""
+    form, (q, k, v, fq, fk), decays, balance = problem("window", dtype=torch.float32)
+    tensors = [q, 9 * k, v, 1e3 * fq, fk]
+    o, _ = decode(form, tensors, decays, balance, [12], crops=[(12, 5)])
+    expected, _ = decode(form, tensors, decays, balance, [12])
+    assert distance(o[:, 7:10], expected[:, 7:10]) <= 1e-5
+
+
+@pytest.mark.parametrize("log_rate", [-20.0, -100.0])
+def test_a_crop_divides_by_no_vanishing_rate(log_rate):
+    form, tensors, decays, balance = problem("decays alone", dtype=torch.float32)
+    decays = Decays(decays.weight[:, :1], torch.full((2, 1), log_rate))
+    o, _ = decode(form, tensors, decays, balance, [22, 83], crops=[(22, 5)])
+    assert distance(o, local_attention(*tensors, decays, balance, form)) <= 1e-5
 
 
 @pytest.mark.parametrize("cuts", [[83], [7, 50, 83]], ids=str)

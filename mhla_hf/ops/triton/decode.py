@@ -58,12 +58,13 @@ def attend_one(q, q_den, mixing, state, scale):
     """fp32 [B, 1, H, V]: what `attend_blocks` gives for one new token per row, which is in the state's window already."""
     (batch, _, heads, width), (groups, other) = q.shape, state.window_v.shape[2:]
     window_den = state.window_k if state.window_k_den is None else state.window_k_den
+    q, q_den = in_rows(q), in_rows(q if q_den is None else q_den)
     o = torch.empty(batch, 1, heads, other, dtype=torch.float32, device=q.device)
     lanes, den_width = lanes_for(width), window_den.shape[3]
     tile = {"BT": 16, "BK": lanes, "BV": min(32 if lanes <= 128 else 16, lanes_for(other)), "BL": lanes_for(den_width)}
     with on_device(q):
         decode_kernel[(tiles(other, tile["BV"]) * heads * batch,)](
-            *(as_argument(x) for x in (q, q if q_den is None else q_den, state.window_k, state.window_v, window_den)),
+            *(as_argument(x) for x in (q, q_den, state.window_k, state.window_v, window_den)),
             *(state.prefix, state.prefix_z, *as_matrix(in_rows(mixing.float())), state.length.to(q.device), o),
             *(state.block_size, heads, heads // groups, scale, width, other, den_width),
             **tile,
