@@ -134,9 +134,9 @@ def teach_options(add):
     add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
     add("--data", required=True, dest="text", help="text file, or folder of them")
     add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
-    add("--seq-len", type=int, default=512, help="tokens per sequence (default: 512)")
-    add("--top-k", type=int, default=256, help="most likely tokens to keep per position (default: 256)")
-    add("--batch-size", type=int, default=8, help="batch size (default: 8)")
+    add("--seq-len", type=count, default=512, help="tokens per sequence (default: 512)")
+    add("--top-k", type=count, default=256, help="most likely tokens to keep per position (default: 256)")
+    add("--batch-size", type=count, default=8, help="batch size (default: 8)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     device_option(add)
 
