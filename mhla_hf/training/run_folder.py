@@ -75,7 +75,9 @@ class RunFolder:
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"out: {str(self.out)!r} is a file or holds other files; expected a new or empty folder")
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARK).is_file():
-            raise ValueError(f"out: {str(self.state)!r}, for the run's state, holds other files; expected no such folder")
+            raise ValueError(
+                f"out: {str(self.state)!r}, for the run's state, holds other files; expected no such folder"
+            )
         state = max(self._states(), default=None)
         if state is not None:
             known = read_json(state / IDENTITY)

@@ -133,7 +133,7 @@ def test_a_folder_that_holds_other_files_is_left_alone(lab, taught, tmp_path):
     (tmp_path / "mine").mkdir()
     numpy.save(tmp_path / "mine" / "ids.npy", numpy.ones((41, lab.length), "int32"))
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match="mine' holds other files and no taught.json"):
+    with pytest.raises(ValueError, match=r"mine' holds other files and no taught.json"):
         taught[1](out=tmp_path / "mine")
     assert files_of(tmp_path) == before
 
@@ -145,7 +145,9 @@ def test_a_full_disk_is_said_before_anything_is_written(taught, tmp_path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"^out: ids.npy of 7,872 bytes cannot be made in .* \(No space left on device\)$"):
+    with pytest.raises(
+        OSError, match=r"^out: ids.npy of 7,872 bytes cannot be made in .* \(No space left on device\)$"
+    ):
         taught[1](out=tmp_path / "new")
     assert sorted(tmp_path.rglob("*")) == before
 
