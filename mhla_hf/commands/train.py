@@ -64,7 +64,7 @@ def convert_options(add):
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
-def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
+def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, progress, **_):
     if (keep and not budget) or (budget and not (keep and calibrate)):
         raise ValueError("keep: expected --calibrate TEXT --keep auto --budget N together, or --calibrate alone")
     settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
@@ -98,7 +98,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     torch.manual_seed(seed)
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
-        start_from_text(converted, tools, calibrate, budget, seed)
+        start_from_text(converted, tools, calibrate, budget, seed, progress)
     save_model(converted, out, tools, overwrite)
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
 

@@ -91,7 +91,7 @@ def test_a_text_encoder_that_lacks_a_weight_is_not_filled_at_random(tmp_path):
 @pytest.mark.parametrize(("kind", "name"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
 def test_more_layers_than_can_be_made_are_refused_before_they_are(tmp_path, kind, name):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, name: 10**7}))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     for use in (load_config, load_language_model):
         with pytest.raises(ValueError, match=rf"{name} in config.json: got 10000000, expected at most 10000$"):
             use(tmp_path)
