@@ -111,7 +111,7 @@ def make_row(demo, job):
                 module.balance.data.fill_(-1e4)  # nothing far, and no gradient that could bring it back
     if "started from the teacher" in name:
         budget = 1 if "missed most" in name else None
-        start_from_text(student.eval(), text.tokenizer, demo / "data" / "train.txt", budget, seed)
+        start_from_text(student.eval(), text.tokenizer, demo / "data" / "train.txt", budget, seed, progress=False)
     row = {"form": name, "seed": seed, "before": judge(student.eval(), teacher, text)}
     if name in TRAINED:
         student = load(models / TRAINED[name])

@@ -234,7 +234,8 @@ class _Demo:
                 if name == "hybrid":
                     budget = max(1, student.config.num_hidden_layers // 4)
                     self.say("measuring which layer misses softmax most")
-                    start_from_text(student.eval(), self.tokenizer, self.train_text, budget=budget, seed=seed)
+                    options = {"budget": budget, "seed": seed, "progress": self.progress}
+                    start_from_text(student.eval(), self.tokenizer, self.train_text, **options)
                     kept = student.config.mhla_measured["choice"]["kept"]
                     self.say(f"with softmax in layers {kept}, before any training: {PROMPT}{self._continue(student)}")
                 self._distill(student, teacher, folder, self.student_plan, seed)

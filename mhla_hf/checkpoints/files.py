@@ -28,14 +28,16 @@ def file_aside(path):
 
 
 @contextlib.contextmanager
-def folder_aside(target, replace: bool = False):
+def folder_aside(target, replace: bool = False, place=None):
     """A new, empty folder that becomes `target` by one rename when the block ends well; else it is removed.
 
-    replace: whether a folder with content at `target` gives way; OSError if it may not.
+    replace: whether a folder with content at `target` gives way; OSError if it may not. place: the folder, on the same file
+    system, that it is made in; None: beside `target`.
     """
     target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
+    place = Path(place or target.parent)
+    place.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=place))
     old = aside.with_name(f"{aside.name}.old")
     try:
         yield aside

@@ -30,11 +30,13 @@ from ..models.families import ENCODERS, VISION, Family, auto_class_of, family_of
 from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
+from ..nn.settings import is_whole
 from .files import read_json
 from .fingerprint import PIPELINE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
+MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -66,6 +68,9 @@ def register_type_of(source, **files) -> None:
     for name, kind, what in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
         if not isinstance(config.get(name), (kind, type(None))):
             raise ValueError(f"{name} in config.json: got {config[name]!r}, expected {what}")
+    for name in ("num_hidden_layers", "n_layer"):
+        if is_whole(config.get(name), MOST_LAYERS + 1):
+            raise ValueError(f"{name} in config.json: got {config[name]}, expected at most {MOST_LAYERS}")
     family = family_of_type((config.get("model_type") or "").removeprefix("mhla_"))
     if config.get("mhla") is not None and family is not None:
         register_family(family)

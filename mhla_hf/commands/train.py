@@ -64,7 +64,7 @@ def convert_options(add):
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
-def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, **_):
+def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, progress, **_):
     if (keep and not budget) or (budget and not (keep and calibrate)):
         raise ValueError("keep: expected --calibrate TEXT --keep auto --budget N together, or --calibrate alone")
     settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
@@ -98,7 +98,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     torch.manual_seed(seed)
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
-        start_from_text(converted, tools, calibrate, budget, seed)
+        start_from_text(converted, tools, calibrate, budget, seed, progress)
     save_model(converted, out, tools, overwrite)
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
 
@@ -134,9 +134,9 @@ def teach_options(add):
     add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
     add("--data", required=True, dest="text", help="text file, or folder of them")
     add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
-    add("--seq-len", type=int, default=512, help="tokens per sequence (default: 512)")
-    add("--top-k", type=int, default=256, help="most likely tokens to keep per position (default: 256)")
-    add("--batch-size", type=int, default=8, help="batch size (default: 8)")
+    add("--seq-len", type=count, default=512, help="tokens per sequence (default: 512)")
+    add("--top-k", type=count, default=256, help="most likely tokens to keep per position (default: 256)")
+    add("--batch-size", type=count, default=8, help="batch size (default: 8)")
     add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     device_option(add)
 

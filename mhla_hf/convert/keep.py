@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ..models.attention import ATTENTION_NAME
 from ..models.transformers_api import set_attention_function
@@ -14,7 +15,7 @@ from .start import log_probabilities, mean_kl, mhla_layers, softmax_instead
 
 def choose_layers(
     model: torch.nn.Module, batches: Sequence[torch.Tensor], *, keep: int | None = None, cache_bytes: int | None = None,
-    context: int = 0,
+    context: int = 0, progress: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the layers that keep softmax, one after the other: each time the one whose softmax leaves the least damage.
 
@@ -28,6 +29,7 @@ def choose_layers(
         batches: tensors of token ids, int64 `[B, T]`, without padding.
         keep: how many layers keep softmax, fewer than there are MHLA layers; or
         cache_bytes: of one sequence's cache, all these layers together, at `context` tokens (`mixing_form="decay"` only).
+        progress: show a bar on stderr.
 
     Returns:
         kept and layers: the indices that are softmax and those that stay MHLA; start: the damage as the model is; single:
@@ -47,21 +49,26 @@ def choose_layers(
         raise ValueError("batches: got none, expected at least one.")
     everything = sorted(found)
     alone = [[other for other in everything if other != index] for index in everything]
-    start, *single = damages(model, batches, [[], *alone])
+    choices = 1 + len(everything) + sum(len(everything) - chosen for chosen in range(keep))
     kept, steps = [], []
-    while len(kept) < keep:
-        left = [index for index in everything if index not in kept]
-        measured = damages(model, batches, [[*kept, index] for index in left])
-        rows = [{"layer": index, **row} for index, row in zip(left, measured, strict=True)]
-        steps.append(min(rows, key=lambda row: row["kl"] + max(row["recall"], 0.0)))
-        kept.append(steps[-1]["layer"])
+    with tqdm(total=choices * len(batches), desc="choose layers", unit="try", disable=not progress) as bar:
+        start, *single = damages(model, batches, [[], *alone], bar)
+        while len(kept) < keep:
+            left = [index for index in everything if index not in kept]
+            measured = damages(model, batches, [[*kept, index] for index in left], bar)
+            rows = [{"layer": index, **row} for index, row in zip(left, measured, strict=True)]
+            steps.append(min(rows, key=lambda row: row["kl"] + max(row["recall"], 0.0)))
+            kept.append(steps[-1]["layer"])
     layers = [index for index in everything if index not in kept]
     single = [{"layer": index, **row} for index, row in zip(everything, single, strict=True)]
     return {"kept": sorted(kept), "layers": layers, "start": start, "single": single, "steps": steps}
 
 
-def damages(model, batches, choices) -> list[dict]:
-    """For each list of layers in `choices`, the damage that is left with softmax in these: see `choose_layers`."""
+def damages(model, batches, choices, bar) -> list[dict]:
+    """For each list of layers in `choices`, the damage that is left with softmax in these: see `choose_layers`.
+
+    bar: of tqdm, which moves by one for each of them and each batch.
+    """
     sums = torch.zeros(len(choices), 2)
     for ids in batches:
         half = ids.shape[1] // 2
@@ -76,6 +83,7 @@ def damages(model, batches, choices) -> list[dict]:
         for row, kept in zip(sums, choices, strict=True):
             got, recalled = answers(kept)
             row += torch.tensor([mean_kl(wanted, got), remembered - recalled])
+            bar.update()
     return [{"kl": kl, "recall": recall} for kl, recall in (sums / len(batches)).tolist()]
 
 

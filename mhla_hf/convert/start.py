@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from ..models.attention import softmax_attentions
 from ..nn.core import MHLA
@@ -97,7 +98,7 @@ def kl_to_teacher(model, batches) -> float:
 
 
 def calibrate(
-    model: nn.Module, batches: Sequence[torch.Tensor], *, steps: int = 100, lr: float = 3e-2
+    model: nn.Module, batches: Sequence[torch.Tensor], *, steps: int = 100, lr: float = 3e-2, progress: bool = True
 ) -> dict[str, Any]:
     """Start the MHLA layers of a model that was just converted from its teacher; in place.
 
@@ -112,6 +113,7 @@ def calibrate(
         batches: at least two tensors of token ids, int64 `[B, T]` of one shape, without padding; the last is held out.
         steps: steps of Adam, each on one batch and the same for all layers; 0 leaves the feature maps as they are.
         lr: of those steps, falling to zero.
+        progress: show bars on stderr.
 
     Returns:
         kl_start and kl, before and behind it (`kl_to_teacher` on the batch that was held out); steps; and tokens, all that
@@ -137,12 +139,12 @@ def calibrate(
     *fitted, held_out = batches
     report = {"kl_start": kl_to_teacher(model, [held_out]), "steps": steps}
     masses = {core: BlockMass() for core in cores}
-    for ids in fitted[:MASS_BATCHES]:
+    for ids in tqdm(fitted[:MASS_BATCHES], desc="attention by distance", unit="batch", disable=not progress):
         ask_teacher(model, ids, lambda core, *seen: masses[core].read(core, *seen))
     for core, mass in masses.items():
         mass.fit(core)
     if steps:
-        learn_outputs(model, cores, fitted, steps, lr)
+        learn_outputs(model, cores, fitted, steps, lr, progress)
     tokens = fitted[0].numel() * (min(len(fitted), MASS_BATCHES) + steps)
     return {**report, "kl": kl_to_teacher(model, [held_out]), "tokens": tokens}
 
@@ -154,7 +156,7 @@ def ask_teacher(model, ids, see) -> None:
         model.base_model(input_ids=ids.to(model.device), use_cache=False)
 
 
-def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
+def learn_outputs(model, cores, batches, steps: int, lr: float, progress: bool) -> None:
     """Feature maps and mixing of every core take `steps` steps of Adam towards its teacher's output, in fp32."""
     parts = {core: nn.ModuleList([core.q_map, core.k_map, core.mixing]) for core in cores}
     learned = {core: [x for x in part.parameters() if x.requires_grad] for core, part in parts.items()}
@@ -172,7 +174,7 @@ def learn_outputs(model, cores, batches, steps: int, lr: float) -> None:
         optimizers[core].step()
         optimizers[core].zero_grad()
 
-    for step in range(steps):
+    for step in tqdm(range(steps), desc="calibrate", unit="step", disable=not progress):
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         ask_teacher(model, batches[step % len(batches)], learn)

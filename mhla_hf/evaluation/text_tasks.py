@@ -97,11 +97,13 @@ def make_tasks(text, folder, tokenizer, *, prefix="heldout", window=512, items=1
     window: tokens a model sees at once; no document is longer. items: questions per task, fewer where the text has fewer.
     block: a generation goes on with what was said at least this many tokens before. seed: of every choice.
 
-    The same arguments give the same bytes. ValueError: fewer than 16 `items`, a text too short for 16, or a `folder` that
-    holds something this function did not write.
+    The same arguments give the same bytes. ValueError: fewer than 16 `items`, a text too short for 16, a `window` that holds
+    no block and an answer, or a `folder` that holds something this function did not write.
     """
     if items < LEAST:
         raise ValueError(f"items: got {items}; expected at least {LEAST}")
+    if window <= block + ANSWER_TOKENS:
+        raise ValueError(f"window: got {window}; expected more than {block + ANSWER_TOKENS} tokens")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         raise ValueError(f"folder {str(folder)!r} is not empty and holds no {MANIFEST}; expected a new or an empty one")

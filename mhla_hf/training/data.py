@@ -69,7 +69,7 @@ class TokenRing:
             found = f"holds a tensor {tuple(tokens.shape)} of {tokens.dtype}"
             raise ValueError(f"data: {name!r} {found}; expected whole numbers [N], at least one")
         self.tokens, self.name = tokens.to(device="cpu", dtype=torch.int32).contiguous(), name
-        _check_ids(self.tokens, vocab_size, name)
+        check_ids(self.tokens, vocab_size, name)
 
     def describe(self):
         digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
@@ -131,7 +131,7 @@ class TokenStream:
                 raise ValueError(f"data: {self.name!r} has no text in a column {self.text_field!r}; it has {known}")
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
-            _check_ids(torch.tensor(ids), self.vocab_size, self.name)
+            check_ids(torch.tensor(ids), self.vocab_size, self.name)
         return ids, labels
 
 
@@ -240,7 +240,8 @@ def _encode(tokenizer, texts, name):
     return [token for document in documents for token in (*document, *end)]
 
 
-def _check_ids(tokens, vocab_size, name):
+def check_ids(tokens, vocab_size, name):
+    """ValueError, one sentence, unless all of `tokens`, of torch or NumPy, are from 0 to below `vocab_size`."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         found = f"tokens {tokens.min()} to {tokens.max()}"
         raise ValueError(f"data: {name!r} gives {found}; the model knows 0 to {vocab_size - 1}")

@@ -26,7 +26,7 @@ from ..checkpoints.load import first_line, optional
 from ..checkpoints.machine import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
-from .run_folder import RECORD, RunFolder, identify
+from .run_folder import RECORD, RunFolder, identify, unreadable
 from .sharding import expose, gather, judge_sharded, load_average, make_accelerator, save_average, sharded
 from .tasks import find_task
 from .trainable import HALVES, choose_trainable, direct_mixings, dtypes_of, dtypes_to_save, parameter_groups, set_dtypes
@@ -168,6 +168,9 @@ class _Run:
         import accelerate
 
         if latest is not None:
+            damage = self.folder.damage_of(latest) if self.main else ""
+            if damage := accelerate.utils.broadcast_object_list([damage])[0]:
+                raise unreadable(latest, damage)
             self.at = read_json(latest / "progress.json")
             self.at["resumed"] += 1
             self._say(f"going on from step {self.at['total']} of {self.total} ({latest})")
@@ -211,8 +214,7 @@ class _Run:
             try:
                 self._restore(latest)
             except Exception as error:  # of a damaged file, anything
-                what = f"the state {str(latest)!r} cannot be read ({first_line(error)})"
-                raise ValueError(f"out: {what}; without it the run goes on from the one before") from error
+                raise unreadable(latest, first_line(error)) from error
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])

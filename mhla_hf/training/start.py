@@ -13,8 +13,9 @@ ROWS, BATCHES, MOST_TOKENS = 4, 24, 1024
 
 
 def start_from_text(
-    model: torch.nn.Module, tokenizer: object, text: object, budget: int | str | None = None, seed: int = 0
-) -> None:
+    model: torch.nn.Module, tokenizer: object, text: object, budget: int | str | None = None, seed: int = 0,
+    progress: bool = True,
+) -> None:  # fmt: skip
     """`calibrate` on a text, and with a budget `choose_layers` and `keep_softmax` too; in place.
 
     Args:
@@ -22,7 +23,7 @@ def start_from_text(
         text: as `training.data.open_text` takes it; some 100,000 tokens are enough.
         budget: how many layers may keep softmax, or how many bytes ("64MiB") the cache of a sequence may have at the length
             of the model. None: none but those that `convert` left.
-        seed: of the choice of passages.
+        seed: of the choice of passages. progress: show bars on stderr.
 
     What was measured is then in `model.config.mhla_measured`, and so in config.json: "calibration" and "choice". ValueError,
     TypeError: one sentence.
@@ -32,10 +33,10 @@ def start_from_text(
     source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
     reader = source.reader(min(MOST_TOKENS, context), seed, 0)
     batches = [reader.take(ROWS)[0] for _ in range(BATCHES)]
-    measured = {"calibration": calibrate(model, batches)}
+    measured = {"calibration": calibrate(model, batches, progress=progress)}
     logger.info("KL to the teacher: {kl_start:.4f}, calibrated {kl:.4f} nats".format(**measured["calibration"]))
     if limit:
-        measured["choice"] = choose_layers(model, batches[-2:], context=context, **limit)
+        measured["choice"] = choose_layers(model, batches[-2:], context=context, progress=progress, **limit)
         keep_softmax(model, measured["choice"]["kept"])
         logger.info("softmax stays in layers %s", measured["choice"]["kept"])
     model.config.mhla_measured = measured

@@ -15,7 +15,7 @@ from tiny_pipelines import dit_pipeline, sana_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from mhla_hf.checkpoints.clean_process import check_visit
-from mhla_hf.checkpoints.load import load_classifier, load_pipeline
+from mhla_hf.checkpoints.load import load_classifier, load_config, load_language_model, load_pipeline
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -86,6 +86,15 @@ def test_a_text_encoder_that_lacks_a_weight_is_not_filled_at_random(tmp_path):
         load_pipeline(tmp_path / "model", dtype="float32", device="cpu")
     with pytest.raises(ValueError, match=f"the model lacks the weight 'text_encoder.{name}'"):
         check_visit(tmp_path / "model", "pipeline")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_more_layers_than_can_be_made_are_refused_before_they_are(tmp_path, kind, name):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, name: 10**7}))
+    save_file({}, tmp_path / "model.safetensors")
+    for use in (load_config, load_language_model):
+        with pytest.raises(ValueError, match=rf"{name} in config.json: got 10000000, expected at most 10000$"):
+            use(tmp_path)
 
 
 def test_all_files_come_from_one_commit_of_the_hub(saved, hub, monkeypatch):

@@ -164,6 +164,17 @@ def test_kept_layers_are_chosen_by_the_damage_they_spare(teacher, batches, tmp_p
     assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
 
 
+def test_what_takes_long_shows_how_long_it_will_take(teacher, batches, capsys):
+    for shown in (True, False):
+        model = converted(teacher)
+        calibrate(model, batches[:2], steps=2, progress=shown)
+        choose_layers(model, batches[:1], keep=1, progress=shown)
+        told = capsys.readouterr().err
+        for bar in ("distance: 100%|██████████| 1/1 [", "calibrate: 100%|██████████| 2/2 [", "| 7/7 ["):
+            assert (bar in told) == shown
+        assert told == "" or shown
+
+
 def test_a_budget_of_bytes_is_a_number_of_layers(teacher, batches):
     model = converted(teacher)
     model.generate(batches[0][:1], max_new_tokens=1)

@@ -52,7 +52,7 @@ def test_kill_again_and_again_and_go_on(lab, whole, tmp_path):
     lab.kill(lambda: run(lab, out), lambda: lab.newest(out) >= 10)
     for _ in range(2):
         last = lab.newest(out)
-        until = lambda last=last: lab.newest(out) > last + 1 and any(tmp_path.glob("out.state/*.tmp-*"))  # noqa: E731
+        until = lambda last=last: lab.newest(out) > last + 1 and any(tmp_path.glob("out.state/unfinished/*.tmp-*"))  # noqa: E731
         lab.kill(lambda: run(lab, out, save_every=1), until)
     assert not out.exists()
     run(lab, out)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mhla_hf.training import loop
+from mhla_hf.training import loop, run_folder
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ def test_finished_twice_does_nothing_and_says_so(lab, finished, capsys):
     out, trained = finished
     stamp, fresh = {path: path.stat().st_mtime_ns for path in out.rglob("*")}, lab.student()
     (out.parent / "out.state").mkdir()  # as after a kill between the rename and the end
-    (out.parent / "out.state" / "lock").touch()
+    for name in ("lock", run_folder.MARK):
+        (out.parent / "out.state" / name).touch()
     assert lab.train(out, fresh, progress=True) is fresh
     torch.testing.assert_close(fresh.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert "finished already: nothing to do" in capsys.readouterr().err
@@ -83,6 +84,30 @@ def test_another_run_is_refused(lab, runs, change, words):
     assert sorted(runs.rglob("*")) == before
 
 
+@pytest.mark.parametrize("name", ["exp", "ot*", "run[12]"])
+def test_what_others_put_beside_a_run_stays(lab, tmp_path, name):
+    """Whatever its name, and whether it is a folder, a file or a link."""
+    mine = [f"{name}.tmp-backup/a", "other.tmp-mine/a", "run1.tmp-x/a", f"{name}.tmp-file", f"{name}.state.tmp-b/a"]
+    for file in mine:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    (tmp_path / f"{name}.tmp-link").symlink_to("other.tmp-mine")
+    before = set(tmp_path.rglob("*"))
+    lab.train(tmp_path / name, stages=lab.lm(1))
+    assert set(tmp_path.rglob("*")) - set((tmp_path / name).rglob("*")) == before | {tmp_path / name}
+
+
+def test_a_state_folder_that_is_not_the_runs_is_refused_and_what_is_put_in_it_later_stays(lab, stopped):
+    out, note = stopped.with_name("out"), stopped / "note.txt"
+    note.touch()
+    go_on(lab, out)
+    assert list(stopped.iterdir()) == [note] and (out / "model.safetensors").exists()
+    shutil.rmtree(out)
+    with pytest.raises(ValueError, match=r"out: '.*out.state', for the run's state, holds other files"):
+        go_on(lab, out)
+    assert list(stopped.iterdir()) == [note]
+
+
 def test_two_at_once_are_refused(lab, tmp_path):
     out = tmp_path / "out"
     process = lab.start(lambda: lab.train(out, stages=lab.lm(200), save_every=1), lambda: lab.newest(out) > 0)
@@ -95,15 +120,28 @@ def test_two_at_once_are_refused(lab, tmp_path):
         process.join()
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "random_states_0.pkl"])
-def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab, runs, stopped, file):
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = [
+    ("pytorch_model.bin", flip_a_bit, "pytorch_model.bin is damaged"),
+    ("random_states_0.pkl", lambda file: file.write_bytes(b"half"), "random_states_0.pkl is damaged"),
+    ("progress.json", lambda file: file.unlink(), "progress.json is missing"),
+    ("run.json", lambda file: file.unlink(), "run.json is missing"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "why"), DAMAGES)
+def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab, runs, stopped, file, damage, why):
     out, newest = stopped.with_name("out"), stopped / "step-000000008"
-    assert (newest / file).exists()
-    (newest / file).write_bytes(b"half")
-    before = sorted(stopped.rglob("*"))
-    with pytest.raises(ValueError, match=r"the state '.*step-000000008' cannot be read .*; without it the run goes on"):
+    damage(newest / file)
+    before = sorted(stopped.glob("step-*/*"))
+    with pytest.raises(ValueError, match=rf"'.*step-000000008' cannot be read \({why}\); without it the run goes on"):
         go_on(lab, out)
-    assert set(before) <= set(stopped.rglob("*"))
+    assert sorted(stopped.glob("step-*/*")) == before
     shutil.rmtree(newest)
     go_on(lab, out)
     assert (lab.weights(out), lab.history(out)) == (lab.weights(runs / "whole"), lab.history(runs / "whole"))
@@ -138,7 +176,7 @@ def test_disk_full_on_the_way(lab, stopped):
     before, out = resource.getrlimit(resource.RLIMIT_FSIZE), stopped.with_name("out")
     resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, before[1]))
     try:
-        said = r"out: a state of '.*out' cannot be written \(.*\); the states before"
+        said = r"out: a state of '.*out' cannot be written \(the disk is full, or .*\); the states before"
         with pytest.raises(OSError, match=said) as caught:
             go_on(lab, out)
     finally:

@@ -82,7 +82,7 @@ def test_killed_five_times_and_gone_on_with_other_numbers_of_processes(place, se
         return lambda: newest(place, out) >= step
 
     def writing():
-        return newest(place, out) >= 14 and any(place.glob(f"{out}.state/*.tmp-*"))
+        return newest(place, out) >= 14 and any(place.glob(f"{out}.state/unfinished/*.tmp-*"))
 
     for processes, until in ((2, after(3)), (3, after(8)), (4, after(11)), (2, writing), (3, after(26))):
         assert kill(place, setup, processes, until, one, *line(out)) < 60

@@ -1,7 +1,10 @@
 """Stored logits: the same loss as the teacher's own over its likeliest tokens, without the teacher."""
 
 import copy
+import errno
+import os
 
+import numpy
 import pytest
 import torch
 
@@ -68,3 +71,88 @@ def test_what_does_not_fit_is_said_before_training(lab, tmp_path):
     teach(lab.teacher(vocab_size=80), lab.tokens(), None, tmp_path / "taught", seq_len=lab.length, progress=False)
     with pytest.raises(ValueError, match="is of 80 tokens; expected at most the student's 64"):
         lab.distill(tmp_path / "out", None, **stored, data=str(tmp_path / "taught"))
+
+
+@pytest.fixture
+def taught(lab, tmp_path):
+    """A folder that is written, and what wrote it: call it with what changes."""
+    sizes = {"seq_len": lab.length, "top_k": TOP, "batch_size": 50, "progress": False}
+
+    def again(teacher=None, out=tmp_path / "taught", **changes):
+        return teach(teacher or lab.teacher(), lab.tokens(), None, out, **(sizes | changes))
+
+    again()
+    return tmp_path / "taught", again
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_teacher_is_refused_whatever_its_name(lab, taught):
+    folder, again = taught
+    before = files_of(folder)
+    for teacher in (lab.teacher(seed=5), lab.teacher().double()):
+        with pytest.raises(ValueError, match="was begun with another teacher"):
+            again(teacher)
+    assert again()["done"] == 41 and files_of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["ids", "tokens", "log_p"])
+def test_an_array_that_is_missing_or_another_is_refused_and_not_made_anew(lab, taught, name):
+    (folder, again), student = taught, lab.student()
+    options = {"data": str(folder), "stages": stages("stored", lab.length)}
+    for content in (None, numpy.zeros((41, 1), "int32")):
+        (folder / f"{name}.npy").unlink(missing_ok=True)
+        if content is not None:
+            numpy.save(folder / f"{name}.npy", content)
+        before = files_of(folder)
+        for use in (again, lambda: lab.distill(folder.with_name("out"), None, student, **options)):
+            with pytest.raises(ValueError, match=rf"{name}.npy (is missing; expected|holds int32 \[41, 1\]; expected)"):
+                use()
+        assert files_of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["ids", "tokens"])
+def test_tokens_beyond_the_vocabulary(lab, taught, name):
+    folder, _ = taught
+    numpy.load(folder / f"{name}.npy", mmap_mode="r+")[:] = 64
+    with pytest.raises(ValueError, match="gives tokens 64 to 64; the model knows 0 to 63"):
+        TaughtText(folder, 64).reader(lab.length, 0, 0).take(1)
+
+
+def test_a_record_that_is_none(lab, taught):
+    folder, again = taught
+    (folder / "taught.json").write_text("{}")
+    for use in (again, lambda: TaughtText(folder, 64)):
+        with pytest.raises(ValueError, match=r"taught.json: text is missing$"):
+            use()
+
+
+def test_a_folder_that_holds_other_files_is_left_alone(lab, taught, tmp_path):
+    (tmp_path / "mine").mkdir()
+    numpy.save(tmp_path / "mine" / "ids.npy", numpy.ones((41, lab.length), "int32"))
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"mine' holds other files and no taught.json"):
+        taught[1](out=tmp_path / "mine")
+    assert files_of(tmp_path) == before
+
+
+def test_a_full_disk_is_said_before_anything_is_written(taught, tmp_path, monkeypatch):
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        OSError, match=r"^out: ids.npy of 7,872 bytes cannot be made in .* \(No space left on device\)$"
+    ):
+        taught[1](out=tmp_path / "new")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["seq_len", "top_k", "batch_size"])
+def test_sizes_are_counts(taught, tmp_path, name):
+    with pytest.raises(ValueError, match=rf"^{name}: got 0, expected a whole number of at least 1.$"):
+        taught[1](out=tmp_path / "new", **{name: 0})
