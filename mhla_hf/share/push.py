@@ -16,7 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.files import SHARD_SIZE
+from ..checkpoints.files import SHARD_SIZE, temporary_folder
 from ..checkpoints.save import CARD_FILE
 from .card import plain_card
 from .facts import find_license
@@ -72,7 +72,7 @@ def push(
     if create_pr and (tags or private or revision):
         raise ValueError("create_pr goes with none of tags, private and revision: a pull request is made to main")
     with contextlib.ExitStack() as stack:
-        aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mhla_hf-push-")))
+        aside = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
         folder, card = _as_folder(what, tokenizer, aside / "saved"), None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():

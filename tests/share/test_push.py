@@ -1,7 +1,10 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
 
+import os
 import random
 import shutil
+import signal
+import tempfile
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -10,6 +13,7 @@ from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
+from mhla_hf.share import push as push_module
 from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
@@ -60,6 +64,17 @@ def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shel
     assert made.left == again.left == ("notes.txt", "runs") and (made.new, again.new) == (True, False)
     assert set(held(hub.repos[NAME])) == {file.name for file in (shelf / "new").iterdir()}
     assert caplog.text.count("'notes.txt', 'runs'") == 2
+
+
+def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if (process := os.fork()) == 0:
+        push_module.stage_folder = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
+        push(shelf / "new", NAME)
+    os.waitpid(process, 0)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["mhla_hf-push-"]
+    push(shelf / "new", NAME, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_push_changes_only_what_changed(hub, shelf):
