@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checkpoints.load import register_family
+from ..checkpoints.load import forget_code, register_family
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
 from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
@@ -92,6 +92,10 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
 
     model_class = mhla_class(family, type(model))
     own = copy.deepcopy(config)
+    if odd := {*forget_code(own), *forget_code(getattr(model, "generation_config", None))}:
+        logger.info(
+            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(odd))
+        )
     own.__class__ = model_class.config_class
     own.mhla = settings.to_dict()
     for module in model.modules():

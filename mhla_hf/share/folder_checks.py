@@ -80,6 +80,8 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
             raise ValueError(
                 f"{source} is not the source that this mhla_hf makes: load the model with it and save again"
             )
+    for file in (file for file in place.rglob("*.json") if file.name in CONFIGURATIONS):
+        _check_code_names(file)
     dtype = check_weights(place)
     measured, readme = (place / PERSON_FILE).is_file(), place / CARD_FILE
     if card is not None and not readme.exists():
@@ -103,6 +105,22 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
             f"{place}: {lacks}: run mhla-hf evaluate {place} --recipe recall and write the card again, or give --draft"
         )
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
+
+
+def _check_code_names(file: Path) -> None:
+    """No configuration names code but the source beside it."""
+    content = read_json(file)
+    own = content.get("auto_map") if file.name == "config.json" else None
+    for auto, code in own.items() if isinstance(own, dict) else ():
+        if not (isinstance(code, str) and (file.parent / f"{code.rpartition('.')[0]}.py").is_file()):
+            raise ValueError(
+                f"{file} names {code!r} for {auto}, expected a class of the model's own source: take it out"
+            )
+    for name in ("auto_map", "custom_pipelines", "custom_generate"):
+        if content.get(name) and content[name] is not own:
+            raise ValueError(
+                f"{file} names code that is not the model's own, {name} {content[name]!r:.80}: take it out"
+            )
 
 
 def check_weights(place: Path) -> str:

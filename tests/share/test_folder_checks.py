@@ -51,6 +51,14 @@ def put(file, data):
     return lambda folder: (folder / file).write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
+def edit(file, **values):
+    def damage(folder):
+        content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps({**content, **values}))
+
+    return damage
+
+
 def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
@@ -77,6 +85,15 @@ BROKEN = {
         lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md holds a token of"),
     "a place on a computer": (
         put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json names the local path '/fsx/anna/a'"),
+    "a pipeline's code": (
+        edit("config.json", custom_pipelines={"a": {"impl": "a/b--c.D"}}), "config.json names code that is not the model's"),
+    "a head's code": (
+        edit("config.json", auto_map={"AutoModel": "a/b--c.D"}), "config.json names 'a/b--c.D' for AutoModel, expected a"),
+    "a processor's code": (
+        edit("preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_mhla.D"}),
+        "preprocessor_config.json names code that is not the model's own, auto_map {'AutoImageProcessor':"),
+    "a way to generate": (
+        edit("generation_config.json", custom_generate="a/b"), "names code that is not the model's own, custom_generate"),
     "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: run mhla-hf evaluate "),
 }  # fmt: skip
 
