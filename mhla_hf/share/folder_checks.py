@@ -165,7 +165,9 @@ def check_weights(place: Path) -> str:
 def _check_card(file: Path, repo_id: str | None, measured: bool) -> None:
     """README.md is valid, and where mhla_hf wrote it (`measured`), true."""
     if not file.exists():
-        raise ValueError(f"{file} does not exist: write it with mhla_hf.share.card.write_card, or give license")
+        raise ValueError(
+            f"{file} does not exist: write it with mhla-hf card {file.parent} --name NAME, or give license (--license)"
+        )
     with one_sentence(f"{file} has front matter that cannot be read"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):

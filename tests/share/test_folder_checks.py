@@ -77,7 +77,7 @@ BROKEN = {
     "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
     "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
-    "no card": (drop("README.md", "card.json"), "README.md does not exist"),
+    "no card": (drop("README.md", "card.json"), "README.md does not exist: write it with mhla-hf card "),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "front matter that cannot be"),
