@@ -21,12 +21,19 @@ OLD = "old"
 
 @contextlib.contextmanager
 def file_aside(path):
-    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed."""
+    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed.
+
+    An OSError of the path to write to names `path`.
+    """
     path = Path(path)
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         yield aside
         os.replace(aside, path)
+    except OSError as error:
+        if str(error.filename) == str(aside):
+            error.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 

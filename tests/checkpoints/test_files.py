@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mhla_hf.checkpoints.files import MARKER, clear_abandoned, folder_aside
+from mhla_hf.checkpoints.files import MARKER, clear_abandoned, folder_aside, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -17,6 +17,12 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (aside / "whole").write_text("")
         assert not (tmp_path / "made").exists()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["whole"]
+
+
+def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
+    with pytest.raises(OSError) as caught:
+        write_json(tmp_path / "nowhere" / "audit.json", {})
+    assert caught.value.filename == str(tmp_path / "nowhere" / "audit.json") and ".tmp-" not in str(caught.value)
 
 
 def killed_in(work):
