@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from .files import temporary_folder
 from .load import missing_in_transformers
 
 WITHHELD = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -34,11 +35,11 @@ def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") 
     asked = {"folder": os.path.abspath(folder), "kind": kind, "given": given and os.path.abspath(given)}
     asked |= {"prompt": prompt, "new_tokens": new_tokens, "dtype": dtype, "threads": torch.get_num_threads()}
     kept = {key: value for key, value in os.environ.items() if key not in WITHHELD}
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
         done = subprocess.run(
             [sys.executable, "-c", source, json.dumps(asked)],
             cwd=place,
-            env={**kept, "HF_HOME": place, "HF_HUB_OFFLINE": "1"},
+            env={**kept, "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
         )

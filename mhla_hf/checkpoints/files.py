@@ -1,6 +1,7 @@
 """Files and folders written aside and renamed: a reader, or a stop in the middle, never meets half of one."""
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -9,22 +10,68 @@ import tempfile
 from pathlib import Path
 
 import yaml
+from filelock import FileLock
 
 from .values import read_settings
 
 SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
+MARKER = ".mhla_hf.lock"  # in every temporary folder that this package makes
+OLD = "old"
 
 
 @contextlib.contextmanager
 def file_aside(path):
-    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed."""
+    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed.
+
+    An OSError of the path to write to names `path`.
+    """
     path = Path(path)
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         yield aside
         os.replace(aside, path)
+    except OSError as error:
+        if str(error.filename) == str(aside):
+            error.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent, prefix):
+    """A new, empty folder in `parent`, named `prefix` and some letters, that is removed when the block ends.
+
+    It holds `MARKER`, locked for as long as the process lives. Those that killed processes left there are removed first.
+    """
+    clear_abandoned(parent, prefix)
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with FileLock(made / MARKER):
+            yield made
+    finally:
+        _remove_temporary(made)
+
+
+def clear_abandoned(parent, prefix) -> None:
+    """Remove the folders of `temporary_folder` in `parent` whose names start with `prefix` and whose process has ended.
+
+    Anything without `MARKER`, or with one that is locked, stays, as does what cannot be removed.
+    """
+    for marker in Path(parent).glob(f"{glob.escape(prefix)}*/{MARKER}"):
+        if not marker.parent.is_symlink():
+            with contextlib.suppress(OSError):  # filelock.Timeout is one
+                with FileLock(marker, blocking=False):
+                    pass
+                _remove_temporary(marker.parent)
+
+
+def _remove_temporary(folder) -> None:
+    """Remove a temporary folder; what `folder_aside` moved out of the way goes back if nothing took its place."""
+    target = folder.parent / folder.name.rpartition(".tmp-")[0]
+    if (folder / OLD).exists() and not target.exists():
+        os.replace(folder / OLD, target)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -35,23 +82,17 @@ def folder_aside(target, replace: bool = False, place=None):
     system, that it is made in; None: beside `target`.
     """
     target = Path(target)
-    place = Path(place or target.parent)
-    place.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=place))
-    old = aside.with_name(f"{aside.name}.old")
-    try:
+    parent = Path(place or target.parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(parent, f"{target.name}.tmp-") as made:
+        aside = made / "new"
+        aside.mkdir()
         yield aside
-        aside.chmod(0o755)
         if replace and target.exists():
-            os.replace(target, old)
+            os.replace(target, made / OLD)
         elif target.exists():
             target.rmdir()
         os.replace(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not target.exists():
-            os.replace(old, target)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 class _Loader(yaml.SafeLoader):

@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     dynamic_module_utils,
 )
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -37,6 +38,7 @@ from .fingerprint import PIPELINE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
+HARMLESS = ("tokenizer_class", "quantization_config")  # no class of configurations knows them
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -138,8 +140,33 @@ def _read_tokenizer(name, *, trust_remote_code, **files):
     """Without code that is not trusted, and without the name of such code, which the tokenizer would write when saved."""
     tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
     if not trust_remote_code:
-        tokenizer.init_kwargs.pop("auto_map", None)
+        forget_code(tokenizer)
     return tokenizer
+
+
+def _read_processor(name, *, trust_remote_code, **files):
+    """As `_read_tokenizer`, of an image processor."""
+    processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+    if not trust_remote_code:
+        forget_code(processor)
+    return processor
+
+
+def forget_code(part) -> list[str]:
+    """Take out of a tokenizer, image processor or configuration what could name somebody's code when it is saved.
+
+    Of the last two that is everything that their class does not know, but numbers. Returns the names.
+    """
+    if isinstance(part, transformers.PreTrainedTokenizerBase):
+        return ["auto_map"] if part.init_kwargs.pop("auto_map", None) else []
+    if not isinstance(part, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
+        return []
+    known = {*vars(type(part)()), *HARMLESS}
+    odd = [name for name, value in vars(part).items() if name not in known and not isinstance(value, (int, float))]
+    odd = [name for name in odd if not name.startswith("_") and not hasattr(type(part), name)]
+    for name in odd:
+        delattr(part, name)
+    return odd
 
 
 def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, weights=True):
@@ -155,8 +182,7 @@ def load_language_model(name, *, dtype="auto", device=None, revision=None, trust
 
 def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
     """(model in eval mode, image processor) of an image classifier; as `load_language_model` for the rest."""
-    read_processor = AutoImageProcessor.from_pretrained
-    return _load(name, AutoModelForImageClassification, read_processor, dtype, device, revision, trust_remote_code)
+    return _load(name, AutoModelForImageClassification, _read_processor, dtype, device, revision, trust_remote_code)
 
 
 def load_encoder(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -324,6 +350,9 @@ def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=Fal
             what = "holds the source of its MHLA model; give trust_remote_code to run it"
         raise ValueError(f"model {str(source)!r} {what}") from error
     check_whole(source, {"missing_keys": missing})
+    for part in () if trust_remote_code else pipeline.components.values():
+        forget_code(part)
+        forget_code(getattr(part, "config", None))
     return pipeline
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .files import SHARD_SIZE, folder_aside, read_json
 from .fingerprint import PIPELINE
-from .load import without_bars
+from .load import one_sentence, without_bars
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
@@ -79,9 +79,13 @@ def holds_saved_model(folder):
 
 
 def save_model(model, folder, tool=None, overwrite=False):
-    """Save a model or pipeline, and its tokenizer or image processor, aside and rename; what was in `folder` goes then."""
+    """Save a model or pipeline, and its tokenizer or image processor, aside and rename; what was in `folder` goes then.
+
+    ValueError, one sentence: see `check_new_folder`, or it cannot be written (the disk is full).
+    """
     path = check_new_folder(folder, overwrite)
-    with folder_aside(path, replace=overwrite) as aside, without_bars():
+    failed = one_sentence(f"output {str(folder)!r} cannot be written")
+    with failed, folder_aside(path, replace=overwrite) as aside, without_bars():
         model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
         if tool is not None:
             tool.save_pretrained(aside)

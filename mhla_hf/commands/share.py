@@ -20,6 +20,7 @@ PUSH = """\
 example:
   mhla-hf push out/mhla user/llama-mhla --private --tag v1
   mhla-hf push out/mhla user/llama-mhla --draft   without scores for recall and generation
+  mhla-hf push out/mhla user/llama-mhla --dry-run   check everything and list the files, and send nothing
 Log in first: hf auth login. If it is interrupted, the same command resumes: files that arrived are not sent again.
 """
 
@@ -75,6 +76,7 @@ def push_options(add):
     add("--revision", help="branch to commit to (default: main)")
     add("--message", help="first line of the commit")
     add("--draft", action="store_true", help="allow a converted language model without recall scores")
+    add("--dry-run", action="store_true", help="check everything and list the files, without the network")
     add("--license", help="for the card of a model that has none, such as apache-2.0")
     add("--base-model", help="Hub id of the softmax original, for such a card")
 
@@ -83,4 +85,8 @@ def run_push(command, **options):
     from ..share.push import push
 
     pushed = push(**options)
+    if options["dry_run"]:
+        lines = [f"{size:>15,}  {name}" for name, size in pushed.files.items()]
+        print("\n".join(lines), f"{sum(pushed.files.values()):>15,}  bytes; nothing was sent", sep="\n")
+        return
     print(f"{pushed.url}\n{'revision' if pushed.new else 'nothing changed; revision'} {pushed.revision}")

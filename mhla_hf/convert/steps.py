@@ -1,6 +1,7 @@
 """What every conversion does: choose the settings first, and put the new weights where the layer is at last."""
 
-from dataclasses import replace
+import difflib
+from dataclasses import fields, replace
 
 import torch
 
@@ -12,8 +13,11 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
         raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
-    if unknown := sorted(set(overrides) - set(settings.to_dict())):
-        raise TypeError(f"convert: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
+    known = [field.name for field in fields(settings)]
+    if unknown := sorted(set(overrides) - set(known)):
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        wanted = repr(near[0]) if near else f"one of {', '.join(known)}"
+        raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {wanted}.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays

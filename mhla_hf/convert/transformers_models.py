@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checkpoints.load import register_family
+from ..checkpoints.load import forget_code, register_family
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
 from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
@@ -34,7 +34,10 @@ REFUSED = {  # why -> model types of causal and of masked language models
     "its attention is an approximation already": "mra nystromformer yoso",
     "its attention is narrower than its layers": "mobilebert",
     "it reads more than text, or proteins": "esm esmc layoutlm neomme perceiver",
-    "its layers keep from attention what padding needs": "nemotron opt stablelm",
+    "its layers do not tell their attention which tokens are padding, so padded batches would be wrong": (
+        "nemotron stablelm"
+    ),
+    "its head runs the decoder without the body that finds the padding, so padded batches would be wrong": "opt",
     "its attention has sinks or a sliding window in every layer": (
         "flint gpt_oss granite_swa granitemoe_swa moshi recurrent_gemma"
     ),
@@ -93,6 +96,10 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
 
     model_class = mhla_class(family, type(model))
     own = copy.deepcopy(config)
+    if odd := {*forget_code(own), *forget_code(getattr(model, "generation_config", None))}:
+        logger.info(
+            "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(odd))
+        )
     own.__class__ = model_class.config_class
     own.mhla = settings.to_dict()
     for module in model.modules():
@@ -138,14 +145,17 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict, both_wa
     lost = {index: what_is_lost(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in lost.items() if reason}
     able = [index for index in sorted(attentions) if index not in reasons]
+    asked, count = [] if isinstance(settings.layers, str) else settings.layers, config.num_hidden_layers
+    if beyond := [index for index in asked if index >= count]:
+        raise ValueError(f"layers: got layer {beyond[0]}, expected 0 to {count - 1}: the model has {count} layers.")
     if not able:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
         raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
-    if not isinstance(settings.layers, str):
-        if wrong := [index for index in settings.layers if index not in able]:
-            reason = reasons.get(wrong[0], "it has no softmax attention")
-            raise ValueError(f"layers: got layer {wrong[0]}, expected some of {able}: {reason}.")
-        return settings.layers
+    if wrong := [index for index in asked if index not in able]:
+        reason = reasons.get(wrong[0], "it has no softmax attention")
+        raise ValueError(f"layers: got layer {wrong[0]}, expected some of {able}: {reason}.")
+    if asked:
+        return asked
     return [able[place] for place in settings.resolve_layers(len(able))]
 
 
@@ -154,6 +164,8 @@ def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) ->
 
     both_ways: it is a layer of an encoder, which sees earlier and later tokens.
     """
+    if getattr(attention, "attn_logit_softcapping", None) is not None:
+        return "its attention scores have a soft cap (attn_logit_softcapping)"
     types, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", 0)
     kind = types[index] if types and index < len(types) else None
     whole = None if kind == "full_attention" else getattr(config, "sliding_window", None)
@@ -167,8 +179,6 @@ def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) ->
         return "it shares keys and values with other layers"
     if getattr(attention, "sinks", None) is not None:
         return "it has attention sinks"
-    if getattr(attention, "attn_logit_softcapping", None) is not None:
-        return "its scores have a soft cap"
     if both_ways:
         return "it sees earlier tokens alone (is_decoder=True)" if getattr(config, "is_decoder", False) else None
     if hasattr(attention, "layer_idx") and False in (getattr(x, "is_causal", True) for x in (attention, config)):

@@ -26,6 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
+from ..checkpoints.files import temporary_folder
 from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
 from ..checkpoints.values import at_least, checked, read_settings
 from .needles import THINGS, make_needles
@@ -117,11 +118,11 @@ def judge_language_models(models, asked):
 def _load_recipe(protocol, first, asked):
     """The tasks asked for, each a `Requested`; what is made to length counts tokens of the `first` model's tokenizer."""
     names, paths, metadata = asked.recipe.tasks, paths_of(asked.include_path), None
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-tasks-") as place:
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as place:
         if protocol.lengths:
             tokenizer = asked.tokenizer or load_tokenizer(first.source, **first.where)
             tokenizer.save_pretrained(place)
-            metadata = {"tokenizer": place, "max_seq_lengths": protocol.lengths}
+            metadata = {"tokenizer": str(place), "max_seq_lengths": protocol.lengths}
             if any(name.startswith("needle_") for name in names):
                 paths.append(make_needles(Path(place, "needles"), tokenizer, **vars(protocol)).folder)
         return load_tasks(names, paths, asked.num_fewshot, metadata)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.clean_process import check_visit
-from ..checkpoints.files import read_json, write_text
+from ..checkpoints.files import read_json, write_json, write_text
 from ..checkpoints.fingerprint import NOTED, without_origin
 from ..checkpoints.load import check_shards, one_sentence
 from ..checkpoints.save import CARD_FILE, CONFIGURATIONS, RECORDS, saved_files
@@ -25,12 +25,16 @@ from .card import check_card, folder_card
 from .facts import PERSON_FILE, not_measured, read_model
 
 logger = logging.getLogger("mhla_hf")
-TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
-# An absolute path, but the system's, which are the same everywhere; no URL, template or link of the site.
+TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
+# An absolute path, but the system's, which are the same everywhere; no URL, template or link of the site. Then those of
+# Windows: C:\a\b or C:/a/b, and \\host\share.
 PLACE = re.compile(
     r"(?:(?<=file://)|(?<![\w.~/\\<>)}\]-])(?<!\]\())"
     r"(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
+    r"|(?<!\w)[A-Za-z]:(?:\\+|/)[^\s\\/:\"'`<>|{}]+[\\/][^\s\"'`,;)\]}>|]+"
+    r"|(?<![^\s\"'`=(:,])(?:\\{2,4}[\w.$-]+|//[\w$-]+)[\\/][^\s\"'`,;)\]}>|]+"
 )
+ESCAPES = re.compile(r"\\[nrt]")  # in templates
 
 
 def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tuple[str, ...]:
@@ -80,22 +84,27 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
             raise ValueError(
                 f"{source} is not the source that this mhla_hf makes: load the model with it and save again"
             )
+    for file in (file for file in place.rglob("*.json") if file.name in CONFIGURATIONS):
+        _check_code_names(file)
     dtype = check_weights(place)
     measured, readme = (place / PERSON_FILE).is_file(), place / CARD_FILE
     if card is not None and not readme.exists():
         write_text(readme, card)
     _check_card(readme, repo_id, measured)
     for file in (place / name for name in RECORDS if (place / name).is_file()):
-        text = file.read_text(encoding="utf-8")
-        write_text(file, PLACE.sub(lambda found: found[0].rpartition("/")[2], text))
+        write_json(file, change_texts(read_json(file), shorten_paths))
     if measured:  # of the records as they are sent, so that whoever gets them can check the card
         write_text(readme, folder_card(place, weights=False))
     for file in (file for file in place.rglob("*") if file.name in (CARD_FILE, *RECORDS, *CONFIGURATIONS)):
-        text = file.read_text(encoding="utf-8")
-        if TOKEN.search(text):
-            raise ValueError(f"{file} holds a token of Hugging Face: take it out")
-        if found := PLACE.search(text):
-            raise ValueError(f"{file} names the local path {found[0]!r}: write a relative path or a Hub id")
+        texts = [file.read_text(encoding="utf-8")]
+        if file.suffix == ".json":
+            change_texts(read_json(file), texts.append)
+            del texts[0]
+        for text in texts:
+            if TOKEN.search(text):
+                raise ValueError(f"{file} holds a token of Hugging Face: take it out")
+            if found := PLACE.search(ESCAPES.sub(" ", text) if "{%" in text else text):
+                raise ValueError(f"{file} names the local path {found[0]!r}: write a relative path or a Hub id")
     judged = kind == "language" and config["model_type"] != "mhla" and not draft
     if judged and (absent := not_measured(Results.read(place) if measured else [])):
         lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
@@ -103,6 +112,36 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
             f"{place}: {lacks}: run mhla-hf evaluate {place} --recipe recall and write the card again, or give --draft"
         )
     check_visit(place, kind, dtype if kind == "pipeline" else "auto")
+
+
+def change_texts(content, change):
+    """What JSON holds, with `change` of each text in the place of the text, keys included."""
+    if isinstance(content, dict):
+        return {change(name): change_texts(value, change) for name, value in content.items()}
+    if isinstance(content, list):
+        return [change_texts(value, change) for value in content]
+    return change(content) if isinstance(content, str) else content
+
+
+def shorten_paths(text: str) -> str:
+    """The text with the last part of each absolute path in its place."""
+    return PLACE.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
+
+
+def _check_code_names(file: Path) -> None:
+    """No configuration names code but the source beside it."""
+    content = read_json(file)
+    own = content.get("auto_map") if file.name == "config.json" else None
+    for auto, code in own.items() if isinstance(own, dict) else ():
+        if not (isinstance(code, str) and (file.parent / f"{code.rpartition('.')[0]}.py").is_file()):
+            raise ValueError(
+                f"{file} names {code!r} for {auto}, expected a class of the model's own source: take it out"
+            )
+    for name in ("auto_map", "custom_pipelines", "custom_generate"):
+        if content.get(name) and content[name] is not own:
+            raise ValueError(
+                f"{file} names code that is not the model's own, {name} {content[name]!r:.80}: take it out"
+            )
 
 
 def check_weights(place: Path) -> str:
@@ -126,7 +165,9 @@ def check_weights(place: Path) -> str:
 def _check_card(file: Path, repo_id: str | None, measured: bool) -> None:
     """README.md is valid, and where mhla_hf wrote it (`measured`), true."""
     if not file.exists():
-        raise ValueError(f"{file} does not exist: write it with mhla_hf.share.card.write_card, or give license")
+        raise ValueError(
+            f"{file} does not exist: write it with mhla-hf card {file.parent} --name NAME, or give license (--license)"
+        )
     with one_sentence(f"{file} has front matter that cannot be read"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):

@@ -9,14 +9,14 @@ import dataclasses
 import logging
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.files import SHARD_SIZE
+from ..checkpoints.files import SHARD_SIZE, temporary_folder
 from ..checkpoints.save import CARD_FILE
 from .card import plain_card
 from .facts import find_license
@@ -31,8 +31,9 @@ STALE = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl",
 class Pushed:
     """What a push made.
 
-    revision: id of the commit, for `from_pretrained(..., revision=...)`. url: of the commit or the pull request. new: False
-    when the repository held exactly this model already. left: files and folders that are no part of a model and stayed.
+    revision: id of the commit, for `from_pretrained(..., revision=...)`. url: of the commit or the pull request; both are
+    empty after a dry run. new: False when the repository held exactly this model already, or nothing was sent. left: files
+    and folders that are no part of a model and stayed. files: path in the repository -> bytes.
     """
 
     repo_id: str
@@ -40,12 +41,14 @@ class Pushed:
     url: str
     new: bool
     left: tuple[str, ...] = ()
+    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def push(
     what: object, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: str | Sequence[str] = (),
     revision: str | None = None, draft: bool = False, message: str | None = None, tokenizer: object = None,
-    license: str | None = None, base_model: str | None = None, token: str | bool | None = None, progress: bool = True,
+    license: str | None = None, base_model: str | None = None, token: str | bool | None = None, dry_run: bool = False,
+    progress: bool = True,
 ) -> Pushed:  # fmt: skip
     """Share a model on the Hub: check everything, send it, put it in place with one commit.
 
@@ -57,7 +60,10 @@ def push(
         tags: names that the commit gets, such as "v1". revision: branch to commit to (default: main), made when missing.
         draft: let a converted language model without scores for recall and generation pass.
         message: first line of the commit. token: of the Hub; default: the one of `hf auth login` or HF_TOKEN.
-        license, base_model: for the card of a model that has none. progress: show progress bars.
+        license, base_model: for the card of a model that has none.
+        dry_run: check everything and list the files, without the network; nothing is sent. A model without a card then
+            needs its `license`, which otherwise may be read from the card of `base_model`.
+        progress: show progress bars.
 
     Raises:
         ValueError, TypeError: something is wrong with the arguments or the folder; nothing was committed.
@@ -72,24 +78,33 @@ def push(
     if create_pr and (tags or private or revision):
         raise ValueError("create_pr goes with none of tags, private and revision: a pull request is made to main")
     with contextlib.ExitStack() as stack:
-        aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mhla_hf-push-")))
+        aside = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
         folder, card = _as_folder(what, tokenizer, aside / "saved"), None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
             if (folder / CARD_FILE).is_file():
                 raise ValueError(f"license and base_model are for a model without a card, not for {str(folder)!r}")
-            card = plain_card(folder, repo_id, base_model, find_license(base_model, None, license))
+            if dry_run and license is None:
+                raise ValueError(
+                    f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}"
+                )
+            terms = find_license(None if dry_run else base_model, None, license)
+            card = plain_card(folder, repo_id, base_model, terms)
         left = stage_folder(folder, aside / "model", repo_id=repo_id, card=card, draft=draft)
+        place = aside / "model"
+        files = {path.relative_to(place).as_posix(): path.stat().st_size for path in files_of(place)}
+        if dry_run:
+            return Pushed(repo_id, "", "", False, left, files)
         if not progress:
             stack.enter_context(disable_progress_bars())
         options = {"private": private, "create_pr": create_pr, "tags": tags, "revision": revision}
-        return dataclasses.replace(send(aside / "model", repo_id, **options, message=message, token=token), left=left)
+        sent = send(place, repo_id, **options, message=message, token=token)
+        return dataclasses.replace(sent, left=left, files=files)
 
 
 def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=None, message=None, token=None) -> Pushed:
     """Put all files of a checked folder into a repository; arguments as `push`. Safe to do again: nothing is made twice."""
-    files = sorted(file for file in Path(place).rglob("*") if file.is_file())
-    additions = [CommitOperationAdd(file.relative_to(place).as_posix(), file) for file in files]
+    additions = [CommitOperationAdd(file.relative_to(place).as_posix(), file) for file in files_of(place)]
     paths = {addition.path_in_repo for addition in additions}
     api, branch = HfApi(token=token, library_name="mhla_hf"), revision or "main"
     try:
@@ -120,6 +135,11 @@ def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=No
         advice = "the repository holds the old model or the new one, whole: push again"
         raise OSError(f"push to {repo_id}: {said}; {advice}") from error
     return Pushed(repo_id, made.oid, made.pr_url or made.commit_url, new)
+
+
+def files_of(place) -> list[Path]:
+    """All files in a folder, sorted."""
+    return sorted(file for file in Path(place).rglob("*") if file.is_file())
 
 
 def _as_folder(what, tokenizer, place: Path) -> Path:

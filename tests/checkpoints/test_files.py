@@ -1,8 +1,11 @@
 """Files and folders appear whole or not at all."""
 
+import os
+import signal
+
 import pytest
 
-from mhla_hf.checkpoints.files import folder_aside
+from mhla_hf.checkpoints.files import MARKER, clear_abandoned, folder_aside, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -14,3 +17,59 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (aside / "whole").write_text("")
         assert not (tmp_path / "made").exists()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["whole"]
+
+
+def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
+    with pytest.raises(OSError) as caught:
+        write_json(tmp_path / "nowhere" / "audit.json", {})
+    assert caught.value.filename == str(tmp_path / "nowhere" / "audit.json") and ".tmp-" not in str(caught.value)
+
+
+def killed_in(work):
+    """Run `work` in a forked process that is killed where `work` calls its argument."""
+    if (process := os.fork()) == 0:
+        work(lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+    os.waitpid(process, 0)
+
+
+def test_what_a_killed_process_left_goes_the_next_time_and_nothing_else(tmp_path):
+    target = tmp_path / "made [1]"
+
+    def write(stop):
+        with folder_aside(target) as aside:
+            (aside / "half").write_text("")
+            stop()
+
+    killed_in(write)
+    (abandoned,) = tmp_path.iterdir()
+    assert abandoned.name.startswith("made [1].tmp-") and list(abandoned.rglob("half"))
+    (tmp_path / "made [1].tmp-backup").mkdir()
+    (tmp_path / "made [1].tmp-backup" / "letter").write_text("mine")
+    (tmp_path / "made [1].tmp-file").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / MARKER).write_text("")
+    (tmp_path / "made [1].tmp-link").symlink_to("elsewhere")
+    (tmp_path / "made [1].tmp-broken").symlink_to("nowhere")
+    (tmp_path / "made 1.tmp-other").mkdir()  # what the name would match as a pattern
+    (tmp_path / "made 1.tmp-other" / MARKER).write_text("")
+    kept = {*tmp_path.rglob("*")} - {abandoned, *abandoned.rglob("*")}
+    with folder_aside(target) as living, folder_aside(target):
+        assert not abandoned.exists() and living.exists()
+    assert {*tmp_path.rglob("*")} == {*kept, target}
+
+
+def test_a_model_that_was_out_of_the_way_when_the_process_was_killed_comes_back(tmp_path, monkeypatch):
+    target = tmp_path / "made"
+    target.mkdir()
+    (target / "old model").write_text("")
+    replace = os.replace
+
+    def move_twice(stop):
+        monkeypatch.setattr(os, "replace", lambda *given: stop() if target == given[1] else replace(*given))
+        with folder_aside(target, replace=True):
+            pass
+
+    killed_in(move_twice)
+    assert not target.exists()
+    clear_abandoned(tmp_path, "made.tmp-")
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "old model"]

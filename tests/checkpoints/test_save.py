@@ -1,7 +1,9 @@
 """Saved models in the hands of someone who never installed mhla_hf: one other process, offline, without triton."""
 
+import resource
 import shutil
 
+import pytest
 import torch
 from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,8 @@ from small_models import MODELS, tokens
 from small_scores import small_tokenizer
 from small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
+
+from mhla_hf.checkpoints.save import save_model
 
 VISITOR = """
 import torch
@@ -84,3 +88,16 @@ def test_bit_equal_elsewhere_and_saved_again(tmp_path):
         for file in ("model.safetensors", "modeling_mhla.py", "config.json"):
             first, again = (tmp_path / folder / name / file for folder in ("saved", "again"))
             assert first.read_bytes() == again.read_bytes(), (name, file)
+
+
+@pytest.mark.parametrize("most", [20_000, 150_000], ids=["the source", "the weights"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
+    """A limit on the size of files stands for a full disk."""
+    model, before = MODELS["llama-all"](), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"output '.*/out' cannot be written: .*File too large") as caught:
+            save_model(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import transformers
 from elsewhere import check_elsewhere
 from small_models import CACHE, refused, shaken, softmax_model
 from small_types import TYPES, small_model_of
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import mhla_hf
@@ -89,6 +89,7 @@ def test_every_other_type_is_refused_for_a_reason():
 
 LAYERS = {
     "sliding_window": ("gemma3_text", 0, "it sees the last 16 tokens alone (sliding_window)"),
+    "beyond": ("gpt2", 99, "expected 0 to 3: the model has 4 layers"),
     "recurrent": ("qwen3_next", 0, "it has no softmax attention"),
 }
 
@@ -101,6 +102,13 @@ def test_layers_that_would_lose_something_stay_softmax(name):
     with refused(f"layer {index}", reason):
         mhla_hf.convert(model, layers=[index])
     assert index not in mhla_hf.convert(model, layers="all").config.mhla["layers"]
+
+
+@pytest.mark.parametrize("layers", ["all", [0], [1]])
+def test_a_soft_cap_is_the_reason_in_sliding_and_in_whole_layers(layers):
+    config = Gemma2Config(num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64, head_dim=16)
+    with refused("its attention scores have a soft cap (attn_logit_softcapping)"):
+        mhla_hf.convert(Gemma2ForCausalLM(config), layers=layers)
 
 
 def test_shared_keys_sinks_and_soft_caps_are_refused():

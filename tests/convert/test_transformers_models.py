@@ -18,8 +18,9 @@ CONVERT = [
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
     (lambda: type("Own", (LlamaModel,), {})(softmax_model().config), {}, "model: got Own, expected LlamaForCausalLM"),
     (scratch_model, {}, "MHLA model already"),
-    (softmax_model, {"layers": [3]}, "layers: got layer 3, expected some of [0, 1, 2]"),
-    (softmax_model, {"blocksize": 3}, "'blocksize'"),
+    (softmax_model, {"layers": [3]}, "layers: got layer 3, expected 0 to 2: the model has 3 layers"),
+    (softmax_model, {"blocksize": 3}, "settings: got unknown setting 'blocksize', expected 'block_size'"),
+    (softmax_model, {"zzz": 3}, "settings: got unknown setting 'zzz', expected one of block_size, num_blocks, "),
     (softmax_model, {"rope": "after"}, "rope"),
     (softmax_model, {"normalize": "official"}, "normalize"),
     (softmax_model, {"normalize": False}, "normalize"),  # whose default form is decays and a local softmax

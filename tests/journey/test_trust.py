@@ -107,6 +107,32 @@ def test_the_name_of_somebodys_code_is_not_saved_again(tmp_path, load):
     assert "evil" not in (tmp_path / "saved/tokenizer_config.json").read_text()
 
 
+CODE = "someone/evil--code.Thing"
+NAMED = {
+    "custom_pipelines": {"text-generation": {"impl": CODE}},
+    "custom_generate": CODE,
+    "auto_map": {"AutoConfig": CODE},
+}
+
+
+def test_a_converted_model_keeps_no_name_of_code_of_a_base_that_needs_none(shelf, tmp_path, caplog):
+    save_llama(tmp_path / "llama")
+    softmax_tower("ViTForImageClassification").save_pretrained(tmp_path / "vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    for name in ("llama", "vit"):
+        edit(tmp_path / name / "config.json", **NAMED, some_number=3, tokenizer_class="TokenizersBackend")
+    edit(tmp_path / "llama/generation_config.json", **NAMED, _from_model_config=False, max_new_tokens=7)
+    edit(tmp_path / "vit/preprocessor_config.json", auto_map={"AutoImageProcessor": CODE})
+    for name in ("llama", "vit"):
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "new" / name)]) == 0
+        for file in (tmp_path / "new" / name).glob("*.json"):
+            assert "evil" not in file.read_text(), file.name
+        kept = json.loads((tmp_path / "new" / name / "config.json").read_text())
+        assert (kept["some_number"], kept["tokenizer_class"]) == (3, "TokenizersBackend")
+    assert json.loads((tmp_path / "new/llama/generation_config.json").read_text())["max_new_tokens"] == 7
+    assert "does not keep auto_map, custom_generate, custom_pipelines of its base" in caplog.text
+
+
 def test_every_loader_that_could_ask_is_told_whom_to_trust():
     silent = []
     for file in [file for room in ("mhla_hf", "experiments", "conversion") for file in (ROOT / room).rglob("*.py")]:

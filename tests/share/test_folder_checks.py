@@ -51,6 +51,14 @@ def put(file, data):
     return lambda folder: (folder / file).write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
+def edit(file, **values):
+    def damage(folder):
+        content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps({**content, **values}))
+
+    return damage
+
+
 def drop(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
@@ -69,14 +77,27 @@ BROKEN = {
     "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
     "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
-    "no card": (drop("README.md", "card.json"), "README.md does not exist"),
+    "no card": (drop("README.md", "card.json"), "README.md does not exist: write it with mhla-hf card "),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "front matter that cannot be"),
     "a token": (
         lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md holds a token of"),
+    "a token of a Space": (
+        put("generation_config.json", '{"a": "hf_oauth_eyJhbGciOiJFZERTQSJ9.eyJzY29wZSI6W10"}'), "holds a token of"),
+    "a place on a Windows computer": (
+        put("generation_config.json", r'{"a": "at C:\\Users\\anna\\a"}'), r"the local path 'C:\\Users\\anna\\a'"),
     "a place on a computer": (
         put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json names the local path '/fsx/anna/a'"),
+    "a pipeline's code": (
+        edit("config.json", custom_pipelines={"a": {"impl": "a/b--c.D"}}), "config.json names code that is not the model's"),
+    "a head's code": (
+        edit("config.json", auto_map={"AutoModel": "a/b--c.D"}), "config.json names 'a/b--c.D' for AutoModel, expected a"),
+    "a processor's code": (
+        edit("preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_mhla.D"}),
+        "preprocessor_config.json names code that is not the model's own, auto_map {'AutoImageProcessor':"),
+    "a way to generate": (
+        edit("generation_config.json", custom_generate="a/b"), "names code that is not the model's own, custom_generate"),
     "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: run mhla-hf evaluate "),
 }  # fmt: skip
 
@@ -130,6 +151,7 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
 def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp_path):
     """In train.json, results.json and card.json, and so on the card, which can be proven from what is sent."""
     command = "evaluate --x=/somewhere/a/b ~/c /q 'my own.txt' a/b https://a.b/c file:///somewhere/d e:/somewhere/f"
+    command += r" C:\somewhere\g"
     records = [dataclasses.replace(record, command=command) for record in Results.read(folder)]
     Results(records).write(folder)
     (folder / "train.json").write_text(json.dumps(TRAIN | {"command": 'x "/home/anna/c"'}))
@@ -138,7 +160,7 @@ def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp
     check_card(tmp_path / "sent")
     sent = {path: (tmp_path / "sent" / path).read_bytes() for path in inside(tmp_path / "sent")}
     card = sent["README.md"].decode()
-    assert "`evaluate --x=b c /q 'my own.txt' a/b https://a.b/c file://d e:f`" in card
+    assert "`evaluate --x=b c /q 'my own.txt' a/b https://a.b/c file://d f g`" in card
     assert "Its texts lay in y." in card
     assert all(place not in data for data in sent.values() for place in (b"somewhere", b"anna"))
     train = json.loads(sent["train.json"])
@@ -186,3 +208,28 @@ def test_the_sizes_of_a_type_that_has_other_names_for_them(tmp_path):
     kind, name, config = read_model(tmp_path)
     assert (kind, name) == ("language", "MHLAGPT2LMHeadModel")
     assert (config["num_hidden_layers"], config["hidden_size"]) == (4, 32)
+
+
+PLACES = [
+    r"C:\Users\anna\x",
+    "D:/data/anna/x",
+    r"=C:\\Users\\anna",
+    r"(\\server\share\x)",
+    r"\\a.corp\share\x",
+    "//server/share/x",
+]
+PLACES += ["file:///C:/Users/anna/x", "/home/anna/x"]
+NO_PLACES = [
+    r"a \\ b\frac{c}{d}",
+    r"{a\\b\end{pmatrix}",
+    "https://a.b/c",
+    "//cdn.example.com/a/b",
+    "a:b/c/d",
+    r"\alpha\beta",
+    "Q:\nA",
+]
+
+
+@pytest.mark.parametrize("text", PLACES + NO_PLACES)
+def test_what_is_an_absolute_path(text):
+    assert bool(folder_checks.PLACE.search(text)) == (text in PLACES)

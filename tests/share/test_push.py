@@ -1,7 +1,10 @@
 """A push ends complete or not at all, over HTTP with the real client; what the Hub holds afterwards is what is judged."""
 
+import os
 import random
 import shutil
+import signal
+import tempfile
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
@@ -10,6 +13,7 @@ from small_scores import small_llama, small_tokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
+from mhla_hf.share import push as push_module
 from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
@@ -60,6 +64,34 @@ def test_what_is_no_part_of_the_model_stays_and_the_caller_hears_of_it(hub, shel
     assert made.left == again.left == ("notes.txt", "runs") and (made.new, again.new) == (True, False)
     assert set(held(hub.repos[NAME])) == {file.name for file in (shelf / "new").iterdir()}
     assert caplog.text.count("'notes.txt', 'runs'") == 2
+
+
+def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, tmp_path, capsys):
+    dry = push(shelf / "new", NAME, dry_run=True)
+    sizes = {file.name: file.stat().st_size for file in (shelf / "new").iterdir()}
+    assert (dry.revision, dry.url, dry.new, dict(dry.files)) == ("", "", False, sizes)
+    assert main(["push", str(shelf / "new"), NAME, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{sizes['model.safetensors']:,}  model.safetensors\n" in printed
+    assert printed.endswith(f"{sum(sizes.values()):,}  bytes; nothing was sent\n")
+    with pytest.raises(ValueError, match="no result for recall and generation"):
+        push(converted(), NAME, license="mit", base_model="base/llama", dry_run=True)
+    with pytest.raises(
+        ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'base/ll"
+    ):
+        push(converted(), NAME, base_model="base/llama", dry_run=True)
+    assert hub.log == []
+
+
+def test_what_a_killed_push_left_goes_with_the_next(hub, shelf, unvisited, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if (process := os.fork()) == 0:
+        push_module.stage_folder = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
+        push(shelf / "new", NAME)
+    os.waitpid(process, 0)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["mhla_hf-push-"]
+    push(shelf / "new", NAME, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_push_changes_only_what_changed(hub, shelf):
