@@ -77,4 +77,4 @@ notebooks: $(VENV)/.test  ## every notebook executed again, with a Hub in memory
 	$(BIN)/python -m tests.execute_notebooks $(ARGS)
 
 clean:
-	rm -rf $(VENV) out build dist site *.egg-info
+	rm -rf $(VENV) out out-* build dist site *.egg-info

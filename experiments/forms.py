@@ -147,7 +147,7 @@ def judge(model, teacher, text):
     return {"kl": kl / text.rows.numel(), "bits": nll / math.log(2) / text.size, "recall": recall, "depths": depths}
 
 
-def run(out, seeds, demo="out", workers=2, short=False, command=None):
+def run(out, seeds, demo="out-full", workers=2, short=False, command=None):
     """Make every row that `out` lacks; short: of the forms in `CHOICE` alone."""
     names = sorted(CHOICE if short else (*FORMS, CONTROL), key=TRAINED.__contains__)
     jobs = [{"form": name, "seed": seed} for seed in range(seeds) for name in names]
@@ -226,7 +226,7 @@ def main():
     parser = argparse.ArgumentParser("python -m experiments.forms", description=__doc__)
     parser.add_argument("--out", default="docs/language/forms.json", help="JSON file to make or to go on in")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default: 3)")
-    parser.add_argument("--demo", default="out", help="folder of the demo (default: out)")
+    parser.add_argument("--demo", default="out-full", help="folder of the demo (default: out-full)")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
     parser.add_argument("--short", action="store_true", help="only the forms that a user chooses between")
     given = vars(parser.parse_args())

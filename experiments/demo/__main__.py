@@ -1,8 +1,8 @@
 """Convert, distill, judge and share a small model, with figures.
 
-    python -m experiments.demo                    into out/, in about five minutes on two CPU cores
+    python -m experiments.demo                    into out/, in three to four minutes of one CPU core
     python -m experiments.demo --full --seeds 3   trains the softmax model first; MHLA in all layers as well; three seeds
-    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --data notes.txt --out out/mine
+    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --data notes.txt    into out-SmolLM2-135M-notes/
 
 Stopped at any moment, the same command goes on where it was.
 """
@@ -22,11 +22,20 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", default="out", help="folder to make or to go on in (default: out)")
+    parser.add_argument("--out", help="folder to make or to go on in (default: out, with --model M out-M, and so on)")
     parser.add_argument("--model", help="folder or Hub id of a softmax model (default: our small Llama)")
     parser.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
     parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
-    parser.add_argument("--plain", action="store_true", help="the text as it is, no lookups between its lines")
+    lookups = parser.add_mutually_exclusive_group()
+    lookups.add_argument(
+        "--plain",
+        action="store_true",
+        default=None,
+        help="no lookups between the lines of the text (default with --data)",
+    )
+    lookups.add_argument(
+        "--lookups", action="store_false", dest="plain", default=None, help="lookups between the lines of --data too"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="with --full: so many seeds of everything (default: 1)")
     parser.add_argument("--license", help="license of --model, when its card states none")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")

@@ -76,12 +76,13 @@ def plot_recall(path, found):
         axes.legend(loc="best")
 
 
-def plot_speed(path, rows, note):
+def plot_speed(path, rows, converted, note):
     """Time against length, for the kinds of measurement in `rows` side by side.
 
     Args:
         path: PNG to write.
         rows: as `measure_speed` gives them: "what", "length" (tokens), "softmax_ms", "mhla_ms".
+        converted: what the MHLA model is called.
         note: one line below the figure: the machine, and what was timed.
     """
     kinds = list(dict.fromkeys(row["what"] for row in rows))
@@ -89,8 +90,8 @@ def plot_speed(path, rows, note):
         for axes, kind in zip(grid[0], kinds, strict=True):
             own = [row for row in rows if row["what"] == kind]
             lengths = [row["length"] for row in own]
-            for name, label, marker in (("teacher", "softmax", "o"), ("mhla", "MHLA", "D")):
-                values = [row[f"{label.lower()}_ms"] for row in own]
+            for name, key, label, marker in (("teacher", "softmax", "softmax", "o"), ("mhla", "mhla", converted, "D")):
+                values = [row[f"{key}_ms"] for row in own]
                 axes.plot(lengths, values, color=COLORS[name], marker=marker, markersize=5, label=label)
             last = own[-1]
             _mark_ratio(axes, last["length"], last["softmax_ms"], last["mhla_ms"])
@@ -100,23 +101,24 @@ def plot_speed(path, rows, note):
         grid[0][0].legend(loc="upper left")
 
 
-def plot_gains(path, time, kept, models):
+def plot_gains(path, time, kept, models, titles):
     """What a conversion gains with length, and what it keeps of quality.
 
     Args:
         path: PNG to write.
+        titles: of the three panels; each says which model it is about.
         time: tokens in the context -> milliseconds of the next token, (softmax, MHLA).
         kept: the same for the bytes of one layer.
         models: model -> its measures, as results.json has them.
     """
-    with drawing(path, 1, 3, figsize=(11.5, 3.5), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
+    with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
         mebibytes = {length: [value / 2**20 for value in pair] for length, pair in kept.items()}
         panels = (
-            (left, time, "Time per new token, one CPU thread", "ms"),
-            (middle, mebibytes, "Cache per layer, 1B Llama", "MiB"),
+            (left, time, titles[0], "ms"),
+            (middle, mebibytes, titles[1], "MiB"),
         )
         for axes, values, title, unit in panels:
-            for place, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA"))):
+            for place, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA in all layers"))):
                 y = [pair[place] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
                 axes.annotate(
@@ -130,9 +132,10 @@ def plot_gains(path, time, kept, models):
             right.bar(place, recall, color=COLORS[name], width=0.7, zorder=2)
             said = f"{recall:.2f}" + ("" if place == 0 else f"\n({bits:+.1f} %)".replace("-", "\N{MINUS SIGN}"))
             right.annotate(said, (place, recall), xytext=(0, 4), textcoords="offset points", ha="center", va="bottom")
-        right.set_xticks(range(len(models)), [LABELS[name].replace(" ", "\n", 1) for name in models])
+        labels = LABELS | {"mhla": "MHLA in\u00a0all\u00a0layers"}
+        right.set_xticks(range(len(models)), [labels[name].replace(" ", "\n", 1) for name in models])
         right.tick_params(axis="x", length=0)
-        right.set(title="Recall (and bits per byte)", ylabel="lookups answered", ylim=(0, 1.25))
+        right.set(title=titles[2], ylabel="lookups answered", ylim=(0, 1.25))
 
 
 def _by_length(axes, lengths, title, unit):
@@ -149,12 +152,17 @@ def _by_length(axes, lengths, title, unit):
 def _mark_ratio(axes, length, softmax, mhla):
     """A line between the two last points, with their ratio in words."""
     axes.plot([length, length], [softmax, mhla], color=COLORS["mhla"], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-    faster = softmax >= mhla
-    ratio = softmax / mhla if faster else mhla / softmax
     axes.annotate(
-        f"{ratio:.1f}x\n{'faster' if faster else 'slower'}", (length, (softmax * mhla) ** 0.5), xytext=(9, 0),
-        textcoords="offset points", ha="left", va="center", color=COLORS["mhla"], fontweight="bold", annotation_clip=False,
+        compare_times(softmax, mhla), (length, (softmax * mhla) ** 0.5), xytext=(9, 0), textcoords="offset points",
+        ha="left", va="center", color=COLORS["mhla"], fontweight="bold", annotation_clip=False,
     )  # fmt: skip
+
+
+def compare_times(softmax, mhla):
+    """How much faster or slower MHLA is, or "as fast" within 5 %."""
+    if max(softmax, mhla) <= 1.05 * min(softmax, mhla):
+        return "as fast"
+    return f"{softmax / mhla:.1f}x\nfaster" if softmax > mhla else f"{mhla / softmax:.1f}x\nslower"
 
 
 def plain_ticks(axis, steps=(1.0, 2.0, 5.0)):

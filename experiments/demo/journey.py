@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -73,19 +74,21 @@ It stands for a real checkpoint; how it was trained is in train.json, how good i
 
 
 def run_demo(
-    out="out", model=None, text=None, seeds=1, *, full=False, plain=False, license=None, teacher_recipe=None,
+    out=None, model=None, text=None, seeds=1, *, full=False, plain=None, license=None, teacher_recipe=None,
     student_recipe=None, items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
 ):  # fmt: skip
     """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
 
     Args:
-        out: folder to make or to go on in. Holds `teacher`, `linear` (plain linear attention: uniform, frozen mixing),
-            `hybrid` (softmax in the quarter of the layers that miss it most), `results.json` and four figures.
+        out: folder to make or to go on in; None: `default_folder`'s. Holds `teacher`, `linear` (plain linear attention:
+            uniform, frozen mixing), `hybrid` (softmax in the quarter of the layers that miss it most), `results.json` and
+            three figures.
         full: train the teacher first, train the students twice as long, and make `mhla` (in all layers) as well;
             further seeds lie in `seed-1`, ...
         model: folder or Hub id of a softmax model to start from. None: `TEACHER`, which the full demo made.
         text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
         plain: train on the text as it is; else a new name and its value come after most lines, to be looked up later.
+            None: as it is, but for the Python language reference.
         seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself); needs `full`.
         license: of `model`, when its own card states none; without either there is no model card.
         teacher_recipe, student_recipe: YAML files instead of the demo's own.
@@ -107,6 +110,7 @@ def run_demo(
             raise ValueError(f"{name}: got {value}; expected a whole number of at least 1")
     _check_extras()
     started = time.monotonic()
+    out = default_folder(model, text, full, plain) if out is None else out
     torch.set_num_threads(threads)
     if seeds > 1 and not full:
         raise ValueError(f"seeds: got {seeds}; expected 1, or --full as well")
@@ -114,6 +118,7 @@ def run_demo(
         models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
     else:
         models, model = QUICK, str(TEACHER) if model is None else model
+    plain = text is not None if plain is None else plain
     recipes = teacher_recipe, student_recipe
     demo = _Demo(out, model, text, plain, license, *recipes, items, lengths, progress, command, models)
     with without_bars():
@@ -128,6 +133,16 @@ def run_demo(
     print(f"\n{render_report(results)}\n")
     demo.say(f"everything is in {demo.out} ({time.monotonic() - started:.0f} s)")
     return results
+
+
+def default_folder(model=None, text=None, full=False, plain=None):
+    """Where a demo of these arguments lies: "out" the default one, "out-<model>-<text>" one of a user's own."""
+    names = [Path(model).resolve().name] if model else []
+    names += [Path(text).resolve().stem] if text else []
+    names += ["full"] if full else []
+    if plain not in (None, text is not None):
+        names.append("plain" if plain else "lookups")
+    return "-".join(["out", *(re.sub(r"[^\w.]+", "-", name) for name in names)])
 
 
 def _check_extras():
@@ -181,7 +196,7 @@ class _Demo:
             "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
             "items": self.items,
         }
-        if is_claimed(self.out, DESCRIPTION, self.identity, "out"):
+        if is_claimed(self.out, DESCRIPTION, self.identity, "--out"):
             self.say(f"going on in {self.out}")
         else:
             self._make_folder(text)
@@ -197,9 +212,10 @@ class _Demo:
         else:
             model, tokenizer = load_language_model(self.model, dtype="float32", device="cpu")
             convert(model, **self.student_plan.settings)
+        words = choose_words(tokenizer)
         with folder_aside(self.out) as aside:
             (aside / "data").mkdir()
-            shown = train if self.plain else add_lookups(train, choose_words(tokenizer))
+            shown = train if self.plain else add_lookups(train, words)
             write_text(aside / "data" / "train.txt", shown)
             write_text(aside / "data" / "heldout.txt", held_out)
             tokenizer.save_pretrained(aside / "data" / "tokenizer")
@@ -208,6 +224,9 @@ class _Demo:
             f"{self.identity['text']}: {len(train):,} characters to train on, {len(held_out):,} held out; "
             f"{len(tokenizer):,} tokens in the vocabulary"
         )
+        if not self.plain:
+            sizes = f"the {len(train):,} characters become {len(shown):,}"
+            self.say(f"with lookups between its lines, {sizes} (--plain leaves them out)")
 
     def folder(self, model, seed):
         """Where a model of one seed lies. A teacher that was given is the same for all seeds."""
@@ -231,18 +250,28 @@ class _Demo:
                 self.say(f"{LABELS[name]}:")
                 student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
                 self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
+                start = folder.with_name(f"{folder.name}.start")
                 if name == "hybrid":
-                    budget = max(1, student.config.num_hidden_layers // 4)
-                    self.say("measuring which layer misses softmax most")
-                    options = {"budget": budget, "seed": seed, "progress": self.progress}
-                    start_from_text(student.eval(), self.tokenizer, self.train_text, **options)
+                    student = self._measured(student, start, seed)
                     kept = student.config.mhla_measured["choice"]["kept"]
                     self.say(f"with softmax in layers {kept}, before any training: {PROMPT}{self._continue(student)}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
+                shutil.rmtree(start, ignore_errors=True)
         folder = self.folder("control", seed)
         if "control" in self.models and self._missing(folder, RECORD):
             self.say(f"{LABELS['control']}:")
             self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
+
+    def _measured(self, student, start, seed):
+        """The student with softmax in the quarter of its layers that miss it most, kept in `start` until it is trained."""
+        if self._missing(start, "config.json"):
+            self.say("measuring which layer misses softmax most")
+            budget = max(1, student.config.num_hidden_layers // 4)
+            options = {"budget": budget, "seed": seed, "progress": self.progress}
+            start_from_text(student.eval(), self.tokenizer, self.train_text, **options)
+            with folder_aside(start) as aside:
+                student.save_pretrained(aside)
+        return self._load(start)
 
     def _continue(self, model):
         """What a model writes after `PROMPT`."""
@@ -329,7 +358,9 @@ class _Demo:
         plot_loss(self.out / "loss.png", curves, scores)
         plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
         speed = self._measure_speed()
-        plot_speed(self.out / "speed.png", speed["rows"], f"whole models, batch 1, fp32, {speed['hardware']}")
+        size = self._load(self.folder("teacher", 0)).num_parameters()
+        note = f"models of {size / 1e6:,.1f} M parameters, batch 1, fp32, {speed['hardware']}"
+        plot_speed(self.out / "speed.png", speed["rows"], LABELS[self.main], note)
         self.say(f"{self.out}/results.json, loss.png, recall.png, speed.png")
         return results
 

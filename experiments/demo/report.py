@@ -142,14 +142,17 @@ def recall_by_distance(results, model):
 
 
 def render_report(results):
-    """The table for a terminal, and one line on how to read it."""
+    """The table for a terminal, and how to read it."""
     rows = [
         [LABELS[model], *(_cell(measures.get(key), form) for key, _, form in COLUMNS)]
         for model, measures in results["models"].items()
     ]
     table, seeds = render_rows(["", *(title for _, title, _ in COLUMNS)], rows, left=1), len(results["seeds"])
     one = "one seed; --full --seeds 3 shows how much a seed changes"
-    return f"{table}\n\n{f'mean ± standard error over {seeds} seeds' if seeds > 1 else one}"
+    notes = [table, f"mean ± standard error over {seeds} seeds" if seeds > 1 else one]
+    if results.get("text", "").endswith(", plain"):
+        notes.append("recall: lookups in held-out text; the training text had none (--lookups adds them)")
+    return "\n\n".join(notes)
 
 
 def render_short(results):

@@ -13,19 +13,20 @@ import functools
 
 import diffusers
 
-from .diffusion import MHLATransformerMixin
+from .diffusion import MHLAProcessorsMixin, MHLATransformerMixin
 from .families import DIFFUSION
 
 
 @functools.cache
 def overlay_transformer(name: str) -> type:
-    """`MHLAWanTransformer3DModel(MHLATransformerMixin, WanTransformer3DModel)`, made once."""
+    """`MHLAWanTransformer3DModel(MHLATransformerMixin, MHLAProcessorsMixin, WanTransformer3DModel)`, made once."""
     family = next((family for family in DIFFUSION if name in [f"MHLA{base}" for base in family.classes]), None)
     if family is None or family.entry != "models.converted_transformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     base = getattr(diffusers, name.removeprefix("MHLA"))
     doc = f"`{base.__name__}` with MHLA in the layers that `mhla` lists."
-    return type(name, (MHLATransformerMixin, base), {"family": family, "__module__": __name__, "__doc__": doc})
+    bases = (MHLATransformerMixin, MHLAProcessorsMixin, base)
+    return type(name, bases, {"family": family, "__module__": __name__, "__doc__": doc})
 
 
 __getattr__ = overlay_transformer

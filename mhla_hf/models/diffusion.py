@@ -209,20 +209,6 @@ class MHLATransformerMixin:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
-    def set_attn_processor(self, processor) -> None:
-        """As the base, but MHLA layers keep their processors, which hold their weights."""
-        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
-        given = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
-        if any(given.get(name, found) is not found for name, found in own.items()):
-            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
-        super().set_attn_processor({**given, **own})
-
-    def unfuse_qkv_projections(self) -> None:
-        """As the base; MHLA layers read from the attention whether it is fused, which some bases leave as it was."""
-        super().unfuse_qkv_projections()
-        for attn in self_attentions(self):
-            attn.fused_projections = False
-
     def check_processors(self) -> None:
         """One sentence if another processor sits where the config says MHLA: diffusers has many ways to put one there."""
         attentions = self_attentions(self)
@@ -244,6 +230,24 @@ class MHLATransformerMixin:
             raise ValueError(f"{where}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
         check_loaded_weights(model)
         return (model, info) if wants_info else model
+
+
+class MHLAProcessorsMixin:
+    """After `MHLATransformerMixin` in the bases, where the base has diffusers' `AttentionMixin`; DiT does not."""
+
+    def set_attn_processor(self, processor) -> None:
+        """As the base, but MHLA layers keep their processors, which hold their weights."""
+        own = {name: found for name, found in self.attn_processors.items() if holds_mhla(found)}
+        given = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
+        if any(given.get(name, found) is not found for name, found in own.items()):
+            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their own, which hold their weights.", len(own))
+        super().set_attn_processor({**given, **own})
+
+    def unfuse_qkv_projections(self) -> None:
+        """As the base; MHLA layers read from the attention whether it is fused, which some bases leave as it was."""
+        super().unfuse_qkv_projections()
+        for attn in self_attentions(self):
+            attn.fused_projections = False
 
 
 def constructor_with_mhla(base: type, further: dict):

@@ -12,8 +12,10 @@ import time
 import pytest
 from small_recipes import STUDENT, TEACHER
 
+from experiments.demo import journey as steps
 from experiments.demo import lookups
-from experiments.demo.journey import MODELS, _Demo, run_demo
+from experiments.demo.figures import compare_times
+from experiments.demo.journey import MODELS, _Demo, default_folder, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
 from mhla_hf.evaluation.records import Results
@@ -32,6 +34,7 @@ class Journey:
         files = {"text": "own.txt", "teacher_recipe": "teacher.yaml", "student_recipe": "student.yaml", "out": "out"}
         self.arguments = {name: str(place / file) for name, file in files.items()}
         self.arguments |= {"items": 16, "lengths": [64], "full": True, "control": True, "progress": False}
+        self.arguments["plain"] = False
 
     def run(self, **changes):
         """What it prints."""
@@ -73,7 +76,9 @@ def test_killed_it_goes_on_to_the_end(journey):
         assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
         assert {record.metric for record in Results.read(folder)} >= {"bits_per_byte", "acc"}
         assert (folder / "modeling_mhla.py").exists() == (name not in ("teacher", "control"))
-    leftovers = [path.name for path in journey.out.rglob("*") if ".tmp-" in path.name or path.name.endswith(".state")]
+    leftovers = [
+        path.name for path in journey.out.rglob("*") if ".tmp-" in path.name or path.suffix in (".state", ".start")
+    ]
     assert leftovers == []
 
 
@@ -137,7 +142,7 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
     ("changes", "sentence"),
     [
         ({"items": 17}, "was begun with another items"),
-        ({"model": "someone/else"}, "was begun with another model"),
+        ({"model": "someone/else"}, "^--out: .* was begun with another model; give another folder"),
         ({"seeds": 0}, "seeds: got 0"),
         ({"text": "no/such/file.txt"}, "there is no file or folder"),
         ({"text": ""}, "text: got ''; expected a file"),
@@ -171,19 +176,71 @@ def test_held_out_text_is_not_trained_on():
     assert train + held_out == long and 35_000 < len(held_out) <= 40_000
 
 
-def test_a_plain_text_is_trained_on_as_it_is(journey, tmp_path, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
+def stop(*_):
+    raise KeyboardInterrupt
 
+
+def test_a_users_text_is_trained_on_as_it_is(journey, tmp_path, monkeypatch, capsys):
+    """Unless lookups are asked for; how much they add is then said."""
     monkeypatch.setattr(_Demo, "make_models", stop)
     train, _ = hold_out(read_text(journey.arguments["text"])[0])
-    for plain in (True, False):
+    for plain in (None, True, False):
         with pytest.raises(KeyboardInterrupt):
-            journey.run(out=str(tmp_path / str(plain)), plain=plain)
+            run_demo(**{**journey.arguments, "out": str(tmp_path / str(plain)), "plain": plain})
         text = (tmp_path / str(plain) / "data" / "train.txt").read_text(encoding="utf-8")
-        assert (text == train) == plain
+        assert (text == train) == (plain is not False)
+        said = f"{len(train):,} characters become {len(text):,} (--plain leaves them out)"
+        assert (said in capsys.readouterr().out) == (plain is False)
     with pytest.raises(ValueError, match="begun with another text"):
         journey.run(out=str(tmp_path / "False"), plain=True)
+
+
+def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
+    """Stopped in the distillation after it, the demo goes on from what was measured."""
+    measured, distilled = [], []
+
+    def start_from_text(model, *_, **options):
+        measured.append(options["budget"])
+        model.config.mhla_measured = {"choice": {"kept": [1]}}
+
+    def distill(self, student, *_):
+        distilled.append(student.config.mhla_measured)
+        stop()
+
+    monkeypatch.setattr(steps, "CONTINUATION", 1)
+    monkeypatch.setattr(steps, "start_from_text", start_from_text)
+    monkeypatch.setattr(_Demo, "_distill", distill)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            journey.run(out=str(tmp_path / "out"), full=False, control=None)
+    assert measured == [1] and distilled == 2 * [{"choice": {"kept": [1]}}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ({}, "out"),
+        ({"plain": False}, "out"),
+        ({"model": "HuggingFaceTB/SmolLM2-135M"}, "out-SmolLM2-135M"),
+        ({"model": "models/llama/", "text": "texts/notes.txt"}, "out-llama-notes"),
+        ({"text": "notes.txt", "plain": False}, "out-notes-lookups"),
+        ({"full": True, "plain": True}, "out-full-plain"),
+    ],
+)
+def test_another_demo_has_another_folder(arguments, folder):
+    assert default_folder(**arguments) == folder
+
+
+def test_times_in_words():
+    assert compare_times(1.80, 1.0) == "1.8x\nfaster" and compare_times(1.0, 1.80) == "1.8x\nslower"
+    assert compare_times(1.04, 1.0) == compare_times(1.0, 1.04) == "as fast"
+
+
+def test_a_table_of_a_plain_text_says_what_its_recall_is(journey):
+    results = json.loads((journey.out / "results.json").read_text())
+    note = "recall: lookups in held-out text; the training text had none (--lookups adds them)"
+    assert note not in render_report(results)
+    assert render_report(results | {"text": "own.txt, plain"}).endswith(note)
 
 
 def test_tokenizer_keeps_every_byte():

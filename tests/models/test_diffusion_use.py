@@ -18,7 +18,7 @@ from ops_cases import distance
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from small_models import shaken
-from tiny_pipelines import PIPELINES, generate, inputs, tiny_transformer
+from tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
@@ -115,6 +115,13 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     model.set_attn_processor(softmax)
     assert [found for found in model.attn_processors.values() if found is not softmax] == [model.attn_processors[name]]
     assert mhla_layers(model) == [1]
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_a_converted_model_has_the_methods_of_its_base(family):
+    model = converted(family)
+    for name in ("attn_processors", "set_attn_processor", "fuse_qkv_projections", "unfuse_qkv_projections"):
+        assert hasattr(model, name) == hasattr(TRANSFORMERS[family][0], name), name
 
 
 @pytest.mark.parametrize("family", ["sana", "dit"])
