@@ -121,7 +121,9 @@ def calls_interface(attention_class: type) -> bool:
 
 def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
     """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
-    heads = config.num_attention_heads
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if isinstance(groups, int) and heads % groups:
+        raise ValueError(f"num_key_value_heads: got {groups}, expected a divisor of the {heads} attention heads.")
     width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
     latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}

@@ -7,7 +7,7 @@ import torch
 
 from ..ops.local import LocalForm, local_attention
 from ..ops.local_state import LocalState, continue_local
-from .core import MHLACore, move_tokens, padding_first, refuse_gradients, without_padding
+from .core import MHLACore, check_causal, move_tokens, padding_first, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing
 from .settings import MHLASettings
 
@@ -27,6 +27,7 @@ class DecayMHLA(MHLACore):
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
+        check_causal(settings)
         local = settings.local is not None
         balance = start_balance(settings.feature_map, key_dim) if local else None
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)

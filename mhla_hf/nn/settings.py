@@ -13,6 +13,8 @@ FORMAT_VERSION = 2
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
+LARGEST_BLOCK = 65_536  # tokens, whose keys and values a cache makes room for at its first step
+MOST_DECAYS = 64
 
 
 def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
@@ -39,7 +41,7 @@ def one_of(*allowed) -> tuple:
 
 
 RULES = {  # of each setting: whether a value is right, and what is
-    "block_size": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "block_size": (lambda value: is_whole(value, 1, LARGEST_BLOCK), f"a whole number from 1 to {LARGEST_BLOCK}"),
     "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "identity"),
@@ -47,7 +49,7 @@ RULES = {  # of each setting: whether a value is right, and what is
     "mixing_start": one_of("locality", "uniform"),
     "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
-    "num_decays": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "num_decays": (lambda value: is_whole(value, 1, MOST_DECAYS), f"a whole number from 1 to {MOST_DECAYS}"),
     "local": one_of(None, "softmax"),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
@@ -168,8 +170,8 @@ class MHLASettings:
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            what = f"expected at most {FORMAT_VERSION}; update mhla_hf to load this checkpoint"
+        if not is_whole(version, 1, FORMAT_VERSION):
+            what = f"expected 1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
             raise ValueError(f"format_version: got {version!r}, {what}.")
         if unknown := sorted(set(values) - set(RULES)):
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(RULES)}.")

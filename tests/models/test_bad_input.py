@@ -21,6 +21,32 @@ def test_config(name, value):
     assert name in str(error.value)
 
 
+@pytest.mark.parametrize("form", ["decay", "softmax"])
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"cpe": 3}, "cpe: got 3"),
+        ({"normalize": "official"}, "normalize: got"),
+        ({"block_size": 10**9}, "block_size: got"),
+    ],
+)
+def test_settings_of_a_causal_model(form, values, word):
+    config = converted_model(mixing_form=form).config
+    config.mhla |= values
+    with refused(word):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_key_heads_that_do_not_divide_the_heads():
+    config = converted_model(mixing_form="decay").config
+    config.num_key_value_heads = 3
+    with refused("num_key_value_heads: got 3, expected a divisor of the 4 attention heads."):
+        AutoModelForCausalLM.from_config(config)
+    config.num_attention_heads = 2
+    with refused("num_key_value_heads: got 3, expected a divisor of the 2 attention heads."):
+        AutoModelForCausalLM.from_config(config)
+
+
 DAMAGE = [
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
     ("q_map.weight", float("nan"), {}, "q_map.weight"),

@@ -7,6 +7,8 @@ from mhla_hf import MHLASettings
 
 SETTINGS = [
     ({"block_size": 0}, "block_size"),
+    ({"block_size": 10**9}, "block_size: got 1000000000, expected a whole number from 1 to 65536"),
+    ({"num_decays": 65}, "num_decays"),
     ({"layout": [1, 2, 3, 4]}, "layout: got"),
     ({"layout": [2, 0]}, "layout: got [2, 0]"),
     ({"layout": [2], "mixing_form": "decay"}, "mixing_form: got"),
@@ -33,7 +35,11 @@ def test_settings(values, name):
 
 @pytest.mark.parametrize(
     ("values", "word"),
-    [({"format_version": 3}, "update mhla_hf"), ({"format_version": "x"}, "format_version"), ({"blok": 1}, "'blok'")],
+    [
+        ({"format_version": 3}, "update mhla_hf"),
+        *[({"format_version": value}, "format_version: got") for value in ("x", 0, -5, True)],
+        ({"blok": 1}, "'blok'"),
+    ],
 )
 def test_settings_from_a_file(values, word):
     with refused(word):
