@@ -72,7 +72,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     import torch
 
     from ..checkpoints import load
-    from ..checkpoints.save import check_new_folder, save_model
+    from ..checkpoints.save import check_new_folder, read_sentence_files, save_model
     from ..convert import convert
     from ..training.start import start_from_text
 
@@ -99,7 +99,13 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
         start_from_text(converted, tools, calibrate, budget, seed)
-    save_model(converted, out, tools, overwrite)
+    files = {}
+    if kind == "encoders":
+        try:
+            files = read_sentence_files(model, revision)
+        except (ValueError, OSError) as error:
+            print(f"convert: the modules of sentence-transformers are not kept: {error}", file=sys.stderr)
+    save_model(converted, out, tools, overwrite, files)
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
 
 
