@@ -14,15 +14,11 @@ from transformers.utils import cached_file
 
 from .files import SHARD_SIZE, folder_aside, read_json, write_json
 from .fingerprint import PIPELINE
-from .load import one_sentence, without_bars
+from .load import VOCABULARIES, one_sentence, without_bars
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
 LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
-VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 CONFIGURATIONS = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",

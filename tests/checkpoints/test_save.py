@@ -139,7 +139,7 @@ def sentence_encoder(tmp_path):
 
 
 def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_with_them(
-    sentence_encoder, tmp_path, monkeypatch, capsys
+    sentence_encoder, tmp_path, monkeypatch, capsys, caplog
 ):
     odd = {"max_seq_length": 16, "do_lower_case": False, "model_args": {"code_revision": "evil"}}
     (sentence_encoder / "sentence_bert_config.json").write_text(json.dumps(odd))
@@ -148,8 +148,8 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert main(["convert", str(sentence_encoder), str(out)]) == 0
     assert {path: json.loads((out / path).read_text()) for path in SENTENCE} == SENTENCE
     assert load_file(out / "2_Dense/model.safetensors")["linear.weight"].shape == (2, 32)
-    assert not [*out.rglob("pooling.py")] and "sentence" not in capsys.readouterr().err
-    assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("score:      none\n")
+    assert not [*out.rglob("pooling.py")] and "sentence" not in caplog.text
+    assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
     assert {*saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
     monkeypatch.setattr("mhla_hf.share.folder_checks.check_visit", lambda *given: None)
     assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
@@ -174,7 +174,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder, tmp_path, capsys, case):
+def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder, tmp_path, caplog, case):
     file, old, new, said = FOREIGN[case]
     text = (sentence_encoder / file).read_text()
     (sentence_encoder / file).write_text(text.replace(old, new))
@@ -182,5 +182,5 @@ def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder
         read_sentence_files(sentence_encoder)
     assert said in str(caught.value)
     assert main(["convert", str(sentence_encoder), str(tmp_path / "out")]) == 0
-    assert "the modules of sentence-transformers are not kept: model" in capsys.readouterr().err
+    assert "the modules of sentence-transformers are not kept: model" in caplog.text
     assert not (tmp_path / "out/modules.json").exists() and not (tmp_path / "out/1_Pooling").exists()
