@@ -16,6 +16,7 @@ from .training.run_folder import RECORD
 
 TOKENS = 1024  # at which the cache is told
 SHOWN = 5  # scores
+EVALUATED = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}  # kinds that mhla-hf evaluate takes
 FORM = (
     "mixing_form",
     "num_decays",
@@ -108,8 +109,9 @@ def render_info(record) -> str:
         lines.append(f"score:      {score['task']} {score['metric']} {value} ({score['samples']} samples{limit})")
     more = len(record["scores"]) - SHOWN
     if not record["scores"]:
-        recipe = "recall" if record["kind"] == "language" else "RECIPE"
-        lines.append(f"score:      none; mhla-hf evaluate {record['folder']} --recipe {recipe}")
+        recipe = EVALUATED.get(record["kind"])
+        advice = recipe and f"; mhla-hf evaluate {record['folder']} --recipe {recipe}"
+        lines.append(f"score:      none{advice or ''}")
     elif more > 0:
         lines.append(f"            and {more} more in results.json")
     return "\n".join(lines)

@@ -1,14 +1,20 @@
 """Generated inputs for `mhla`, and how far two results are apart. Shared by the tests of the ops room.
 
 A case is plain data (shapes, options, a seed), so hypothesis can shrink it and a failure can be built again by hand.
+`MHLA_CASES=10000 pytest tests/ops -k generated` runs that many of each kind.
 """
+
+import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mhla_hf.ops.blocks import Blocks
+from mhla_hf.ops.decays import Decays
 from mhla_hf.ops.reference import mhla_reference
+from mhla_hf.ops.torch_local import LocalForm
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -19,11 +25,20 @@ KERNELS = [  # the marks of a file that runs kernels
 FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
 
 
+HEADS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]  # query heads of a key head, and key heads
+
+
+def generated(count):
+    """The settings of a test of generated cases: `count` of them, or as many as the environment says; always the same."""
+    count = int(os.environ.get("MHLA_CASES", count))
+    return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
 @st.composite
-def cases(draw):
+def cases(draw, forms=FORMS):
     """Shapes and options of one call: every form, ragged or not, with every legal combination of options."""
-    form = draw(st.sampled_from(FORMS))
-    group, groups = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]))
+    form = draw(st.sampled_from(forms))
+    group, groups = draw(st.sampled_from(HEADS))
     case = {
         "form": form,
         "batch": 1 if form == "packed" else draw(st.integers(1, 3)),
@@ -37,6 +52,8 @@ def cases(draw):
         "dead": draw(st.booleans()),
         "spare": draw(st.integers(0, 2)),
         "one_by_one": draw(st.booleans()),
+        "strided": draw(st.booleans()),
+        "size": draw(st.sampled_from([1.0, 1.0, 30.0, 1e3])),
         "seed": draw(st.integers(0, 2**31)),
     }
     if form == "official":
@@ -91,6 +108,9 @@ def build(case, dtype):
         for name in ("q", "k", "q_den", "k_den"):
             if name in tensors:
                 tensors[name][torch.rand(tensors[name].shape[:3], generator=generator) < 0.3] = 0
+    tensors["q"], tensors["k"] = (tensors[name] * case.get("size", 1.0) for name in "qk")
+    if case.get("strided"):
+        tensors = {name: x if name == "mixing" else strided(x) for name, x in tensors.items()}
     options = {"blocks": blocks, **{name: case[name] for name in ("key_blocks", "normalize", "scale")}}
     options["causal"] = case["form"] in ("causal", "starts", "packed")
     if case["masked"]:
@@ -100,6 +120,85 @@ def build(case, dtype):
     if "cu_seqlens" in case:
         options["cu_seqlens"] = torch.tensor(case["cu_seqlens"], dtype=torch.int32)
     return tensors, options
+
+
+def strided(x):
+    """The same [B, T, H, K], of which no two neighbors along K lie side by side in memory."""
+    return x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+
+
+@st.composite
+def plans(draw):
+    """How a sequence is fed to a state: pairs of how many tokens come, and how many are then taken back."""
+    return draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3, 7, 20, 70]), st.integers(0, 20)), min_size=1))
+
+
+@st.composite
+def local_cases(draw):
+    """Form, shapes and padding of near and far attention, with sinks of up to a block, and how it is decoded."""
+    size, softmax, (group, groups) = draw(st.integers(1, 9)), draw(st.booleans()), draw(st.sampled_from(HEADS))
+    tokens, padding = draw(st.integers(1, 70)), draw(st.sampled_from(["none", "left", "holes", "packed"]))
+    batch = 1 if padding == "packed" else draw(st.integers(1, 3))
+    inner = st.integers(0, tokens)
+    return {
+        "form": LocalForm(
+            size,
+            lag=draw(st.integers(1, 3)) if softmax else 1,
+            sinks=draw(st.integers(0, size)) if softmax else 0,
+            scale=0.5,
+            normalize=softmax or draw(st.booleans()),
+            impl="torch",
+        ),
+        "shape": (batch, tokens),
+        "heads": (group * groups, groups),
+        "widths": (draw(st.integers(1, 9)), draw(st.integers(1, 9))),
+        "softmax": softmax,
+        "log_rate": [0.0, *draw(st.lists(st.sampled_from([-0.01, -0.5, -3.0, -30.0, -100.0]), max_size=2))],
+        "size": draw(st.sampled_from([1.0, 1.0, 6.0, 30.0])),
+        "strided": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**31)),
+        "starts": draw(st.lists(inner, min_size=batch, max_size=batch)) if padding == "left" else None,
+        "holes": padding == "holes",
+        "cu_seqlens": [0, *sorted(draw(st.lists(inner, max_size=4))), tokens] if padding == "packed" else None,
+        "plan": draw(plans()),
+    }
+
+
+def map_features(x):
+    """A feature map."""
+    return x.relu() + 1e-6
+
+
+def build_local(case, dtype):
+    """q, k, v, decays and balance of a case of `local_cases`, its padding, and by how much its scores enlarge errors."""
+    generator, (batch, tokens), (heads, groups) = (
+        torch.Generator().manual_seed(case["seed"]),
+        case["shape"],
+        case["heads"],
+    )
+
+    def make(*shape, size=1.0):
+        return torch.randn(*shape, generator=generator) * size
+
+    width, value_width = case["widths"]
+    q, k = (make(batch, tokens, count, width, size=case["size"]) for count in (heads, groups))
+    v, balance = make(batch, tokens, groups, value_width), make(heads, size=2.0)
+    weight = torch.rand(heads, len(case["log_rate"]), generator=generator) + 0.01
+    decays = Decays(weight.to(dtype), torch.tensor(case["log_rate"], dtype=dtype).expand(groups, -1))
+    if case["softmax"]:
+        largest = case["form"].scale * float(torch.einsum("bthd,bsgd->bhgts", q, k).abs().max())
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    else:
+        largest, balance = 0.0, None
+        q, k, v = map_features(q).to(dtype), map_features(k).to(dtype), v.to(dtype)
+    if case["strided"]:
+        q, k, v = strided(q), strided(k), strided(v)
+    padding = {"starts": case["starts"], "cu_seqlens": case["cu_seqlens"]}
+    padding = {name: torch.tensor(x) for name, x in padding.items() if x is not None}
+    if case["holes"]:
+        padding["key_mask"] = torch.rand(batch, tokens, generator=generator) < 0.7
+    balance = None if balance is None else balance.to(dtype)
+    return (q, k, v), decays, balance, padding, max(1.0, largest)
 
 
 def run(function, tensors, options, direction=None):

@@ -38,6 +38,10 @@ from .fingerprint import PIPELINE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 HARMLESS = ("tokenizer_class", "quantization_config")  # no class of configurations knows them
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -138,10 +142,21 @@ def load_tokenizer(name, *, revision=None, trust_remote_code=False):
 
 def _read_tokenizer(name, *, trust_remote_code, **files):
     """Without code that is not trusted, and without the name of such code, which the tokenizer would write when saved."""
-    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+    except (ValueError, OSError) as error:
+        if has_tokenizer(name):
+            raise
+        raise ValueError(f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})") from error
     if not trust_remote_code:
         forget_code(tokenizer)
     return tokenizer
+
+
+def has_tokenizer(name) -> bool:
+    """Whether a folder holds a file of a tokenizer; True for a Hub id, which is not asked."""
+    folder = Path(name)
+    return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *VOCABULARIES))
 
 
 def _read_processor(name, *, trust_remote_code, **files):
@@ -169,15 +184,19 @@ def forget_code(part) -> list[str]:
     return odd
 
 
-def load_language_model(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, weights=True):
+def load_language_model(
+    name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, weights=True, tokenizer=None
+):
     """(model in eval mode, tokenizer) of a causal language model.
 
     name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
     it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
     weights: False: none are read, for a process that another one will give its shares of them.
+    tokenizer: folder or Hub id of the tokenizer; None: the model's own.
     ValueError, in one sentence, for whatever is wrong: weights missing, pickled, damaged, ...
     """
-    return _load(name, AutoModelForCausalLM, _read_tokenizer, dtype, device, revision, trust_remote_code, weights)
+    read = _read_tokenizer if tokenizer is None else lambda *given, **options: load_tokenizer(tokenizer)
+    return _load(name, AutoModelForCausalLM, read, dtype, device, revision, trust_remote_code, weights)
 
 
 def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
@@ -327,9 +346,10 @@ def stored_dtype(folder):
 
 
 def first_line(error):
-    """The first line of an error's text, and the next where it only announces that; its class where it has none."""
+    """The first line of an error's text, and those that it goes on in; its class where it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 1 + lines[0].endswith(":")])
+    ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
+    return " ".join(lines[: next(ends, len(lines))])
 
 
 def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):

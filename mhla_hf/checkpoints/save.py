@@ -3,21 +3,22 @@
 What belongs to a saved model is listed here, once: only such files give way to a new model, and only they are shared.
 """
 
+import functools
+import json
 import os
 import re
+import shutil
 from pathlib import Path
 
-from .files import SHARD_SIZE, folder_aside, read_json
+from transformers.utils import cached_file
+
+from .files import SHARD_SIZE, folder_aside, read_json, write_json
 from .fingerprint import PIPELINE
-from .load import one_sentence, without_bars
+from .load import VOCABULARIES, one_sentence, without_bars
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
 LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
-VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 CONFIGURATIONS = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
@@ -26,6 +27,55 @@ CONFIGURATIONS = (
 WEIGHTS_AND_SOURCE = re.compile(
     r"(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|modeling_mhla\w*\.py"
 )
+
+# What sentence-transformers adds to an encoder: its list of modules, the folders of those with settings or weights, and
+# settings of the whole, of which only these keys are kept. Other modules and keys may name code.
+MODULES = "modules.json"
+MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(Transformer|Pooling|Normalize|Dense|LayerNorm)")
+MODULE_FOLDER = re.compile(r"\d+_\w+")
+SENTENCE_SETTINGS = {
+    "config_sentence_transformers.json": (
+        "__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type",
+    ),
+    "sentence_bert_config.json": (
+        "max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name",
+    ),
+}  # fmt: skip
+
+
+def read_sentence_files(name, revision=None) -> dict:
+    """What sentence-transformers adds to an encoder, by path: JSON content, or the `Path` of a module's weights.
+
+    name: folder or Hub id. {}: it has no modules.json. ValueError, one sentence: a module is not among those that are known.
+    """
+    find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
+    if (listed := find(MODULES)) is None:
+        return {}
+    with one_sentence(f"model {str(name)!r}: {MODULES} cannot be read"):
+        modules = json.loads(Path(listed).read_text(encoding="utf-8"))
+        modules = [{key: one[key] for key in ("idx", "name", "path", "type")} for one in modules]
+        known = [(one["type"], MODULE_TYPE.fullmatch(one["type"]), str(one["path"])) for one in modules]
+    found = {MODULES: modules}
+    for kind, match, path in known:
+        where = f"model {str(name)!r}: {MODULES} names {kind!r} in {path!r}, expected a"
+        if match is None:
+            raise ValueError(f"{where} Transformer, Pooling, Normalize, Dense or LayerNorm of sentence-transformers")
+        if path == "" and match[2] == "Transformer":
+            continue
+        if not MODULE_FOLDER.fullmatch(path):
+            raise ValueError(f"{where} folder such as 1_Pooling")
+        if (place := find(f"{path}/config.json")) is not None:
+            found[f"{path}/config.json"] = content = read_json(place)
+            if not str(content.get("activation_function", "torch.nn.")).startswith("torch.nn."):
+                raise ValueError(f"{where}n activation function of torch.nn, not {content['activation_function']!r}")
+        if (place := find(f"{path}/model.safetensors")) is not None:
+            found[f"{path}/model.safetensors"] = Path(place)
+        elif match[2] in ("Dense", "LayerNorm"):
+            raise ValueError(f"{where} model.safetensors there")
+    for file, keys in SENTENCE_SETTINGS.items():
+        if (place := find(file)) is not None:
+            found[file] = {key: value for key, value in read_json(place).items() if key in keys}
+    return found
 
 
 def saved_files(folder) -> list[Path]:
@@ -37,6 +87,12 @@ def saved_files(folder) -> list[Path]:
     names = read_json(folder / PIPELINE) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
     found = [folder / name for name in (CARD_FILE, PIPELINE, *RECORDS, *LICENSE_TEXTS)]
+    if (folder / MODULES).is_file():
+        with one_sentence(f"{folder / MODULES} cannot be read"):
+            paths = [str(one["path"]) for one in json.loads((folder / MODULES).read_text(encoding="utf-8"))]
+        parts = [folder / path for path in paths if MODULE_FOLDER.fullmatch(path)]
+        found += [part / name for part in parts for name in ("config.json", "model.safetensors")]
+        found += [folder / name for name in (MODULES, *SENTENCE_SETTINGS)]
     for part in (folder, *components):
         found += [part / name for name in (*CONFIGURATIONS, *VOCABULARIES)]
         found += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
@@ -78,9 +134,10 @@ def holds_saved_model(folder):
     return any((source.parent / "config.json").is_file() for source in sources)
 
 
-def save_model(model, folder, tool=None, overwrite=False):
+def save_model(model, folder, tool=None, overwrite=False, files=()):
     """Save a model or pipeline, and its tokenizer or image processor, aside and rename; what was in `folder` goes then.
 
+    files: what else goes there, as `read_sentence_files` gives it.
     ValueError, one sentence: see `check_new_folder`, or it cannot be written (the disk is full).
     """
     path = check_new_folder(folder, overwrite)
@@ -89,4 +146,10 @@ def save_model(model, folder, tool=None, overwrite=False):
         model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
         if tool is not None:
             tool.save_pretrained(aside)
+        for path, content in dict(files).items():
+            (aside / path).parent.mkdir(exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copyfile(content, aside / path)
+            else:
+                write_json(aside / path, content)
     return path

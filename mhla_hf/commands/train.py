@@ -1,11 +1,13 @@
 """`mhla-hf convert`, `plan`, `teach`, `distill` and `recipes`."""
 
+import logging
 import os
 import shlex
 import sys
 
 from .values import count, device_option, json_option, parse_layers, parse_settings, seed_number, show
 
+logger = logging.getLogger("mhla_hf")
 CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
@@ -72,7 +74,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     import torch
 
     from ..checkpoints import load
-    from ..checkpoints.save import check_new_folder, save_model
+    from ..checkpoints.save import check_new_folder, read_sentence_files, save_model
     from ..convert import convert
     from ..training.start import start_from_text
 
@@ -99,7 +101,13 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
         start_from_text(converted, tools, calibrate, budget, seed, progress)
-    save_model(converted, out, tools, overwrite)
+    files = {}
+    if kind == "encoders":
+        try:
+            files = read_sentence_files(model, revision)
+        except (ValueError, OSError) as error:
+            logger.warning("convert: the modules of sentence-transformers are not kept: %s", error)
+    save_model(converted, out, tools, overwrite, files)
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
 
 
@@ -199,7 +207,7 @@ def run_distill(
 ):
     import torch
 
-    from ..checkpoints.load import choose_device, kind_of_model, load_language_model
+    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_language_model
     from ..convert import convert
     from ..training.loop import distill
     from ..training.recipe import read_recipe
@@ -221,7 +229,10 @@ def run_distill(
         on_cpu = choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
     here = {"device": "cpu", "weights": not launched_with("FSDP") or os.environ.get("RANK", "0") == "0"}
-    model, tokenizer = load_language_model(student, **here)
+    others = teacher if teacher and not has_tokenizer(student) else None
+    if others:
+        logger.info("distill: %r has no tokenizer; that of %r is taken", student, teacher)
+    model, tokenizer = load_language_model(student, **here, tokenizer=others)
     if not hasattr(model.config, "mhla"):
         torch.manual_seed(seed)
         convert(model, **recipe.settings)

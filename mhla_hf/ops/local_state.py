@@ -119,7 +119,7 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         real = None if key_mask is None else key_mask[:, 0]
-        own = real if starts is None else starts.to(q.device) == 0
+        own = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
             return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()

@@ -48,7 +48,7 @@ def audit(
         folder: of the model with its tokenizer. teacher: folder or Hub id of the model that it was made from, or of another
             with the same vocabulary. text: a text file (default: the end of the Python language reference).
         tokens: at once at most, at least 64; None: four times the trained length, and 8,192 at most.
-        out: a JSON file to write. device: as torch names it; None: CUDA when there is one.
+        out: a JSON file to write; its folder is made. device: as torch names it; None: CUDA when there is one.
         trust_remote_code: run source from the folder or the teacher's that is not what this mhla_hf makes.
 
     Returns:
@@ -82,6 +82,7 @@ def audit(
     record |= {"teacher": teacher and shown_path(teacher), "findings": count, "checks": rows}
     record |= describe_run(command, subject.device)
     if out is not None:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_json(out, record)
     return record
 

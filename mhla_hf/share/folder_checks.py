@@ -4,6 +4,7 @@ Only files that `checkpoints/save.py` lists go out; everything else stays where 
 of exactly what goes out, and the last one loads it, without network, in a process where mhla_hf cannot be imported.
 """
 
+import json
 import logging
 import re
 import shutil
@@ -19,7 +20,15 @@ from ..checkpoints.clean_process import check_visit
 from ..checkpoints.files import read_json, write_json, write_text
 from ..checkpoints.fingerprint import NOTED, without_origin
 from ..checkpoints.load import check_shards, one_sentence
-from ..checkpoints.save import CARD_FILE, CONFIGURATIONS, RECORDS, saved_files
+from ..checkpoints.save import (
+    CARD_FILE,
+    CONFIGURATIONS,
+    MODULES,
+    RECORDS,
+    SENTENCE_SETTINGS,
+    read_sentence_files,
+    saved_files,
+)
 from ..evaluation.records import Results
 from .card import check_card, folder_card
 from .facts import PERSON_FILE, not_measured, read_model
@@ -86,6 +95,11 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
             )
     for file in (file for file in place.rglob("*.json") if file.name in CONFIGURATIONS):
         _check_code_names(file)
+    for path, content in read_sentence_files(place).items():
+        if isinstance(content, dict) and (odd := [key for key in read_json(place / path) if key not in content]):
+            raise ValueError(
+                f"{place / path} holds {odd[0]!r}, which is no part of a model that is shared: take it out"
+            )
     dtype = check_weights(place)
     measured, readme = (place / PERSON_FILE).is_file(), place / CARD_FILE
     if card is not None and not readme.exists():
@@ -95,10 +109,11 @@ def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> N
         write_json(file, change_texts(read_json(file), shorten_paths))
     if measured:  # of the records as they are sent, so that whoever gets them can check the card
         write_text(readme, folder_card(place, weights=False))
-    for file in (file for file in place.rglob("*") if file.name in (CARD_FILE, *RECORDS, *CONFIGURATIONS)):
+    texts_in = (CARD_FILE, *RECORDS, *CONFIGURATIONS, MODULES, *SENTENCE_SETTINGS)
+    for file in (file for file in place.rglob("*") if file.name in texts_in):
         texts = [file.read_text(encoding="utf-8")]
         if file.suffix == ".json":
-            change_texts(read_json(file), texts.append)
+            change_texts(json.loads(texts[0]), texts.append)
             del texts[0]
         for text in texts:
             if TOKEN.search(text):

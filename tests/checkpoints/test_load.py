@@ -11,11 +11,12 @@ import pytest
 import torch
 from huggingface_hub import hf_api
 from safetensors.torch import load_file, save_file
+from small_scores import save_llama
 from tiny_pipelines import dit_pipeline, sana_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from mhla_hf.checkpoints.clean_process import check_visit
-from mhla_hf.checkpoints.load import load_classifier, load_config, load_language_model, load_pipeline
+from mhla_hf.checkpoints.load import first_line, load_classifier, load_config, load_language_model, load_pipeline
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -112,3 +113,18 @@ def test_all_files_come_from_one_commit_of_the_hub(saved, hub, monkeypatch):
         }  # finds the commit
     with pytest.raises(ValueError, match=r"model 'tester/classifier' cannot be loaded: .*model_index"):
         load_pipeline("tester/classifier", dtype="float32", device="cpu")
+
+
+def test_a_model_without_a_tokenizer_says_where_to_put_one_or_takes_another(tmp_path):
+    mute, other = save_llama(tmp_path / "mute"), save_llama(tmp_path / "other")
+    for file in mute.glob("tokenizer*"):
+        file.unlink()
+    said = re.escape(f"cannot be loaded: it has no tokenizer; save one there: tokenizer.save_pretrained({str(mute)!r})")
+    with pytest.raises(ValueError, match=f"{said}$"):
+        load_language_model(mute)
+    assert len(load_language_model(mute, tokenizer=other)[1]) == 400
+
+
+def test_an_error_is_told_to_the_end_of_its_sentence():
+    assert first_line(ValueError("one of:\n(1) a,\n(2) b or\n(3) c.\nYou need")) == "one of: (1) a, (2) b or (3) c."
+    assert first_line(ValueError("a\nb")) == "a" and first_line(ValueError()) == "ValueError"

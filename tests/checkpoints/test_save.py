@@ -1,5 +1,6 @@
 """Saved models in the hands of someone who never installed mhla_hf: one other process, offline, without triton."""
 
+import json
 import resource
 import shutil
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 from elsewhere import run_elsewhere
 from safetensors.torch import load_file, save_file
+from small_encoders import softmax_encoder
 from small_models import MODELS, tokens
 from small_scores import small_tokenizer
 from small_towers import converted_tower, images, output_of, small_classifier
 from transformers import ByT5Tokenizer
 
-from mhla_hf.checkpoints.save import save_model
+from mhla_hf.checkpoints.save import read_sentence_files, save_model, saved_files
+from mhla_hf.cli import main
+from mhla_hf.share.folder_checks import stage_folder
 
 VISITOR = """
 import torch
@@ -101,3 +105,82 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+KINDS = {
+    "": "models.Transformer",
+    "1_Pooling": "models.Pooling",
+    "2_Dense": "models.Dense",
+    "3_Normalize": "models.Normalize",
+}
+SENTENCE = {
+    "modules.json": [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+        for i, (path, kind) in enumerate(KINDS.items())
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_cls_token": True},
+    "2_Dense/config.json": {"in_features": 32, "activation_function": "torch.nn.modules.activation.Tanh"},
+    "sentence_bert_config.json": {"max_seq_length": 16, "do_lower_case": False},
+    "config_sentence_transformers.json": {"prompts": {"query": "query: "}, "similarity_fn_name": "cosine"},
+}
+
+
+@pytest.fixture
+def sentence_encoder(tmp_path):
+    """The folder of a small encoder that sentence-transformers saved."""
+    folder = tmp_path / "encoder"
+    softmax_encoder("bert", vocab_size=400).save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    for path, content in SENTENCE.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(json.dumps(content))
+    save_file({"linear.weight": torch.ones(2, 32)}, folder / "2_Dense/model.safetensors")
+    return folder
+
+
+def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_with_them(
+    sentence_encoder, tmp_path, monkeypatch, capsys, caplog
+):
+    odd = {"max_seq_length": 16, "do_lower_case": False, "model_args": {"code_revision": "evil"}}
+    (sentence_encoder / "sentence_bert_config.json").write_text(json.dumps(odd))
+    (sentence_encoder / "1_Pooling/pooling.py").write_text("")
+    out = tmp_path / "out"
+    assert main(["convert", str(sentence_encoder), str(out)]) == 0
+    assert {path: json.loads((out / path).read_text()) for path in SENTENCE} == SENTENCE
+    assert load_file(out / "2_Dense/model.safetensors")["linear.weight"].shape == (2, 32)
+    assert not [*out.rglob("pooling.py")] and "sentence" not in caplog.text
+    assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
+    assert {*saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
+    monkeypatch.setattr("mhla_hf.share.folder_checks.check_visit", lambda *given: None)
+    assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
+    assert (tmp_path / "staged/1_Pooling/config.json").is_file()
+    (out / "sentence_bert_config.json").write_text(json.dumps(odd))
+    with pytest.raises(ValueError, match=r"sentence_bert_config\.json holds 'model_args', which is no part of a model"):
+        stage_folder(out, tmp_path / "again", card="---\nlicense: mit\n---\n")
+    assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
+
+
+FOREIGN = {
+    "a class": (
+        "modules.json",
+        "sentence_transformers.models.Pooling",
+        "evil.Pooling",
+        "names 'evil.Pooling' in '1_Pool",
+    ),
+    "a folder": ("modules.json", "1_Pooling", "../secret", "in '../secret', expected a folder such as 1_Pooling"),
+    "a function": ("2_Dense/config.json", "torch.nn.modules", "os", "torch.nn, not 'os.activation.Tanh'"),
+    "no list": ("modules.json", "idx", "index", "modules.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_modules_that_may_be_code_are_not_kept_and_that_is_said(sentence_encoder, tmp_path, caplog, case):
+    file, old, new, said = FOREIGN[case]
+    text = (sentence_encoder / file).read_text()
+    (sentence_encoder / file).write_text(text.replace(old, new))
+    with pytest.raises(ValueError) as caught:
+        read_sentence_files(sentence_encoder)
+    assert said in str(caught.value)
+    assert main(["convert", str(sentence_encoder), str(tmp_path / "out")]) == 0
+    assert "the modules of sentence-transformers are not kept: model" in caplog.text
+    assert not (tmp_path / "out/modules.json").exists() and not (tmp_path / "out/1_Pooling").exists()

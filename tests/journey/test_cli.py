@@ -23,6 +23,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoTokenizer,
     ViTImageProcessorPil,
 )
 
@@ -291,6 +292,17 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["mhla"]["block_size"] == 32 and config["dtype"] == "float16" and (tmp_path / "out/runs").is_dir()
     assert main(["distill", "llama", *given.split()]) == 0 and again in capsys.readouterr().out
+
+
+def test_distill_takes_the_tokenizer_of_the_teacher_where_the_student_has_none(shelf, tmp_path, caplog):
+    mute = save_llama(tmp_path / "mute")
+    for file in mute.glob("tokenizer*"):
+        file.unlink()
+    recipe = ["--recipe", str(shelf / "recipe.yaml"), "--data", str(shelf / "train.txt"), "--max-steps", "1"]
+    line = ["distill", str(mute), *recipe, "--out", str(tmp_path / "out")]
+    assert main([*line, "--teacher", str(shelf / "llama")]) == 0
+    assert f"{str(mute)!r} has no tokenizer; that of {str(shelf / 'llama')!r} is taken" in caplog.text
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
 
 
 def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkeypatch, capsys):

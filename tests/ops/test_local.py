@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ops_cases import distance
+from hypothesis import given
+from ops_cases import build_local, distance, generated, local_cases, map_features
 
 from mhla_hf.ops.decays import Decays, decayed_sums
 from mhla_hf.ops.local import LocalForm, local_attention
@@ -197,3 +198,49 @@ def test_padding_of_an_empty_row_is_not_kept_as_sinks():
     rest = torch.nn.Identity(), Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form, state
     continue_local(*[x * torch.nan] * 4, *rest, fresh=True, starts=torch.tensor([5]))
     assert continue_local(*[x[:, :1]] * 4, *rest, fresh=False).isfinite().all()
+
+
+@generated(150)
+@given(case=local_cases())
+def test_generated_cases(case):
+    """Whole, and decoded with tokens taken back on the way. A softmax enlarges errors by its largest score."""
+    form, map_keys = case["form"], map_features if case["softmax"] else torch.nn.Identity()
+
+    def check(o, x, padding, bound):
+        (q, k, v), (decays, balance) = (t.double() for t in x), exact
+        mixing = decays.matrix(-(-q.shape[1] // form.block_size))
+        expected = local_reference(q, k, v, map_keys(q), map_keys(k), mixing, balance, form, **padding)
+        real = padding["key_mask"][..., None, None] if "key_mask" in padding else 1
+        assert distance(o * real, expected * real) <= bound
+
+    _, *exact = build_local(case, torch.float64)[:3]
+    for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
+        x, decays, balance, padding, enlarged = build_local(case, dtype)
+        q, k, v = x
+        bound = bound * enlarged
+        o = local_attention(q, k, v, map_keys(q), map_keys(k), decays, balance, form, **padding)
+        check(o, x, padding, bound)
+        if "cu_seqlens" in padding:
+            continue
+        state = LocalState.empty(k, v, len(case["log_rate"]), k.shape[3], form)
+        columns, fed, o = [], 0, v.new_zeros(len(q), 0, q.shape[2], v.shape[3])
+        for count, back in case["plan"]:
+            new = range(fed, min(fed + count, q.shape[1]))
+            if not new:
+                break
+            q_new, k_new, v_new = (t[:, new.start : new.stop] for t in x)
+            now = {name: t[:, new.start : new.stop] for name, t in padding.items() if name == "key_mask"}
+            if "starts" in padding:
+                now["starts"] = (padding["starts"] - len(columns)).clamp(0, len(new))
+            inputs = q_new, k_new, v_new, map_keys(q_new), map_keys, decays, balance, form, state
+            o = torch.cat([o, continue_local(*inputs, fresh=not fed, **now)], 1)
+            columns, fed = [*columns, *new], new.stop
+            whole = {name: t[:, columns] for name, t in padding.items() if name == "key_mask"}
+            if "starts" in padding:
+                whole["starts"] = padding["starts"].clamp(max=len(columns))
+            check(o, [t[:, columns] for t in x], whole, bound)
+            ahead = torch.maximum(state.furthest, state.position) - state.position
+            back = min(back, form.block_size - int(ahead.max()), int(state.position.min()))
+            state.crop(back)
+            columns = columns[: len(columns) - back]
+            o = o[:, : len(columns)]

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from ops_cases import distance
+from hypothesis import given
+from ops_cases import build, cases, distance, generated, plans
 
 from mhla_hf.ops.api import mhla, mhla_step
 from mhla_hf.ops.blocks import Blocks
@@ -152,9 +153,9 @@ def test_rows_move_exactly():
     now = cut(x, 170, 200)
     base = step(now, mixing, copy.deepcopy(state))
     moves = ("select", torch.tensor([2, 0, 0]), [2, 0, 0]), ("select", torch.tensor([1]), [1])
-    for name, given, index in (*moves, ("repeat", 2, [0, 0, 1, 1, 2, 2])):
+    for name, argument, index in (*moves, ("repeat", 2, [0, 0, 1, 1, 2, 2])):
         moved = copy.deepcopy(state)
-        assert getattr(moved, name)(given) is None
+        assert getattr(moved, name)(argument) is None
         o = step({n: t[index] for n, t in now.items()}, mixing, moved)
         assert distance(o, base[index]) < 1e-14, name
 
@@ -171,3 +172,42 @@ def test_low_precision(dtype):
     expected = full({n: t.double() for n, t in x.items()}, mixing.to(dtype).double())
     o = torch.cat([o, *later], 1)
     assert o.dtype == dtype and distance(o, expected) < (2e-3 if dtype == torch.bfloat16 else 3e-4)
+
+
+@generated(100)
+@given(case=cases(("causal", "starts")), plan=plans())
+def test_generated_steps_and_crops(case, plan):
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        x, options = build(case, dtype)
+        mixing, size, columns = x.pop("mixing"), case["blocks"].block_size, []
+        starts = options.get("starts", torch.zeros(case["batch"], dtype=torch.int64))
+        if "key_mask" in options:  # steps have none; a key of zeros weighs nothing
+            for name in {"k", "k_den"} & x.keys():
+                x[name] = torch.where(options["key_mask"][..., None, None], x[name], 0)
+        made = {"normalize": case["normalize"], "scale": case["scale"]}
+        widths = case["batch"], case["heads"][1], case["heads"][0], x["k"].shape[3], x["v"].shape[3], size
+        den = x["k_den"].shape[3] if "k_den" in x else None
+        state, outputs, fed = MHLAState.empty(*widths, normalize=case["normalize"], dtype=dtype, den_dim=den), [], 0
+        for count, back in plan:
+            new = range(fed, min(fed + count, case["blocks"].length))
+            if not new:
+                break
+            own = (starts - len(columns)).clamp(0, len(new))
+            now = {name: t[:, new.start : new.stop] for name, t in x.items()}
+            outputs.append(step(now, mixing, state, starts=own, impl="torch", **made))
+            columns, fed = [*columns, *new], new.stop
+            outputs = [torch.cat(outputs, 1)]
+            whole = {name: t[:, columns].double() for name, t in x.items()}
+            blocks = Blocks.sequence(len(columns), size)
+            kept = {
+                "starts": starts.clamp(max=len(columns)),
+                "blocks": blocks,
+                "causal": True,
+                "impl": "reference",
+                **made,
+            }
+            assert distance(outputs[0], mhla(**whole, mixing=mixing.double(), **kept)) < bound
+            back = min(back, size, int(state.length.min()), int((state.length - state.oldest).min()))
+            state.crop(back)
+            columns = columns[: len(columns) - back]
+            outputs = [outputs[0][:, : len(columns)]]

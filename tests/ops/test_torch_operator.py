@@ -4,8 +4,8 @@ import collections
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from ops_cases import FORMS, build, cases, direction_for, distance, gradient_floors, run
+from hypothesis import example, given
+from ops_cases import FORMS, build, cases, direction_for, distance, generated, gradient_floors, run
 
 from mhla_hf.ops import torch_forward
 from mhla_hf.ops.api import mhla
@@ -20,7 +20,7 @@ SMALL_BESIDE_LARGE = {  # a first alive key that is tiny makes gradients that la
 }  # fmt: skip
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@generated(400)
 @given(case=cases())
 @example(case=SMALL_BESIDE_LARGE)
 def check_generated_case(monkeypatch, case):

@@ -63,12 +63,12 @@ def verdicts(folder, **options):
 
 
 def test_a_good_model_passes_every_check(shelf, tmp_path, capsys):
-    out = tmp_path / "audit.json"
+    out = tmp_path / "new" / "audit.json"
     line = ["audit", str(shelf / "mhla"), "--teacher", str(shelf / "llama"), "--out", str(out), "--quiet"]
     assert main(line) == 0
     page, record = capsys.readouterr().out, json.loads(out.read_text())
     assert {row["verdict"] for row in record["checks"]} == {"ok", "measured"}
-    assert [path.name for path in tmp_path.iterdir()] == ["audit.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert page == render_audit(record) + "\n" and page.endswith("findings: 0\n")
     assert all(f"\n{name} " in page for name in CHECKS) and "MHLA in layers [0, 2]" in page
     assert all(record[key] for key in ("hardware", "versions", "commit", "command", "date", "fingerprint"))
