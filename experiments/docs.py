@@ -30,6 +30,7 @@ from .demo.report import render_report, render_short
 from .encoder import render_encoder
 from .forms import render_choice, render_depths, render_forms
 from .mqar import render_mqar
+from .rows import made
 from .serving import render_serving
 from .speed import render_speed, speed_table
 from .studies.rank import render_random_rank
@@ -172,7 +173,7 @@ KINDS = {
     "serving": render_serving,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
-    "demo_short": lambda record: render_short(record["over_seeds"]),
+    "demo_short": lambda record: f"{render_short(record)}\n\n{made(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",

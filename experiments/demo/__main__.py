@@ -1,6 +1,6 @@
 """Convert, distill, judge and share a small model, with figures.
 
-    python -m experiments.demo                    into out/, in three to four minutes of one CPU core
+    python -m experiments.demo                    into out/, in 3.5 minutes of CPU time, one thread
     python -m experiments.demo --full --seeds 3   trains the softmax model first; MHLA in all layers as well; three seeds
     python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --data notes.txt    into out-SmolLM2-135M-notes/
 

@@ -42,6 +42,10 @@ def test_the_readme_comes_to_the_point():
         assert len(rows) <= 5 and max(map(len, (head, *rows))) <= 90, table
 
 
+def test_the_readme_names_both_commands():
+    assert {"make demo", "make test"} <= {*re.findall(r"^make \w+", TEXTS["README.md"], flags=re.MULTILINE)}
+
+
 def test_every_picture_and_record_is_used():
     """By a page, a notebook, or the code that renders or makes it."""
     users = [*PAGES, "README.md", *(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]

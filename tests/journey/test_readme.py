@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small_scores import TRAINING, save_llama
 from small_towers import softmax_tower
 from tiny_pipelines import PIPELINES
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 
 import mhla_hf
 from mhla_hf.evaluation.runner import read_score_recipe
@@ -26,12 +26,13 @@ MARKS = ("smollm2-mhla", "mhla_hf.distill(", "checkpoints/demo-hybrid", "WanPipe
 BASE, RECIPE = "HuggingFaceTB/SmolLM2-135M", "language_llama_lite"
 
 
-def run(*marks):
+def run(*marks, prompt="Gravity is"):
     """The blocks that hold these texts, one after the other, as one program after the first line; returns its names."""
     names = {"mhla_hf": mhla_hf}
     assert all(any(mark in block for mark in MARKS) for block in BLOCKS) and {*marks} <= {*MARKS}, "each block is run"
     for mark in marks:
-        exec(compile(next(block for block in BLOCKS if mark in block), "README.md", "exec"), names)
+        block = next(block for block in BLOCKS if mark in block).replace("Gravity is", prompt)
+        exec(compile(block, "README.md", "exec"), names)
     return names
 
 
@@ -77,6 +78,16 @@ def test_convert_distill_share(here, monkeypatch):
     assert len(chosen["layers"]) == 1 and model.config.mhla_measured["choice"]["layers"] == chosen["layers"]
     name = f"model.layers.{chosen['layers'][0]}.self_attn.q_proj.weight"
     assert not torch.equal(model.state_dict()[name], before[name])
+
+
+def test_a_prompt_longer_than_the_window(here, capsys):
+    """The folder alone, with its tokenizer, writes what the block printed."""
+    save_llama(here / BASE, dtype=torch.bfloat16, **LLAMA)
+    names = run("smollm2-mhla", prompt="Gravity is " * 60)
+    printed, longest = capsys.readouterr().out, 2 * names["model"].config.mhla["block_size"]
+    assert names["inputs"]["input_ids"].shape[1] > longest
+    write = pipeline("text-generation", "smollm2-mhla", dtype="auto")
+    assert write("Gravity is " * 60, max_new_tokens=40, do_sample=False)[0]["generated_text"] + "\n" == printed
 
 
 def test_a_trained_result_is_here(tmp_path):
