@@ -35,17 +35,17 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)
     training = {name: model.training for name, model in models.items()}
     best, held = {}, {}
-    bar = tqdm(total=len(lengths) * rounds * len(models), desc="speed", disable=not progress)
+    total = len(models) * sum(2 * length + decode_tokens for length in [min(WARM_UP, max(lengths)), *lengths * rounds])
+    bar = tqdm(total=total, desc="speed", unit="tokens", unit_scale=True, disable=not progress)
     try:
         with torch.inference_mode(), bar:
             for model in models.values():
                 model.eval()
-                _one(model, ids[:, :WARM_UP], decode_tokens)
+                _one(model, ids[:, :WARM_UP], decode_tokens, bar)
             for length, _, name in itertools.product(lengths, range(rounds), models):
-                seconds, held[length, name] = _one(models[name], ids[:, :length], decode_tokens)
+                seconds, held[length, name] = _one(models[name], ids[:, :length], decode_tokens, bar)
                 for what, value in seconds.items():
                     best[what, length, name] = min(best.get((what, length, name), value), value)
-                bar.update()
     finally:
         for name, model in models.items():
             model.train(training[name])
@@ -57,19 +57,26 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
     return rows
 
 
-def _one(model, ids, decode_tokens):
-    """(seconds of one forward pass over `ids` `[1, T]` and of one token decoded after it, bytes of the cache between)."""
+def _one(model, ids, decode_tokens, bar):
+    """(seconds of one forward pass over `ids` `[1, T]` and of one token decoded after it, bytes of the cache between).
+
+    The bar moves on between what is timed.
+    """
     ids = ids.to(model.device)
     started = clock(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
     forward = clock(model.device) - started
+    bar.update(ids.shape[1])
     _, cache = forward_cached(model, ids, logits_to_keep=1)
     held = cache_bytes(cache)
+    bar.update(ids.shape[1])
     token = ids[:, -1:]
     started = clock(model.device)
     for _ in range(decode_tokens):
         _, cache = forward_cached(model, token, cache)
-    return {"forward": forward, DECODE: (clock(model.device) - started) / decode_tokens}, held
+    decode = clock(model.device) - started
+    bar.update(decode_tokens)
+    return {"forward": forward, DECODE: decode / decode_tokens}, held
 
 
 def cache_bytes(cache):

@@ -33,10 +33,13 @@ def whole_logits(model, ids, at=None, **given):
 
 
 @torch.no_grad()
-def cached_logits(model, ids, sizes, at=None, see=None, **given):
-    """The same of ids that are fed in pieces of so many tokens. see(cache): is called after each; given: `padding_of`."""
+def cached_logits(model, ids, sizes, at=None, see=None, watch=iter, **given):
+    """The same of ids that are fed in pieces of so many tokens.
+
+    see(cache): is called after each; watch: what wraps the list of pieces, such as tqdm; given: the mask and positions.
+    """
     cache, stop, parts = None, 0, []
-    for piece in ids.split(sizes, 1):
+    for piece in watch(ids.split(sizes, 1)):
         start, stop = stop, stop + piece.shape[1]
         keep = {}
         if at is not None:
@@ -127,11 +130,14 @@ def told_logs(model, ids, at):
 
 
 @torch.no_grad()
-def continue_greedily(model, ids, count: int):
-    """ids `[B, T]` and, after each row, the `count` tokens that the model takes for likeliest, on the CPU."""
+def continue_greedily(model, ids, count: int, watch=iter):
+    """ids `[B, T]` and, after each row, the `count` tokens that the model takes for likeliest, on the CPU.
+
+    watch: what wraps the steps, such as tqdm.
+    """
     cache, token = None, ids.to(model.device)
     written = [token]
-    for _ in range(count):
+    for _ in watch(range(count)):
         output, cache = forward_cached(model, token, cache, logits_to_keep=1)
         token = output.logits[:, -1:].argmax(-1)
         written.append(token)

@@ -69,6 +69,7 @@ def audit(
     subject = _open(folder, text, tokens or MOST, choose_device(device), trust_remote_code)
     if teacher is not None:
         subject.teacher = _load_teacher(teacher, subject)
+    subject.progress = progress
     rows, bar = [], tqdm(CHECKS.items(), unit="check", disable=not progress)
     for name, (what, measure) in bar:
         bar.set_description(f"audit: {name}")

@@ -6,11 +6,13 @@ What a check raises is what it found. `CHECKS` lists them in the order of the pa
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from ..analysis.behavior import (
@@ -54,7 +56,7 @@ class NotApplicable(Exception):
 @dataclasses.dataclass
 class Audited:
     """What is looked at. ids: the text's tokens `[N]`; tokens: the most of them that the user wants at once; teacher: a
-    model or None; loaded: the folder's model, once the check "loads" has it."""
+    model or None; loaded: the folder's model, once the check "loads" has it; progress: whether bars are shown."""
 
     folder: Path
     config: object
@@ -65,6 +67,7 @@ class Audited:
     trust_remote_code: bool
     teacher: object = None
     loaded: object = None
+    progress: bool = False
 
     @property
     def model(self):
@@ -123,13 +126,17 @@ class Audited:
         """`length` tokens `[length]` of the text, which begins again at its end; another `number` begins elsewhere."""
         return self.ids[(number * 9973 + torch.arange(length)) % len(self.ids)]
 
+    def watch(self, steps):
+        """The steps of a check, with a bar below that of the checks when they take more than a few seconds."""
+        return tqdm(steps, desc="  this check", unit="step", leave=False, delay=3, disable=not self.progress)
+
     @functools.cached_property
     def beside_teacher(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each of a few texts the KL to the teacher in nats per token, and the share of next tokens that are alike."""
         if self.teacher is None:
             raise NotApplicable("no teacher was given")
         found = []
-        for number in range(ROWS):
+        for number in self.watch(range(ROWS)):
             row = self.text(self.short, number)[None]
             wanted, got = (whole_logits(model, row).log_softmax(-1) for model in (self.teacher, self.model))
             found.append((mean_kl(wanted, got), float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
@@ -176,7 +183,9 @@ def see_cache(subject):
     whole = whole_logits(subject.model, ids)
     ways = {"chunks": [1, tail - 1, tail + 1, subject.short - 2 * tail - 1]}
     ways["token by token"] = [subject.short - 2 * tail, *[1] * (2 * tail)]
-    found = {way: difference(cached_logits(subject.model, ids, sizes), whole) for way, sizes in ways.items()}
+    found = {}
+    for way, sizes in ways.items():
+        found[way] = difference(cached_logits(subject.model, ids, sizes, watch=subject.watch), whole)
     return {"value": worst(found.values()), "tolerance": subject.tolerance, "details": found}
 
 
@@ -246,7 +255,7 @@ def long_logits(subject, cached, whole):
     full, rest = divmod(length - single, 512)
     sizes = [*[512] * full, *([rest] if rest else []), *[1] * single]
     places = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
-    return cached_logits(cached, ids, sizes, places), whole_logits(whole, ids, places)
+    return cached_logits(cached, ids, sizes, places, watch=subject.watch), whole_logits(whole, ids, places)
 
 
 def see_long_text(subject):
@@ -275,11 +284,11 @@ def see_recall(subject):
     most = min(subject.long, subject.trained) - PASSAGE
     distances = [*(d for d in (PASSAGE << power for power in range(20)) if d < most), most]
     models = {"model": subject.model, "teacher": subject.teacher}
-    gains = {
-        name: {str(d): recall_gain(model, subject.ids, d, max(1, min(8, RECALL_TOKENS // d))) for d in distances}
-        for name, model in models.items()
-        if model is not None
-    }
+    models = {name: model for name, model in models.items() if model is not None}
+    gains = {name: {} for name in models}
+    for d, name in subject.watch([*itertools.product(distances, models)]):
+        rows = max(1, min(8, RECALL_TOKENS // d))
+        gains[name][str(d)] = recall_gain(models[name], subject.ids, d, rows)
     if subject.teacher is None:
         return {"value": gains["model"][str(most)], "details": gains}
     fall = worst(gains["teacher"][d] - gain for d, gain in gains["model"].items())
@@ -300,7 +309,7 @@ def see_writing(subject):
         raise NotApplicable("no teacher was given")
     length = subject.short - WRITTEN
     prompts = torch.stack([subject.text(length, number) for number in range(PROMPTS)])
-    written = [continue_greedily(model, prompts, WRITTEN) for model in (subject.model, subject.teacher)]
+    written = [continue_greedily(model, prompts, WRITTEN, subject.watch) for model in (subject.model, subject.teacher)]
     at = torch.arange(length, length + WRITTEN)
     own, wanted = (told_logs(subject.teacher, ids, at).mean(-1).cpu() for ids in written)
     ties = (written[0] == written[1]).all(-1)

@@ -239,6 +239,11 @@ def test_no_time_beyond_the_positions_that_a_model_has():
         measure_speed({"gpt": small_model_of("gpt2")}, [32, 120], decode_tokens=9)
 
 
+def test_the_bar_of_times_counts_the_tokens_that_are_read(capsys):
+    measure_speed({"gpt": small_model_of("gpt2")}, [32, 64], decode_tokens=9, rounds=1)
+    assert "speed: 100%" in (shown := capsys.readouterr().err) and "347/347" in shown
+
+
 def test_times_that_were_not_measured_together_are_not_compared(folders):
     one, two = judge_speed(folders[:1]), judge_speed(folders[1:])
     columns = {"softmax": one["teacher"], "mhla": two["mhla"]}

@@ -90,8 +90,12 @@ def test_a_stock_model_passes_what_applies(shelf):
     )
 
 
-def test_a_model_is_as_good_as_itself_and_another_is_not(shelf):
-    _, rows = verdicts(shelf / "llama", teacher=shelf / "llama")
+def test_a_model_is_as_good_as_itself_and_another_is_not(shelf, monkeypatch, capsys):
+    bars = []
+    monkeypatch.setattr(audit_checks.Audited, "watch", lambda subject, steps: bars.append(len(steps)) or steps)
+    _, rows = verdicts(shelf / "llama", teacher=shelf / "llama", progress=True)
+    # cache (chunks, token by token), long text and drift, recall of two models, texts beside the teacher, writing of both
+    assert bars == [4, 97, 33, 33, 8, 4, 32, 32] and "audit: claims" in capsys.readouterr().err
     values = [rows[name]["value"] for name in ("recall", "KL", "agreement", "writing")]
     assert values == [0.0, 0.0, 1.0, 1.0] and rows["writing"]["details"]["same"] == 16
 
