@@ -182,7 +182,7 @@ def growing(forward):
     @functools.wraps(forward)
     def changed(self, **given):
         output = forward(self, **given)
-        if output[CACHE] is not None:
+        if output.get(CACHE) is not None:
             output[CACHE].layers[0].extra = torch.zeros(output[CACHE].get_seq_length())
         return output
 

@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 25068dc7d5c9
+sha256: 226b63812aab
 """
 
 from contextlib import nullcontext
@@ -38,7 +38,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.cache_utils import StaticLayer
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.initialization import copy_
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -207,7 +206,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "25068dc7d5c9"
+NAMESPACE = "226b63812aab"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -562,7 +561,7 @@ def decayed_sums(summaries, log_rate, lag: int = 1, sequence=None):
     """
     count, rates = summaries.shape[2], log_rate.shape[1]
     groups = (count + GROUP - 1) // GROUP + 1  # never 1, for which torch.compile would make a graph of its own
-    earlier, padding = lag - 1, groups * GROUP - count
+    earlier, padding = min(lag - 1, count), groups * GROUP - count
     summaries = torch.nn.functional.pad(summaries[:, :, : count - earlier], (0, 0, earlier, padding))
     grouped = summaries.unflatten(2, (groups, GROUP))  # S_{i - lag + 1} stands at place i
 
@@ -947,6 +946,8 @@ def local_attention(
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     back = place = sequence = None
     if starts is not None:
+        if cu_seqlens is not None:
+            raise ValueError("starts came with cu_seqlens; expected one of them.")
         source, back = shift_to_start(starts.to(q.device), tokens)
     if cu_seqlens is not None:
         source, back, place, sequence = align_sequences(cu_seqlens, tokens, size)
@@ -1118,9 +1119,12 @@ class LocalState(RowState):
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
         was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
-        decay = torch.exp(decays.log_rate)[..., None, None].clamp_min(torch.finfo(left.dtype).tiny)
+        decay = torch.exp(decays.log_rate)[..., None, None]
         earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
-        self.running.copy_(torch.where((now < was).view(-1, 1, 1, 1, 1), earlier, self.running))
+        now, was = (x.view(-1, 1, 1, 1, 1) for x in (now, was))
+        # where nothing is far, or a rate keeps less than a rounding error, all that subtraction leaves is error
+        earlier = torch.where((now >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
+        self.running.copy_(torch.where(now < was, earlier, self.running))
         self.cropped = 0
         self.refresh_pending(map_keys, form)
 
@@ -1158,7 +1162,7 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         real = None if key_mask is None else key_mask[:, 0]
-        own = real if starts is None else starts.to(q.device) == 0
+        own = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
             return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
@@ -1217,7 +1221,7 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
     slots = torch.arange(state.k.shape[1], device=p.device)
-    age = slot[:, None] - slots + torch.where(slots > slot[:, None], len(slots) - form.sinks, 0)  # in the ring
+    age = (p[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # in the ring
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
@@ -1286,6 +1290,8 @@ FORMAT_VERSION = 2
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
+LARGEST_BLOCK = 65_536  # tokens, whose keys and values a cache makes room for at its first step
+MOST_DECAYS = 64
 
 
 def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
@@ -1312,7 +1318,7 @@ def one_of(*allowed) -> tuple:
 
 
 RULES = {  # of each setting: whether a value is right, and what is
-    "block_size": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "block_size": (lambda value: is_whole(value, 1, LARGEST_BLOCK), f"a whole number from 1 to {LARGEST_BLOCK}"),
     "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "identity"),
@@ -1320,7 +1326,7 @@ RULES = {  # of each setting: whether a value is right, and what is
     "mixing_start": one_of("locality", "uniform"),
     "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
-    "num_decays": (lambda value: is_whole(value, 1), "a whole number of at least 1"),
+    "num_decays": (lambda value: is_whole(value, 1, MOST_DECAYS), f"a whole number from 1 to {MOST_DECAYS}"),
     "local": one_of(None, "softmax"),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
@@ -1441,8 +1447,8 @@ class MHLASettings:
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            what = f"expected at most {FORMAT_VERSION}; update mhla_hf to load this checkpoint"
+        if not is_whole(version, 1, FORMAT_VERSION):
+            what = f"expected 1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
             raise ValueError(f"format_version: got {version!r}, {what}.")
         if unknown := sorted(set(values) - set(RULES)):
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(RULES)}.")
@@ -1478,6 +1484,23 @@ class OutputNorm(nn.Module):
 def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
     """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
     return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+
+
+def padding_first(key_mask: torch.Tensor) -> tuple:
+    """Where tokens go so that padding comes before all real tokens of its row and has no place among them.
+
+    Returns the `source` and `back` of `MoveTokens` (None for single tokens) and where the real tokens begin, int64 `[B]`.
+    """
+    starts = key_mask.shape[1] - key_mask.sum(1)
+    if key_mask.shape[1] == 1:
+        return None, None, starts
+    source = key_mask.int().argsort(stable=True)
+    return source, source.argsort(), starts
+
+
+def move_tokens(source: torch.Tensor | None, back: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
+    """`MoveTokens` of each tensor `[B, T, H, K]`, as `padding_first` says."""
+    return tensors if source is None else tuple(MoveTokens.apply(x, source, back) for x in tensors)
 
 
 def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
@@ -1560,6 +1583,15 @@ class MHLACore(nn.Module):
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o
+
+
+def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
+    """One sentence if `settings` are not those of a causal model, or of another one of sequences, named `model`."""
+    if settings.normalize == "official":
+        raise ValueError(f'normalize: got "official", expected true or false for {model}.')
+    for name in ("layout", "cpe"):
+        if getattr(settings, name):
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
 
 
 # mhla_hf/nn/decay_mixing.py
@@ -1650,6 +1682,7 @@ class DecayMHLA(MHLACore):
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
+        check_causal(settings)
         local = settings.local is not None
         balance = start_balance(settings.feature_map, key_dim) if local else None
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
@@ -1670,6 +1703,11 @@ class DecayMHLA(MHLACore):
         """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
+        real = key_mask
+        if key_mask is not None:
+            source, back, starts = padding_first(key_mask)
+            q, k, v = move_tokens(source, back, q, k, v)
+            real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
@@ -1679,14 +1717,18 @@ class DecayMHLA(MHLACore):
         dropped = (cache is None or cache.state is None) and self.drops_window()
         if dropped and cache is not None:
             with torch.no_grad():
-                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
+                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
         if cache is not None and not dropped:
-            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache)
+            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
         else:
             form = replace(form, lag=1) if dropped else form
-            padding = {"key_mask": key_mask, "starts": starts, "cu_seqlens": cu_seqlens}
+            padding = {"key_mask": real, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
                 o = self.attend(q, k, v, fq, map_keys(k), *mixing, form, **padding)
+        if key_mask is not None:
+            (o,) = move_tokens(back, source, o)
+            if cache is not None:
+                cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
@@ -1729,12 +1771,14 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, static: bool = False):
+    def __init__(self, static: bool = False, max_cache_len: int | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None  # a matrix, or packed decays
+        self.max_cache_len = max_cache_len  # of the static layer that this one stands for
+        self.padded = None  # the last call with padding: its real tokens, and the columns there were after it
 
     def count(self, hidden_states: torch.Tensor) -> None:
         """Note the columns of `hidden_states` `[B, T, ..]`, in place if static."""
@@ -1755,6 +1799,11 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.mixing = mixing(capacity).detach()
         return self.mixing
 
+    def note_padding(self, key_mask: torch.Tensor) -> None:
+        """Remember the padding `[B, T]` of the call that is under way, for `crop`, which reads it."""
+        if not torch.compiler.is_compiling():
+            self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
+
     def get_seq_length(self) -> int:
         return self.seen_tokens
 
@@ -1762,7 +1811,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen_tokens + query_length, 0
+        # As the softmax layer in whose place this one is: transformers may size the masks of the other layers by it.
+        return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing to do: the first forward pass makes the state."""
@@ -1778,7 +1828,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        self.state, self.mixing = None, None
+        self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -1800,6 +1850,11 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if not 0 < -tokens_to_remove <= self.state.block_size:
             what = f"{-self.state.block_size} to 0: an MHLA cache forgets one block exactly (see num_assistant_tokens)"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {what}.")
+        if self.padded is not None:
+            real, columns = self.padded
+            back = int(columns) - int(self.seen_tokens) - tokens_to_remove
+            if back > 0 and not bool(real[:, -back:].all()):
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
 
@@ -1828,7 +1883,8 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             f"past_key_values: layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values, "
             "expected an empty cache or one that this model filled."
         )
-    layers[layer_idx] = MHLACacheLayer(static=isinstance(layer, StaticLayer))
+    static = isinstance(layer, StaticLayer)
+    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=layer.max_cache_len if static else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]
@@ -1887,16 +1943,18 @@ def language_family(base: str) -> Family:
 
 
 LANGUAGE_TYPES = (  # of transformers
-    "afmoe apertus arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm "
-    "deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text "
-    "gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe "
-    "granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe "
-    "kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash minicpm3 minimax minimax_m2 "
-    "minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron_h olmo olmo2 olmo3 "
-    "olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe "
-    "qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma youtu"
+    "afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid beam biogpt bitnet cohere cohere2 "
+    "cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma "
+    "gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
+    "granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "hyperclovax jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4_text "
+    "mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral "
+    "modernbert-decoder nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 "
+    "qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
+    "vaultgemma youtu"
 )
 SPELLED = {  # where the names of their classes do not begin as the type does
+    "apertus1p5_text": "Apertus1p5Text",
     "aria_text": "AriaText", "axk1": "AXK1", "biogpt": "BioGpt", "bitnet": "BitNet", "ctrl": "CTRL",
     "ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode",
     "gpt_neox": "GPTNeoX", "granitemoe": "GraniteMoe", "granitemoehybrid": "GraniteMoeHybrid",
@@ -1953,6 +2011,69 @@ def check_loaded_weights(model: torch.nn.Module) -> None:
                 raise ValueError(f"{name}.{parameter}: got NaN or infinite values, {what}.")
         if hasattr(module, "check_values"):
             module.check_values(name)
+
+
+# mhla_hf/models/transformers_api.py
+
+# The oldest and the newest release that the tests run on.
+TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
+
+
+def config_class_name(model_type: str) -> str | None:
+    """The name of the configuration class of `model_type`, or None if this release of transformers lacks the type."""
+    return CONFIG_MAPPING_NAMES.get(model_type)
+
+
+def config_class_of(model_type: str) -> type | None:
+    """The configuration class of `model_type`, or None if this release of transformers lacks the type."""
+    try:
+        return CONFIG_MAPPING[model_type]  # a lazy mapping, whose `get` finds only what was registered
+    except KeyError:
+        return None
+
+
+def copy_weight_renames(base_type: str, model_type: str) -> None:
+    """Let checkpoints of `model_type` load through the weight renames that transformers has for `base_type`."""
+    renames = get_checkpoint_conversion_mapping(base_type)
+    if renames is not None and get_checkpoint_conversion_mapping(model_type) is None:
+        register_checkpoint_conversion_mapping(model_type, renames)
+
+
+def with_layer_wildcard(name: str) -> str:
+    """`model.layers.3.mlp` as tensor-parallel plans write it: `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def set_attention_function(config, name: str) -> None:
+    """Select an attention function in `config` without the checks that transformers makes for its users."""
+    config._attn_implementation_internal = name
+
+
+def find_cache(kwargs: dict) -> str | None:
+    """The argument that holds a KV cache, by its type: its name differs between models and between releases."""
+    return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
+
+
+def refuse_paged_cache(kwargs: dict) -> None:
+    """Refuse the caches of transformers' continuous batching, which are no `Cache` and have no place for a state."""
+    pages = kwargs.get("cache")
+    if pages is not None and not isinstance(pages, Cache):
+        raise ValueError(
+            f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA layers have no pages."
+        )
+
+
+def check_cache_arrived(query_length: int, key_length: int, kwargs: dict) -> None:
+    """Refuse keys or caches that reach an MHLA attention function past the layer's own cache.
+
+    Otherwise a release of transformers that hands caches on in a new way would decode without the past, in silence.
+    """
+    if query_length != key_length or find_cache(kwargs) is not None:
+        tested = " to ".join(TESTED_TRANSFORMERS)
+        raise ValueError(
+            f"cache: got {key_length} keys for {query_length} queries in an MHLA layer, expected the layer's own cache: "
+            f"this code was tested with transformers {tested}, got {transformers.__version__}."
+        )
 
 
 # mhla_hf/models/pretrained.py
@@ -2034,7 +2155,7 @@ def split_heads_plan(model: nn.Module, size: int) -> dict[str, str]:
     """
     plan = {}
     for name, module in model.named_modules():
-        layer = replace_layer_number_by_wildcard(name)
+        layer = with_layer_wildcard(name)
         split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
         if not hasattr(module, "mhla") or not split:
             continue
@@ -2121,13 +2242,15 @@ def overlay_class(base: type, mixin: type, entry: str, **namespace) -> type:
 def base_classes(family: Family) -> dict[str, type]:
     """The classes of a family's base that there are, by name."""
     found = {name: getattr(transformers, name, None) for name in family.classes}
-    config = CONFIG_MAPPING[family.base]
-    return {name: cls for name, cls in found.items() if getattr(cls, "config_class", None) is config}
+    config = config_class_of(family.base)
+    return {
+        name: cls for name, cls in found.items() if cls is not None and getattr(cls, "config_class", None) is config
+    }
 
 
 def overlay_config_class(family: Family) -> type:
     """The configuration class of a converted family: `MHLALlamaConfig(LlamaConfig)` for "llama"."""
-    base = CONFIG_MAPPING[family.base]
+    base = config_class_of(family.base)
     types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
     doc = f"`{base.__name__}` with `mhla`, the settings of its MHLA layers."
     return overlay_class(base, MHLAOverlayConfig, family.entry, __doc__=doc, **types)
@@ -2136,11 +2259,11 @@ def overlay_config_class(family: Family) -> type:
 def overlay_model_class(family: Family, base: type, mixin: type) -> type:
     """A model class of a converted family: `MHLALlamaForCausalLM(mixin, LlamaForCausalLM)`."""
     config = overlay_config_class(family)
-    renames = get_checkpoint_conversion_mapping(family.base)
-    if renames is not None and get_checkpoint_conversion_mapping(config.model_type) is None:
-        register_checkpoint_conversion_mapping(config.model_type, renames)
+    copy_weight_renames(family.base, config.model_type)
     doc = f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists."
     members = {"__doc__": doc, "config_class": config, "source_entry": family.entry, "family": family}
+    # transformers looks for a decorator in the source of the class's module, which is ours here: ask the base instead.
+    members["_can_set_experts_implementation"] = classmethod(lambda cls: base._can_set_experts_implementation())
     if mixin.prepare is not None:
         members["forward"] = forward_preparing(base.forward, mixin.prepare)
     return overlay_class(base, mixin, family.entry, **members)
@@ -2154,7 +2277,9 @@ def calls_interface(attention_class: type) -> bool:
 
 def attention_sizes(attention: nn.Module, config) -> dict[str, int]:
     """Heads and widths of an attention module of transformers, as the MHLA cores take them."""
-    heads = config.num_attention_heads
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if isinstance(groups, int) and heads % groups:
+        raise ValueError(f"num_key_value_heads: got {groups}, expected a divisor of the {heads} attention heads.")
     width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = {"num_heads": heads, "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1)}
     latent = {"key_dim": getattr(attention, "qk_head_dim", width), "value_dim": getattr(attention, "v_head_dim", width)}
@@ -2198,7 +2323,7 @@ def swap_attention(attention: nn.Module, mixed: type, core: nn.Module, name: str
     if "_old_forward" in attention.__dict__:  # accelerate keeps the forward that its hooks wrap
         attention._old_forward = types.MethodType(mixed.forward, attention)
     attention.config = copy.copy(attention.config)
-    attention.config._attn_implementation_internal = name
+    set_attention_function(attention.config, name)
     attention.add_module("mhla", core)
 
 
@@ -2206,14 +2331,14 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
     """What the modules of converted families have under `name`: a configuration, a model or an attention class."""
     own = name.removeprefix("MHLA")
     for family in families if name.startswith("MHLA") else ():
-        if own == CONFIG_MAPPING_NAMES[family.base]:
+        if own == config_class_name(family.base):
             return overlay_config_class(family)
         if own in family.classes and own in base_classes(family):
             return overlay_model_class(family, base_classes(family)[own], model_mixin)
         if own.endswith("Attention") and own.startswith(MODEL_NAME.sub("", family.classes[0])):
-            module = sys.modules[next(iter(base_classes(family).values())).__module__]
-            if hasattr(module, own):
-                return overlay_class(getattr(module, own), attention_mixin, family.entry)
+            for base in base_classes(family).values():
+                if hasattr(module := sys.modules[base.__module__], own):
+                    return overlay_class(getattr(module, own), attention_mixin, family.entry)
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}, expected one of {[f.base for f in families]}."
     )
@@ -2222,7 +2347,7 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
 # mhla_hf/models/attention.py
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias", "cache")  # others obey them; cache: of pages
+SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")  # other attention functions obey them
 
 
 def mhla_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -2231,6 +2356,7 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     `dropout` belongs to softmax and has no meaning here; `attention_mask` is not read: `mhla_padding` says the same without
     T x T numbers.
     """
+    check_cache_arrived(query.shape[2], key.shape[2], kwargs)
     for name in SOFTMAX_ONLY:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
@@ -2262,9 +2388,9 @@ class MHLAMixer:
     """Mixed into a transformers attention class; the module has a child `mhla` (`MHLA`)."""
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
-        """As the base, with the layer's own cache in place of keys and values, whatever the base calls these."""
-        past = [kwargs.pop(name) for name in ("past_key_values", "layer_past") if name in kwargs]
-        cache = mhla_cache_layer(past[0] if past else None, self.layer_idx)
+        """As the base, with the layer's own cache in place of keys and values, whatever the base calls the cache."""
+        name = find_cache(kwargs)
+        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
         output = super().forward(hidden_states, *args, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
@@ -2291,8 +2417,8 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
         core = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
         swap_attention(attention, mixed, core, ATTENTION_NAME)
-    if len(chosen) == config.num_hidden_layers:
-        config._attn_implementation_internal = ATTENTION_NAME
+    if set(chosen) == set(attentions):  # a base may have layers without attention
+        set_attention_function(config, ATTENTION_NAME)
     prepare_inner_body(model, pass_padding)
 
 
@@ -2304,12 +2430,13 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     positions from the first real token where the caller gave none, so that a padded row equals the row alone.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    refuse_paged_cache(kwargs)
     inputs = kwargs.get("input_ids")
     inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs
     batch, length = inputs.shape[:2]
-    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, past = kwargs.get("attention_mask"), kwargs.get(find_cache(kwargs))
     seen = past.get_seq_length() if past is not None else 0  # a tensor in a static cache
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
@@ -2319,10 +2446,8 @@ def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):
     columns = real_columns(mask, batch, length, seen)
     real = None if columns is None else new_columns(columns, length, seen)
     if real is not None and (torch.compiler.is_compiling() or not bool(real.all())):
-        before = torch.arange(columns.shape[1], device=columns.device) < first_new_column(columns, length, seen)
-        begun = (columns & before).any(1)  # what is padding after a row's first token has a position, too
         starts = torch.where(real.any(1), real.int().argmax(1), length)
-        kwargs["mhla_padding"] = (starts.masked_fill(begun, 0), real)
+        kwargs["mhla_padding"] = (starts, real)
     two_axes = isinstance(mask, torch.Tensor) and mask.ndim == 2
     if two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
@@ -2397,7 +2522,7 @@ def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | Non
 
 def packed_arguments(kwargs: dict, borders: torch.Tensor, length: int) -> dict:
     """What a body gets of packed sequences: their borders, positions that start anew in each, and no cache."""
-    for name in ("attention_mask", "past_key_values", "use_cache"):
+    for name in ("attention_mask", find_cache(kwargs), "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name}: it came with packed sequences, expected none: they have no padding, no cache.")
     token, edges = torch.arange(length, device=borders.device), borders.long()
