@@ -240,8 +240,10 @@ def gradient_floors(tensors, options, direction):
 
     With a denominator two parts cancel, wholly for the mixing of a single block: a relative error needs their size.
     """
-    if not options["normalize"]:
-        return dict.fromkeys(tensors, 0.0)
+    if not options["normalize"]:  # signed terms may cancel, in the one sum over all tokens that the mixing gets
+        terms = {name: x.abs() for name, x in tensors.items()}
+        _, grads = run(mhla_reference, terms, options, direction.abs())
+        return dict.fromkeys(tensors, 0.0) | {"mixing": float(grads["mixing"].norm())}
     ones = {**tensors, "v": torch.ones_like(tensors["v"])}
     plain = {**options, "normalize": False, "scale": 1.0}
     bare = {name: x for name, x in tensors.items() if name not in ("q_den", "k_den")}

@@ -132,9 +132,12 @@ def local_reference(q, k, v, fq, fk, mixing, balance, form, *, key_mask=None, st
         weight = torch.where(near, m * score, 0) + torch.where(far, features * form.scale, 0)
     else:
         largest = score.masked_fill(~near, float("-inf")).amax(-1, keepdim=True)
+        balance = balance.to(dtype)[:, None, None]
+        has_far = (far & (features != 0)).any(-1, keepdim=True)
+        largest = torch.where(has_far, torch.maximum(largest, balance), largest)
         largest = largest.masked_fill(largest == float("-inf"), 0)
         weight = torch.where(near, torch.exp(score - largest), 0)
-        weight = weight + torch.where(far, torch.exp(balance.to(dtype)[:, None, None] - largest) * features, 0)
+        weight = weight + torch.where(far & has_far, torch.exp(balance - largest) * features, 0)
     value = torch.where(visible.any(1)[..., None, None], v, 0).to(dtype).repeat_interleave(heads // v.shape[2], 2)
     o = torch.einsum("bhts,bshv->bthv", weight, value)
     return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if form.normalize else o
