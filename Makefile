@@ -49,7 +49,7 @@ $(VENV)-%/.installed: pyproject.toml
 test-releases: $(VENV)-oldest/.installed $(VENV)-newest/.installed  ## the main job on the oldest and the newest releases
 	for release in oldest newest; do \
 		$(VENV)-$$release/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|diffusers|accelerate|peft|huggingface_hub) '; \
-		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$$release/bin/python -m pytest -n 2 --dist worksteal -m "not slow" \
+		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$$release/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
 			$(RELEASE_TESTS) $(ARGS) || exit 1; \
 	done
 
