@@ -1,7 +1,7 @@
 """Generated inputs for `mhla`, and how far two results are apart. Shared by the tests of the ops room.
 
 A case is plain data (shapes, options, a seed), so hypothesis can shrink it and a failure can be built again by hand.
-`MHLA_CASES=10000 pytest tests/ops -k generated` runs that many of each kind.
+`MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs that many of each kind.
 """
 
 import os

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import distance, generated, local_cases, strided
 from small_models import refused
 
 from mhla_hf.models.cache import MHLACacheLayer
+from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 
@@ -72,3 +76,43 @@ def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[0])
     with refused("starts came with cu_seqlens"):
         core(q, k, v, key_mask=real, cu_seqlens=torch.tensor([0, 30]))
+
+
+@generated(50)
+@given(case=local_cases(), dense=st.booleans(), share=st.sampled_from([0.3, 0.7, 1.0]))
+@torch.no_grad()
+def test_generated_padding_in_a_cache(case, dense, share):
+    """Each row is the row alone, wherever its padding stands, however it is fed and whatever is taken back."""
+    torch.manual_seed(case["seed"])
+    form, (batch, tokens), (heads, groups) = case["form"], case["shape"], case["heads"]
+    near = {} if dense else {"mixing_form": "decay", "local": "softmax" if case["softmax"] else None}
+    near |= {"num_decays": len(case["log_rate"]), "block_size": form.block_size, "sinks": form.sinks, "num_blocks": 3}
+    sizes = {"num_heads": heads, "num_kv_heads": groups, "key_dim": 4, "value_dim": 3, "hidden_size": 8}
+    core = (MHLA if dense else DecayMHLA)(MHLASettings(feature_map="relu", impl="torch", **near), **sizes)
+    inputs = [torch.randn(batch, tokens, count, width) for count, width in ((heads, 4), (groups, 4), (groups, 3))]
+    inputs = [strided(x) if case["strided"] else x for x in inputs]
+    real, cache, columns, o, fed = torch.rand(batch, tokens) < share, MHLACacheLayer(), [], inputs[0][:, :0, :, :3], 0
+    for count, back in case["plan"]:
+        new = list(range(fed, min(fed + count, tokens)))
+        if not new:
+            break
+        mask = None if real[:, new].all() else real[:, new]
+        piece = core(*(x[:, new] for x in inputs), key_mask=mask, cache=cache)
+        cache.count(piece)
+        o, columns, fed = torch.cat([o, piece], 1), columns + new, fed + len(new)
+        whole, kept = [x[:, columns] for x in inputs], real[:, columns]
+        together = core(*whole, key_mask=kept)
+        for row in range(batch):
+            own = kept[row]
+            if own.any():
+                alone = core(*(x[row : row + 1, own] for x in whole))
+                assert distance(o[row : row + 1, own], alone) <= 1e-5
+                assert distance(together[row : row + 1, own], alone) <= 1e-5
+        back = min(back, form.block_size)
+        try:
+            cache.crop(-back)
+        except ValueError:
+            continue
+        assert kept[:, len(columns) - back :].all()
+        columns = columns[: len(columns) - back]
+        o = o[:, : len(columns)]
