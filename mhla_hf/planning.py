@@ -34,8 +34,8 @@ from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .models.transformers_api import forward_cached
 from .nn.settings import is_whole
+from .training.costs import active_parameters, work_of
 from .training.recipe import read_recipe, recipe_names
-from .training.trainable import choose_trainable
 
 LENGTHS = (2048, 8192, 32768, 131072)  # at which the cache is told
 TIMED = tuple(256 << n for n in range(10))
@@ -75,8 +75,7 @@ def plan(
     """
     if not is_whole(context, 1):
         raise ValueError(f"context is {context!r}; expected the tokens of a sequence, a whole number of at least 1")
-    if tflops is not None and not (isinstance(tflops, (int, float)) and tflops > 0):
-        raise ValueError(f"tflops is {tflops!r}; expected a number above 0")
+    check_speed(tflops)
     recipe = read_recipe(recipe)
     if recipe.task != "language":
         raise ValueError(f"recipe: it is for {recipe.task}; expected one for language")
@@ -101,6 +100,7 @@ def plan(
         "model": None if isinstance(model, PreTrainedConfig) else str(model),
         "model_type": config.model_type,
         "context": context,
+        "positions": getattr(config, "max_position_embeddings", None),
         "dtype": str(student.dtype).removeprefix("torch."),
         "mhla_layers": chosen,
         "kept_layers": kept,
@@ -111,6 +111,12 @@ def plan(
         "distillation": work_of(student, recipe, parameters, active, tflops),
     }
     return record | {"advice": advise(record)}
+
+
+def check_speed(tflops):
+    """ValueError, one sentence, unless it is None or what a machine can do."""
+    if tflops is not None and not (isinstance(tflops, (int, float)) and 0 < tflops < math.inf):
+        raise ValueError(f"tflops is {tflops!r}; expected a number above 0")
 
 
 def model_without_weights(config):
@@ -144,6 +150,7 @@ def list_recipes(model=None, tflops=None) -> list[dict]:
     model: folder or Hub id of a softmax language model, for those that convert one; None: memory and work are told of those
     that start from scratch. tflops: as `plan` takes it. Of images and diffusion they are not known.
     """
+    check_speed(tflops)
     config, listed = None if model is None else load_config(model), []
     for name in recipe_names():
         recipe, student = read_recipe(name), None
@@ -177,16 +184,6 @@ def render_recipes(listed):
         rows.append([recipe["name"], recipe["task"], recipe["base"] or "", steps, *map(in_digits, numbers)])
     heads = ["recipe", "task", "base", "stages and their steps", "tokens, M", "GiB", "hours"]
     return render_rows(heads, rows, left=4)
-
-
-def active_parameters(model):
-    """The parameters that a token meets: of experts as many as it is sent to."""
-    config = model.config
-    sent = getattr(config, "num_experts_per_tok", None)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = {getattr(config, name, None) for name in names if sent}
-    sizes = ((value.numel(), value.ndim == 3 and value.shape[0] in experts, len(value)) for value in model.parameters())
-    return sum(size * sent // count if routed else size for size, routed, count in sizes)
 
 
 def cache_of_layers(model):
@@ -329,37 +326,11 @@ def crossover(rows):
     return {"faster_from": round(found) if found <= reach else None, "known_to": reach}
 
 
-def work_of(student, recipe, parameters, active, tflops):
-    """Memory and operations of each stage of a recipe, activations and attention's own products apart.
-
-    student: converted, on the meta device. parameters, active: of its original, and those that a token meets.
-    """
-    precision = 2 if recipe.run.get("mixed_precision") == "bf16" else 4  # bytes of the teacher's weights
-    converted = [module for module in student.modules() if hasattr(module, "mhla")]
-    worked = {"transfer": sum(x.numel() for module in converted for x in module.parameters())}
-    stages = []
-    for stage in recipe.stages:
-        choose_trainable(student, stage, {})
-        trained = sum(x.numel() for x in student.parameters() if x.requires_grad)
-        tokens = stage.steps * stage.batch_size * stage.seq_len
-        taught = active if stage.needs_teacher else 0
-        memory = {
-            "weights": 4 * student.num_parameters(),
-            "gradients": 4 * trained,
-            "moments": 8 * trained,
-            "teacher": precision * parameters * stage.needs_teacher,
-        }
-        flops = (6 * worked.get(stage.loss, active + student.num_parameters() - parameters) + 2 * taught) * tokens
-        stages.append({"name": stage.name, "tokens": tokens, "trained": trained, "memory": memory, "flops": flops})
-    flops = sum(stage["flops"] for stage in stages)
-    most = max(sum(stage["memory"].values()) for stage in stages)
-    hours = None if tflops is None else flops / (tflops * 1e12) / 3600
-    return {"stages": stages, "memory": most, "flops": flops, "tflops": tflops, "hours": hours}
-
-
 def advise(record):
     """One or two sentences."""
-    context, timing = record["context"], record["timing"] or {}
+    context, positions, timing = record["context"], record["positions"], record["timing"] or {}
+    if positions is not None and context > positions:
+        return f"Plan for at most {positions:,} tokens: the model has no more positions, with softmax or with MHLA."
     row = next(row for row in record["cache"]["rows"] if row["tokens"] == context)
     times, after = row["softmax"] / row["mhla"], f"at {context:,} tokens"
     known = {what: timing[what]["faster_from"] or timing[what]["known_to"] for what in WORKS if what in timing}
@@ -414,6 +385,12 @@ def in_digits(number):
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
+def in_hours(hours):
+    """A duration in the largest of hours, minutes and seconds of which it has one."""
+    unit, size = ("hours", 1) if hours >= 1 else ("minutes", 60) if 60 * hours >= 1 else ("seconds", 3600)
+    return f"{hours * size:,.1f} {unit}"
+
+
 def render_timing(timing, dtype):
     """Lines on the time of one layer; none where nothing was timed."""
     if timing is None or "unknown" in timing:
@@ -442,6 +419,6 @@ def render_work(work):
         counts = f"{stage['trained'] / 1e6:,.1f}", f"{stage['tokens'] / 1e6:,.1f}"
         rows.append([stage["name"], *counts, *(f"{size / GIB:,.2f}" for size in sizes)])
     heads = ["distillation", "trains, M", "tokens, M", "GiB", *work["stages"][0]["memory"]]
-    hours = "" if work["hours"] is None else f", {work['hours']:,.1f} hours at {work['tflops']:g} TFLOP/s"
-    said = f"In all {work['flops']:.2g} FLOPs{hours}; activations need memory of their own."
+    time = "" if work["hours"] is None else f", {in_hours(work['hours'])} at {work['tflops']:g} TFLOP/s"
+    said = f"In all {work['flops']:.2g} FLOPs{time}."
     return [render_rows(heads, rows, left=1), said]

@@ -87,8 +87,9 @@ def test_a_large_model_without_its_weights(name):
     total, teacher = parameters + added, 2 * parameters
     trained = distill["trained"]
     wanted = {"weights": 4 * total, "gradients": 4 * trained, "moments": 8 * trained, "teacher": teacher}
-    assert distill["memory"] == wanted
-    assert record["distillation"]["memory"] == sum(wanted.values())
+    assert distill["memory"].items() >= wanted.items() and min(distill["memory"].values()) > 0
+    most = max(sum(stage["memory"].values()) for stage in (transfer, distill))
+    assert record["distillation"]["memory"] == most
     assert distill["flops"] == (6 * (active + added) + 2 * active) * 4882 * 8 * 1024
     assert transfer["flops"] == (6 * trained + 2 * active) * transfer["tokens"]  # the same attentions run
 
@@ -140,6 +141,20 @@ def test_another_recipe():
     assert work["stages"][1]["trained"] == sum(full["parameters"].values())
     assert work["hours"] == pytest.approx(work["flops"] / 1e14 / 3600)
     assert f"{work['hours']:,.1f} hours at 100 TFLOP/s" in render_plan(full)
+
+
+def test_a_short_run_is_told_in_minutes_or_seconds():
+    record = planned(softmax_model().config, 64, recipe="language_cpu", tflops=1)
+    hours = record["distillation"]["flops"] / 1e12 / 3600
+    for tflops, wanted in ((hours / 2, "2.0 hours"), (2 * hours, "30.0 minutes"), (120 * hours, "30.0 seconds")):
+        page = render_plan(planned(softmax_model().config, 64, recipe="language_cpu", tflops=tflops))
+        assert f", {wanted} at {tflops:g} TFLOP/s." in page
+
+
+def test_more_tokens_than_the_model_has_positions():
+    config = config_of("Llama-3.2-1B", max_position_embeddings=8192)
+    said = "Plan for at most 8,192 tokens: the model has no more positions, with softmax or with MHLA."
+    assert planned(config, 32768)["advice"] == said and planned(config, 8192)["advice"].startswith("Convert")
 
 
 def rows_of(softmax, mhla, lengths):
@@ -287,6 +302,12 @@ def test_what_converts_to_nothing():
         planned(softmax_model("mistral", sliding_window=16).config)
 
 
+@pytest.mark.parametrize("tflops", ["nan", "inf", "-1"])
+def test_recipes_at_no_speed(capsys, tflops):
+    assert main(["recipes", "--tflops", tflops, "--quiet"]) == 2
+    assert capsys.readouterr().err == f"mhla-hf recipes: --tflops is {float(tflops)}; expected a number above 0\n"
+
+
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -313,6 +334,8 @@ def folders(tmp_path, monkeypatch):
         ("llama --context 9 --layers 16", 2, "layers: got layer 16"),
         ("llama --context 9 --set mixing_form=softmax", 2, "mixing_form: got 'softmax', whose state grows"),
         ("llama --context 9 --set colour=red", 2, "'colour'"),
+        ("llama --context 9 --tflops nan", 2, "tflops is nan; expected a number above 0"),
+        ("llama --context 9 --tflops inf", 2, "tflops is inf; expected a number above 0"),
         ("llama --context 9 --tflops 0", 2, "tflops is 0.0; expected a number above 0"),
         ("llama --context 9 --recipe none.yaml", 2, "'none.yaml' is not a file"),
         ("bloom --context 9", 1, "got model type 'bloom'"),

@@ -43,7 +43,7 @@ RECIPES = """\
 example:
   mhla-hf recipes                                                       all recipes
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
-Memory covers weights, gradients, moments, and the teacher; activations come on top.
+Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
 KINDS = {  # kinds of model other than language models: what loads one, and what comes next
     "images": ("load_classifier", "distill it with conversion/image_classifier.py"),
