@@ -65,7 +65,7 @@ def forward_cached(model: nn.Module, input_ids: torch.Tensor, cache: Cache | Non
     """One forward pass that continues `cache`, or starts one if it is None: the model's output and the cache after it."""
     name = cache_argument(model)
     output = model(input_ids=input_ids, **{name: cache}, use_cache=True, **kwargs)
-    return output, output[name]
+    return output, getattr(output, name)
 
 
 def find_cache(kwargs: dict) -> str | None:
