@@ -115,7 +115,7 @@ def execute(argv):
 
 
 def prepare(notes):
-    """Streams, libraries and model types, as a command needs them. notes: whether what goes on is told on stderr."""
+    """Streams and libraries as a command needs them. notes: whether what goes on is told on stderr."""
     any_character()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mhla_hf").setLevel(logging.INFO if notes else logging.WARNING)
@@ -123,7 +123,6 @@ def prepare(notes):
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", SECONDS)  # of other libraries' bars
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers' too
-    importlib.import_module(__package__)._start()
 
 
 def any_character():

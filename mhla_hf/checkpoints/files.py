@@ -17,6 +17,39 @@ from .values import read_settings
 SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
 MARKER = ".mhla_hf.lock"  # in every temporary folder that this package makes
 OLD = "old"
+LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PIPELINE = "model_index.json"
+
+
+@contextlib.contextmanager
+def one_sentence(about):
+    """Whatever goes wrong meanwhile becomes a ValueError of one line that begins with `about`."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        raise ValueError(f"{about}: {first_line(error)}") from error
+
+
+def first_line(error):
+    """The first line of an error's text, and those that it goes on in; its class where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
+    return " ".join(lines[: next(ends, len(lines))])
+
+
+def check_model_name(name, pipeline=False):
+    """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
+    name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
+    if path.is_dir():
+        index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
+        if not (path / index).is_file() or not any(path.glob(weights)):
+            lacks = ".safetensors file" if (path / index).is_file() else index
+            raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
+        return path
+    if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
+    return name
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ one sentence that names the model.
 import contextlib
 import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -32,18 +31,12 @@ from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole
-from .files import read_json
-from .fingerprint import PIPELINE
+from .files import HUB_ID, LOADING_ERRORS, PIPELINE, check_model_name, first_line, one_sentence, read_json
+from .save import VOCABULARIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
-VOCABULARIES = (
-    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
-)  # fmt: skip
 HARMLESS = ("tokenizer_class", "quantization_config")  # no class of configurations knows them
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def register_classes(config: type, classes) -> None:
@@ -83,35 +76,12 @@ def register_type_of(source, **files) -> None:
 
 
 @contextlib.contextmanager
-def one_sentence(about):
-    """Whatever goes wrong meanwhile becomes a ValueError of one line that begins with `about`."""
-    try:
-        yield
-    except LOADING_ERRORS as error:
-        raise ValueError(f"{about}: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
 def optional(what, library, extra):
     """Where an optional library that is imported meanwhile is missing, an ImportError with the line that installs it."""
     try:
         yield
     except ImportError as error:
         raise ImportError(f"{what} needs {library}, which is missing: pip install 'mhla_hf[{extra}]'") from error
-
-
-def check_model_name(name, pipeline=False):
-    """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
-    name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
-    if path.is_dir():
-        index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
-        if not (path / index).is_file() or not any(path.glob(weights)):
-            lacks = ".safetensors file" if (path / index).is_file() else index
-            raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
-        return path
-    if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
-    return name
 
 
 def is_pipeline(name, revision=None):
@@ -343,13 +313,6 @@ def stored_dtype(folder):
         with one_sentence(f"{file} cannot be read"), safe_open(file, framework="pt") as weights:
             named = weights.get_tensor(next(iter(weights.keys()))).dtype
     return str(named).removeprefix("torch.")
-
-
-def first_line(error):
-    """The first line of an error's text, and those that it goes on in; its class where it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
-    return " ".join(lines[: next(ends, len(lines))])
 
 
 def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):

@@ -10,15 +10,15 @@ import re
 import shutil
 from pathlib import Path
 
-from transformers.utils import cached_file
-
-from .files import SHARD_SIZE, folder_aside, read_json, write_json
-from .fingerprint import PIPELINE
-from .load import VOCABULARIES, one_sentence, without_bars
+from .files import PIPELINE, SHARD_SIZE, folder_aside, one_sentence, read_json, write_json
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
 LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 CONFIGURATIONS = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
@@ -48,6 +48,8 @@ def read_sentence_files(name, revision=None) -> dict:
 
     name: folder or Hub id. {}: it has no modules.json. ValueError, one sentence: a module is not among those that are known.
     """
+    from transformers.utils import cached_file
+
     find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
     if (listed := find(MODULES)) is None:
         return {}
@@ -140,6 +142,8 @@ def save_model(model, folder, tool=None, overwrite=False, files=()):
     files: what else goes there, as `read_sentence_files` gives it.
     ValueError, one sentence: see `check_new_folder`, or it cannot be written (the disk is full).
     """
+    from .load import without_bars
+
     path = check_new_folder(folder, overwrite)
     failed = one_sentence(f"output {str(folder)!r} cannot be written")
     with failed, folder_aside(path, replace=overwrite) as aside, without_bars():

@@ -5,7 +5,23 @@ import json
 import os
 from pathlib import Path
 
-from .values import count, device_option, json_option, parse_settings, parse_value, seed_number, show
+from ..checkpoints.files import named_yaml
+from .values import (
+    check_file,
+    check_folder,
+    check_model,
+    count,
+    device_option,
+    dtype_option,
+    json_option,
+    parse_settings,
+    parse_value,
+    seed_number,
+    show,
+    start,
+)
+
+SCORE_RECIPES = Path(__file__).parents[1] / "evaluation" / "recipes"
 
 EVALUATE = """\
 example:
@@ -56,7 +72,7 @@ def evaluate_options(add):
     add("--limit", type=parse_value, help="documents per task, or a fraction below 1, for a quick try")
     add("--batch-size", default=8, type=parse_value, help='batch size, or "auto" (default: 8)')
     add("--seed", type=seed_number, help="random seed (default: lm-eval's own)")
-    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    dtype_option(add)
     device_option(add)
     add("--max-length", type=int, help="longest context (default: the model's)")
     add("--revision", help="branch, tag or commit on the Hub")
@@ -70,10 +86,17 @@ def evaluate_options(add):
     add("--plot", metavar="PNG", help="plot the scores")
 
 
-def run_evaluate(settings, style, plot, command, **options):
+def run_evaluate(models, settings, style, plot, command, **options):
+    settings = parse_settings(settings)
+    if options["recipe"] is not None:
+        named_yaml(options["recipe"], SCORE_RECIPES, "recipe")
+    for model in models:
+        check_model(model, options["revision"])
+    start()
+
     from ..evaluation.runner import evaluate
 
-    compared = evaluate(settings=parse_settings(settings), **options)
+    compared = evaluate(models, settings=settings, **options)
     if int(os.environ.get("RANK", "0")):
         return  # of several processes the first one has the scores
     if style == "json":
@@ -95,6 +118,10 @@ def tasks_options(add):
 
 
 def run_tasks(text, tokenizer, out, command, progress, **options):
+    check_file(text)
+    check_model(tokenizer, weights=False)
+    start()
+
     from ..checkpoints.load import load_tokenizer
     from ..evaluation.text_tasks import make_tasks
     from ..training.data import read_text_file
@@ -114,10 +141,14 @@ def analyze_options(add):
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
 
 
-def run_analyze(**options):
+def run_analyze(models, **options):
+    for model in models:
+        check_model(model)
+    start()
+
     from ..analysis import analyze, render_analysis
 
-    print(render_analysis(analyze(**options)))
+    print(render_analysis(analyze(models, **options)))
 
 
 def audit_options(add):
@@ -131,10 +162,16 @@ def audit_options(add):
     add("--trust-remote-code", action="store_true", help="run code from the folder that this mhla_hf did not generate")
 
 
-def run_audit(as_json, **options):
+def run_audit(folder, as_json, **options):
+    check_folder(folder, "a causal language model")
+    check_file(options["text"])
+    if options["teacher"] is not None:
+        check_model(options["teacher"])
+    start()
+
     from ..share.audit import audit, render_audit
 
-    record = audit(**options)
+    record = audit(folder, **options)
     show(record, as_json, render_audit)
     if record["findings"]:
         raise SystemExit(1)
@@ -149,6 +186,8 @@ def bench_options(add):
 
 
 def run_bench(as_json, **options):
+    start()
+
     from .. import bench
 
     record = bench.run_bench(**options)

@@ -2,7 +2,7 @@
 
 import os
 
-from .values import json_option, parse_pairs, show
+from .values import check_folder, json_option, parse_pairs, show, start
 
 INFO = """\
 example:
@@ -31,6 +31,9 @@ def info_options(add):
 
 
 def run_info(folder, as_json, **_):
+    check_folder(folder, "a saved MHLA model or pipeline")
+    start()
+
     from ..info import describe_model, render_info
 
     record = describe_model(folder)
@@ -51,6 +54,9 @@ def card_options(add):
 
 
 def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, command, **options):
+    check_folder(folder, "an evaluated model, or of cards")
+    start()
+
     from ..share import card
 
     if os.path.isdir(os.path.join(folder, card.RESULTS)):
@@ -81,10 +87,13 @@ def push_options(add):
     add("--base-model", help="Hub id of the softmax original, for such a card")
 
 
-def run_push(command, **options):
+def run_push(what, command, **options):
+    check_folder(what, "a saved MHLA model or pipeline")
+    start()
+
     from ..share.push import push
 
-    pushed = push(**options)
+    pushed = push(what, **options)
     if options["dry_run"]:
         lines = [f"{size:>15,}  {name}" for name, size in pushed.files.items()]
         print("\n".join(lines), f"{sum(pushed.files.values()):>15,}  bytes; nothing was sent", sep="\n")

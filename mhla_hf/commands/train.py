@@ -5,7 +5,23 @@ import os
 import shlex
 import sys
 
-from .values import count, device_option, json_option, parse_layers, parse_settings, seed_number, show
+from ..checkpoints.files import named_yaml
+from ..checkpoints.save import check_new_folder
+from ..training.recipe import FOLDER, read_recipe
+from .values import (
+    check_data,
+    check_file,
+    check_model,
+    count,
+    device_option,
+    dtype_option,
+    json_option,
+    parse_layers,
+    parse_settings,
+    seed_number,
+    show,
+    start,
+)
 
 logger = logging.getLogger("mhla_hf")
 CONVERT = """\
@@ -60,7 +76,7 @@ def convert_options(add):
     add("--calibrate", metavar="TEXT", help="fit a language model's new layers to the original ones on this text")
     add("--keep", choices=["auto"], help="choose by measurement on that text which of --layers keep softmax")
     add("--budget", metavar="N", help="with --keep: a number of layers, or a cache size such as 64MiB")
-    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    dtype_option(add)
     add("--seed", type=seed_number, default=0, help="random seed of the new parameters (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
@@ -70,15 +86,18 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     if (keep and not budget) or (budget and not (keep and calibrate)):
         raise ValueError("keep: expected --calibrate TEXT --keep auto --budget N together, or --calibrate alone")
     settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
+    check_new_folder(out, overwrite)
+    check_file(calibrate)
+    check_model(model, revision)
+    start()
 
     import torch
 
     from ..checkpoints import load
-    from ..checkpoints.save import check_new_folder, read_sentence_files, save_model
+    from ..checkpoints.save import read_sentence_files, save_model
     from ..convert import convert
     from ..training.start import start_from_text
 
-    check_new_folder(out, overwrite)
     source = {"dtype": dtype, "device": "cpu", "revision": revision}
     if load.is_pipeline(model, revision):
         if calibrate:
@@ -124,14 +143,17 @@ def plan_options(add):
     json_option(add)
 
 
-def run_plan(layers, settings, as_json, **options):
+def run_plan(model, recipe, layers, settings, as_json, **options):
     layers, settings = parse_layers(layers), parse_settings(settings)
+    named_yaml(recipe, FOLDER, "recipe")
+    check_model(model, options["revision"], weights=False)
+    start()
 
     from ..convert.transformers_models import NotConvertible
     from ..planning import plan, render_plan
 
     try:
-        record = plan(layers=layers, **options, **settings)
+        record = plan(model, recipe=recipe, layers=layers, **options, **settings)
     except NotConvertible as error:
         print(f"mhla-hf plan: {error}", file=sys.stderr)
         raise SystemExit(1) from error
@@ -145,11 +167,15 @@ def teach_options(add):
     add("--seq-len", type=count, default=512, help="tokens per sequence (default: 512)")
     add("--top-k", type=count, default=256, help="most likely tokens to keep per position (default: 256)")
     add("--batch-size", type=count, default=8, help="batch size (default: 8)")
-    add("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    dtype_option(add)
     device_option(add)
 
 
 def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
+    check_model(teacher)
+    check_data(text)
+    start()
+
     from ..checkpoints.load import choose_device, load_language_model
     from ..training.teach import teach
 
@@ -205,14 +231,6 @@ def run_distill(
     out,
     **options,
 ):
-    import torch
-
-    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_language_model
-    from ..convert import convert
-    from ..training.loop import distill
-    from ..training.recipe import read_recipe
-    from ..training.sharding import launched_with
-
     wanted = {"*.batch_size": batch_size, "*.lr": learning_rate}
     wanted["run.mixed_precision"] = dtype and {"float32": "no", "bfloat16": "bf16"}[dtype]
     wanted["run.tracker"] = "" if tracker == "none" else tracker
@@ -220,6 +238,18 @@ def run_distill(
     recipe = read_recipe(recipe, wanted)
     for stage in recipe.stages:
         stage.steps = min(stage.steps, max_steps or stage.steps)
+    for name in dict.fromkeys((student, teacher or student)):
+        check_model(name)
+    check_data(options["data"])
+    start()
+
+    import torch
+
+    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_language_model
+    from ..convert import convert
+    from ..training.loop import distill
+    from ..training.sharding import launched_with
+
     if (kind := kind_of_model(student)) in KINDS:
         what, place = "an image classifier", "conversion/image_classifier.py"
         if kind == "encoders":
@@ -258,6 +288,10 @@ def recipes_options(add):
 
 
 def run_recipes(model, tflops, as_json, **_):
+    if model is not None:
+        check_model(model, weights=False)
+    start()
+
     from ..planning import list_recipes, render_recipes
 
     record = list_recipes(model, tflops)

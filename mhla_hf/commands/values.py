@@ -1,7 +1,16 @@
 """Values from the command line (ValueError or argparse's own error, one sentence, for bad ones), and what commands share."""
 
 import argparse
+import errno
+import importlib
 import json
+import os
+from pathlib import Path
+
+from ..checkpoints.files import HUB_ID, PIPELINE, check_model_name
+
+DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def seed_number(text):
@@ -57,6 +66,57 @@ def parse_pairs(name, pairs):
     if odd := [label for label, place in found.items() if not (label and place)]:
         raise ValueError(f"{name} is {odd[0]!r}; expected LABEL=DIR, such as teacher=out/teacher")
     return found
+
+
+def start():
+    """Import what every command works with and register the model types: seconds, before which arguments are checked."""
+    importlib.import_module("mhla_hf")._start()
+
+
+def check_model(name, revision=None, weights=True):
+    """ValueError, one sentence: `name` is neither the folder of a saved model or pipeline nor what the Hub or its cache has.
+
+    weights: False: a folder may hold its configuration alone.
+    """
+    if os.path.isdir(name) and not weights:
+        return
+    if isinstance(check_model_name(name, pipeline=(Path(name) / PIPELINE).is_file()), Path):
+        return
+    from huggingface_hub import hf_hub_download
+
+    for file in ("config.json", PIPELINE):
+        try:
+            hf_hub_download(name, file, revision=revision)
+            return
+        except Exception as error:  # of whatever kind, by which the Hub says no
+            lines = [line for line in map(str.strip, str(error).splitlines()) if line and "Client Error" not in line]
+            said = lines[0] if lines else type(error).__name__
+    raise ValueError(f"model {name!r} cannot be loaded: it is no folder here, and the Hub does not give it ({said})")
+
+
+def check_folder(folder, wanted):
+    """ValueError, one sentence: there is no such folder. wanted: what is expected to be in it."""
+    if not os.path.isdir(folder):
+        raise ValueError(f"folder {folder!r} is not here; expected the folder of {wanted}")
+
+
+def check_file(path):
+    """FileNotFoundError: a file or folder that was given is not there."""
+    if path is not None and not os.path.exists(os.path.expanduser(path)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def check_data(data):
+    """FileNotFoundError: text to train on is not there, and its name is a file's, not that of a dataset on the Hub."""
+    if data is None:
+        return
+    is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")
+    if not is_id or Path(data).suffix in DATA_ENDINGS:
+        check_file(data)
+
+
+def dtype_option(add):
+    add("--dtype", default="auto", choices=DTYPES, metavar="DTYPE", help="auto (default), float32, bfloat16 or float16")
 
 
 def device_option(add):

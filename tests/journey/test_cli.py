@@ -88,7 +88,8 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     printed = capsys.readouterr().err
     assert "'" + str(tmp_path / "tower") + "' is a SiglipVisionModel; expected" in printed and printed.count("\n") == 1
     distill = ["distill", str(tmp_path / "vit"), "--recipe", "language_cpu"]
-    assert main([*distill, "--data", "notes.txt", "--out", str(tmp_path / "new")]) == 2
+    (tmp_path / "notes.txt").touch()
+    assert main([*distill, "--data", str(tmp_path / "notes.txt"), "--out", str(tmp_path / "new")]) == 2
     assert "is an image classifier; expected a causal language model" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -184,6 +185,45 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(place, capfd,
     assert stdout == "" and "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) == 1, stderr
     assert says in stderr and stderr.startswith("mhla-hf")
+
+
+EARLY = {
+    "convert ./nothing new": "model './nothing' is no folder here",
+    "convert nobody/nothing new": "'nobody/nothing' cannot be loaded: it is no folder here, and the Hub does not give it",
+    "convert llama full": "'full' is not empty",
+    "convert llama new --layers half": "--layers is 'half'",
+    "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
+    "convert llama new --calibrate no.txt": "no.txt: No such file",
+    "plan nothing/ --context 9": "model 'nothing/' is no folder here",
+    "recipes --model ./nothing": "model './nothing' is no folder here",
+    "teach llama --data no.txt --out new": "no.txt: No such file",
+    "distill llama --recipe lite --out new": "--recipe: 'lite' is not a file",
+    "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model './nothing' is no folder here",
+    "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
+    "evaluate llama --recipe lite": "--recipe: 'lite' is not a file",
+    "evaluate llama ./nothing --recipe recall": "model './nothing' is no folder here",
+    "analyze ./nothing": "model './nothing' is no folder here",
+    "tasks no.txt --tokenizer llama --out new": "no.txt: No such file",
+    "audit nothing": "folder 'nothing' is not here; expected the folder of a causal language model",
+    "audit llama --data no.txt": "no.txt: No such file",
+    "info nothing": "folder 'nothing' is not here",
+    "card nothing": "folder 'nothing' is not here",
+    "push nothing me/model": "folder 'nothing' is not here",
+}
+
+
+@pytest.mark.parametrize("line", EARLY)
+def test_what_can_be_seen_at_once_is_said_before_anything_is_imported(place, capfd, monkeypatch, line):
+    monkeypatch.setattr(mhla_hf, "_start", lambda: pytest.fail("imported before the arguments were checked"))
+    assert main(line.split()) == 2
+    stdout, stderr = capfd.readouterr()
+    assert stdout == "" and stderr.startswith("mhla-hf") and EARLY[line] in stderr and stderr.count("\n") == 1, stderr
+
+
+def test_a_typo_is_told_at_once(place):
+    before = os.times().children_user
+    assert "no folder here" in start(["convert", "./nothing", "new"], place).communicate()[1]
+    assert os.times().children_user - before < 1.5
 
 
 def test_debug_says_where_it_came_from(place):
