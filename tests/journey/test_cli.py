@@ -139,7 +139,8 @@ def inventory(folder):
 
 
 def start(arguments, folder):
-    command = [sys.executable, "-m", "mhla_hf.cli", *arguments]
+    script = "import sys; from mhla_hf_command import main; sys.exit(main())"  # what pip makes of the entry point
+    command = [sys.executable, "-c", script, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # a job that a shell put into the background ignores Ctrl-C, and so would its children
     hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
