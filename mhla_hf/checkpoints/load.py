@@ -123,6 +123,11 @@ def _read_tokenizer(name, *, trust_remote_code, **files):
     return tokenizer
 
 
+def _tokenizer_reader(name):
+    """What reads a model's own tokenizer, or that of the folder or Hub id `name`."""
+    return _read_tokenizer if name is None else lambda *given, **options: load_tokenizer(name)
+
+
 def has_tokenizer(name) -> bool:
     """Whether a folder holds a file of a tokenizer; True for a Hub id, which is not asked."""
     folder = Path(name)
@@ -165,7 +170,7 @@ def load_language_model(
     tokenizer: folder or Hub id of the tokenizer; None: the model's own.
     ValueError, in one sentence, for whatever is wrong: weights missing, pickled, damaged, ...
     """
-    read = _read_tokenizer if tokenizer is None else lambda *given, **options: load_tokenizer(tokenizer)
+    read = _tokenizer_reader(tokenizer)
     return _load(name, AutoModelForCausalLM, read, dtype, device, revision, trust_remote_code, weights)
 
 
@@ -174,11 +179,11 @@ def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_rem
     return _load(name, AutoModelForImageClassification, _read_processor, dtype, device, revision, trust_remote_code)
 
 
-def load_encoder(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
+def load_encoder(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, tokenizer=None):
     """(model in eval mode, tokenizer) of an encoder of text with the head that config.json names; the rest as above."""
     named = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
     auto_model = getattr(transformers, auto_class_of(named[0]))
-    return _load(name, auto_model, _read_tokenizer, dtype, device, revision, trust_remote_code)
+    return _load(name, auto_model, _tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
 
 
 def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code, weights=True):

@@ -150,10 +150,16 @@ def save_model(model, folder, tool=None, overwrite=False, files=()):
         model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
         if tool is not None:
             tool.save_pretrained(aside)
-        for path, content in dict(files).items():
-            (aside / path).parent.mkdir(exist_ok=True)
-            if isinstance(content, Path):
-                shutil.copyfile(content, aside / path)
-            else:
-                write_json(aside / path, content)
+        write_files(aside, files)
     return path
+
+
+def write_files(folder, files) -> None:
+    """Put files into a model's folder: by path, JSON content, or the `Path` of a file to copy."""
+    for path, content in dict(files).items():
+        target = Path(folder, path)
+        target.parent.mkdir(exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, target)
+        else:
+            write_json(target, content)

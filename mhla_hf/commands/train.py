@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from ..checkpoints.files import named_yaml
-from ..checkpoints.save import check_new_folder
+from ..checkpoints.save import check_new_folder, read_sentence_files
 from ..training.recipe import FOLDER, read_recipe
 from .values import (
     check_data,
@@ -47,6 +47,8 @@ example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
       --recipe language_cpu --out out/smollm-distilled
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_cpu --out out/new    converts first
+  mhla-hf distill out/minilm-mhla --teacher sentence-transformers/all-MiniLM-L6-v2 --data notes.txt \\
+      --recipe encoder --out out/minilm-distilled
   mhla-hf distill HuggingFaceTB/SmolLM2-135M --data notes.txt --recipe language_llama_lite --out out/new \\
       --batch-size 16 --max-steps 20 --report-to tensorboard \\
       --set distill.lr=5e-5 --set distill.seq_len=2048 --set run.save_every=50 --set settings.block_size=64
@@ -61,10 +63,8 @@ example:
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
 Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
-KINDS = {  # kinds of model other than language models: what loads one, and what comes next
-    "images": ("load_classifier", "distill it with conversion/image_classifier.py"),
-    "encoders": ("load_encoder", "train it on its own task (docs/encoders.md)"),
-}
+# kinds of model other than language models: what loads one, and the recipe to distill it with
+KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
 
 def convert_options(add):
@@ -94,7 +94,7 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     import torch
 
     from ..checkpoints import load
-    from ..checkpoints.save import read_sentence_files, save_model
+    from ..checkpoints.save import save_model
     from ..convert import convert
     from ..training.start import start_from_text
 
@@ -112,22 +112,28 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     kind = load.kind_of_model(model, revision)
     if calibrate and kind in KINDS:
         raise ValueError(f"calibrate: came with {model!r}, which is no causal language model; expected one")
-    then = shlex.join(["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled"])
-    then = f"distill it: {then} --recipe language_llama_lite --data TEXT"
-    read, further = KINDS.get(kind, ("load_language_model", then))
+    read, recipe = KINDS.get(kind, ("load_language_model", "language_llama_lite"))
+    further = "distill it with conversion/image_classifier.py"
+    if recipe:
+        line = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
+        further = f"distill it: {shlex.join(line)} --data TEXT"
     converted, tools = getattr(load, read)(model, **source)
     torch.manual_seed(seed)
     config = convert(converted, layers=layers, **settings).config
     if calibrate:
         start_from_text(converted, tools, calibrate, budget, seed, progress)
-    files = {}
-    if kind == "encoders":
-        try:
-            files = read_sentence_files(model, revision)
-        except (ValueError, OSError) as error:
-            logger.warning("convert: the modules of sentence-transformers are not kept: %s", error)
+    files = sentence_files(model, revision) if kind == "encoders" else {}
     save_model(converted, out, tools, overwrite, files)
     print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
+
+
+def sentence_files(model, revision=None):
+    """What sentence-transformers adds to an encoder; nothing, with a warning, where that may be code or is not here."""
+    try:
+        return read_sentence_files(model, revision)
+    except (ValueError, OSError) as error:
+        logger.warning("the modules of sentence-transformers are not kept: %s", error)
+        return {}
 
 
 def plan_options(add):
@@ -245,16 +251,14 @@ def run_distill(
 
     import torch
 
-    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_language_model
+    from ..checkpoints.load import choose_device, has_tokenizer, kind_of_model, load_encoder, load_language_model
     from ..convert import convert
     from ..training.loop import distill
     from ..training.sharding import launched_with
 
-    if (kind := kind_of_model(student)) in KINDS:
-        what, place = "an image classifier", "conversion/image_classifier.py"
-        if kind == "encoders":
-            what, place = "a text encoder, which has no next tokens", "experiments/encoder.py"
-        raise ValueError(f"student {student!r} is {what}; expected a causal language model (for these see {place})")
+    if (kind := kind_of_model(student)) == "images":
+        what = "expected a causal language model or a text encoder (for these see conversion/image_classifier.py)"
+        raise ValueError(f"student {student!r} is an image classifier; {what}")
     if device:
         on_cpu = choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
@@ -262,7 +266,11 @@ def run_distill(
     others = teacher if teacher and not has_tokenizer(student) else None
     if others:
         logger.info("distill: %r has no tokenizer; that of %r is taken", student, teacher)
-    model, tokenizer = load_language_model(student, **here, tokenizer=others)
+    if kind == "encoders":
+        load, here, options["files"] = load_encoder, {"device": "cpu"}, sentence_files(student)
+    else:
+        load = load_language_model
+    model, tokenizer = load(student, **here, tokenizer=others)
     if not hasattr(model.config, "mhla"):
         torch.manual_seed(seed)
         convert(model, **recipe.settings)
@@ -270,11 +278,11 @@ def run_distill(
     elif odd := [place for place in wanted if place.startswith("settings.")]:
         raise ValueError(f"set: got {odd[0]!r}, and {student!r} is converted already; expected a softmax model with it")
     dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
-    original = teacher and load_language_model(teacher, dtype=dtype, **here)[0]
+    original = teacher and load(teacher, dtype=dtype, **here)[0]
     distill(model, original, tokenizer=tokenizer, recipe=recipe, seed=seed, out=out, **options)
     if not int(os.environ.get("RANK", "0")):  # of several processes the first one says it
         line = shlex.join(["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"])
-        print(f"{out}: trained; now evaluate it: {line}")
+        print(f"{out}: trained" + (f"; now evaluate it: {line}" if kind != "encoders" else ""))
 
 
 def recipes_options(add):

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..convert.families import family_of
-from ..models.families import ENCODERS
 from .data import last_position, open_text
 from .tasks import Objective, Task
 from .teach import RECORD, TaughtText, likeliest_tokens
@@ -99,9 +97,9 @@ class LanguageTask(Task):
         self.tool, self.text_field = tokenizer, text_field
 
     def check(self, stages):
-        """Also: the student has a head of next tokens, which bodies, classifiers and encoders have not."""
+        """Also: the student has a head of next tokens, which bodies and classifiers have not."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
-        if head is None or family_of(self.student) in ENCODERS:
+        if head is None:
             raise TypeError(f"student: got {type(self.student).__name__}; expected {self.wanted}")
         super().check(stages)
 

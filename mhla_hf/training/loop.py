@@ -48,8 +48,9 @@ def distill(
     A run that was stopped goes on when the same call is made again; a finished one is loaded, and nothing else happens.
 
     Args:
-        student: a causal language model or an image model of transformers, or a transformer of diffusers or a pipeline of
-            one, which is then saved whole; trained in place, in float32, and given back and saved in the dtype it came in.
+        student: a causal language model, a text encoder or an image model of transformers, or a transformer of diffusers or
+            a pipeline of one, which is then saved whole; trained in place, in float32, and given back and saved in the
+            dtype it came in.
         teacher: the softmax original, with the same layer names and vocabulary, in its own dtype; never changed. Needed by
             the losses that compare with one. Of a diffusion student and teacher one is a pipeline, for its scheduler.
         out: folder to make; while the run goes on its state is in `<out>.state`.
@@ -66,7 +67,8 @@ def distill(
         tracker: "tensorboard" (into `runs/`) or another that accelerate knows; None or "": none.
         progress: show bars and messages on stderr; where it is no terminal, a line at each `log_every` instead of bars.
         command: the shell line that repeats the run, for the record.
-        options: the task's own: for language models `tokenizer` (saved with the model) and `text_field`; for image models
+        options: the task's own: for language models and encoders `tokenizer` (saved with the model) and `text_field`; for
+            encoders `files` (saved with it, as `checkpoints.save.read_sentence_files` gives them); for image models
             `processor` (saved with the model) and `test` (images whose accuracy enters the history).
 
     Returns:

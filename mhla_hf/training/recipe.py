@@ -162,6 +162,19 @@ class ImageStage(CommonStage):
 
 
 @checked
+class EncoderStage(CommonStage):
+    """A stage of a text encoder's run.
+
+    loss: "transfer" (each MHLA layer's attention output against the softmax original's, on the teacher's inputs),
+        "embeddings" (1 - cosine to the teacher's last hidden state: of each token, of the first one, and of their mean).
+    seq_len: tokens in a sequence, special ones included. The rest: `CommonStage`.
+    """
+
+    loss: Literal["transfer", "embeddings"]
+    seq_len: int = values.at_least(2, 128)
+
+
+@checked
 class Options:
     """How a run is worked off: arguments of `distill` that a recipe may hold under `run`; see there."""
 
@@ -173,7 +186,7 @@ class Options:
     tracker: str = ""
 
 
-STAGE_TYPES = {"language": Stage, "diffusion": DiffusionStage, "images": ImageStage}
+STAGE_TYPES = {"language": Stage, "encoders": EncoderStage, "diffusion": DiffusionStage, "images": ImageStage}
 
 
 @checked
@@ -186,7 +199,7 @@ class Recipe:
     """
 
     stages: list | tuple
-    task: Literal["language", "diffusion", "images"] = "language"
+    task: Literal["language", "encoders", "diffusion", "images"] = "language"
     about: str = ""
     base: str | None = None
     tokenizer: str | None = None

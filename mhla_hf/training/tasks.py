@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.files import SHARD_SIZE
-from ..convert.families import is_of_diffusers
+from ..convert.families import family_of, is_of_diffusers
+from ..models.families import ENCODERS
 from ..models.transformers_api import set_gradient_checkpointing
 from .trainable import check_student, check_teacher, mhla_attentions
 
@@ -186,6 +187,8 @@ def find_task(student, teacher, options) -> Task:
         from .diffusion import DiffusionTask as Found
     elif getattr(student, "main_input_name", None) == "pixel_values":
         from .images import ImageTask as Found
+    elif family_of(student) in ENCODERS:
+        from .encoders import EncoderTask as Found
     else:
         from .language import LanguageTask as Found
     return Found(student, teacher, **options)

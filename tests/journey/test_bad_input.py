@@ -79,7 +79,7 @@ CASES = {
     "local: impl": (lambda: converted(impl="reference"), 'impl: got "reference" with mixing_form="decay", expected'),
     "encoder: twice": (lambda: mhla_hf.convert(converted_encoder("bert")), "got MHLABertModel, which is an MHLA model"),
     "encoder: distilled": (lambda: taught(converted_encoder("bert", "ForMaskedLM")),
-        "student: got MHLABertForMaskedLM; expected a causal language model"),
+        "stage 'a': loss is 'lm'; expected one of ['transfer', 'embeddings']"),
     "head: of classes, distilled": (lambda: taught(headed("AutoModelForSequenceClassification")),
         "student: got MHLALlamaForSequenceClassification; expected a causal language model"),
     "head: none, distilled": (lambda: taught(headed("AutoModel")), "student: got MHLALlamaModel; expected a causal"),
