@@ -86,6 +86,7 @@ def test_language(run):
         assert len({word for word in words if word.isalpha()}) > 5, words
 
 
+@pytest.mark.slow
 def test_video(run):
     printed, pictures = run("02_video.ipynb")
     assert "MHLAWanTransformer3DModel | layers [1, 2]" in printed and pictures == 2
@@ -95,6 +96,7 @@ def test_video(run):
     assert distilled < 0.5 * untrained and without_numbers(printed) == without_numbers(kept("02_video.ipynb"))
 
 
+@pytest.mark.slow
 def test_convert_distill_share(run, hub, signed_in):
     printed, _ = run("03_convert_distill_share.ipynb")
     assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == 1
@@ -106,6 +108,7 @@ def test_convert_distill_share(run, hub, signed_in):
     assert teacher > 0.9 and student > 0.9, "the layer that looks things up keeps softmax"
 
 
+@pytest.mark.slow
 def test_why_it_works(run):
     """Collapse is seen: plain linear attention stops at rank d and above its floor, MHLA goes below that floor."""
     printed, pictures = run("04_why_it_works.ipynb")
