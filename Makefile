@@ -7,6 +7,7 @@ PIP_ARGS ?=
 # `make test-releases` runs these on the oldest releases that pyproject.toml promises, and on what pip installs today.
 RELEASE_oldest := transformers==5.19.0 diffusers==0.42.0 accelerate==1.15.0 huggingface_hub==2.4.0 peft==0.21.0
 RELEASE_newest :=
+RELEASES ?= oldest newest
 RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_cache.py models/test_compiled_decoding.py \
 	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo.py)
 
@@ -46,8 +47,8 @@ $(VENV)-%/.installed: pyproject.toml
 	$(VENV)-$*/bin/python -m pip install -q $(PIP_ARGS) -e '.[train,eval,peft]' pytest pytest-xdist hypothesis 'triton>=3.6,<3.10' $(RELEASE_$*)
 	touch $@
 
-test-releases: $(VENV)-oldest/.installed $(VENV)-newest/.installed  ## the main job on the oldest and the newest releases
-	for release in oldest newest; do \
+test-releases: $(RELEASES:%=$(VENV)-%/.installed)  ## the main job on the oldest and the newest releases
+	for release in $(RELEASES); do \
 		$(VENV)-$$release/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|diffusers|accelerate|peft|huggingface_hub) '; \
 		HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$$release/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
 			$(RELEASE_TESTS) $(ARGS) || exit 1; \

@@ -74,6 +74,7 @@ def kept(name):
     return "".join("".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output)
 
 
+@pytest.mark.slow
 def test_language(run):
     printed, pictures = run("01_language.ipynb")
     assert "logits equal bit for bit: True" in printed and "three times the trained length: True" in printed
