@@ -1,0 +1,179 @@
+"""Queries and keys as they were before the rotary embedding, undone from what attention modules are given."""
+
+import pytest
+import torch
+from small_types import TYPES, small_model_of
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+import mhla_hf
+from mhla_hf.models.attention import softmax_attentions
+from mhla_hf.models.rotation import before_rotation, rotation_angles, rotation_layout, unrotate
+from mhla_hf.models.transformers_api import set_attention_function
+
+TOKENS, SHIFT, NOTED = torch.arange(12)[None], 37, []
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def noting_attention(module, query, key, value, attention_mask, **kwargs):
+    """Keeps q and k; o is v, for as many heads as there are queries."""
+    NOTED.append((query.transpose(1, 2), key.transpose(1, 2)))
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("noting", noting_attention)
+
+
+def scrambled(model):
+    """With weights of norms, and biases, that are not all equal."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand_like(parameter), alpha=0.5)
+    return model
+
+
+@torch.no_grad()
+def calls_at(model, position_ids):
+    """For each layer (each MHLA layer, if there are any): module, args and kwargs of the call, and q and k `[B, T, H, K]`.
+
+    Each attention module sees hidden states of its own, whatever the layers below it make of the positions.
+    """
+    attentions = softmax_attentions(model)
+    attentions = {index: module for index, module in attentions.items() if hasattr(module, "mhla")} or attentions
+    calls, handles = [], []
+    for index, attention in attentions.items():
+        states = torch.randn(*position_ids.shape, 32, generator=torch.Generator().manual_seed(index)).to(model.dtype)
+
+        def replace(module, args, kwargs, states=states):
+            name = "hidden_states"
+            own = kwargs.pop(name) if name in kwargs else args[0]
+            args = tuple(states if x is own else x for x in (own, *args[len(args) and args[0] is own :]))
+            kwargs |= {"attention_scaling": None} if "attention_scaling" in kwargs else {}  # of queries in Beam
+            calls.append((module, args[1:], kwargs))
+            return args, kwargs
+
+        handles.append(attention.register_forward_pre_hook(replace, with_kwargs=True))
+        if hasattr(attention, "mhla"):
+            handles.append(attention.mhla.register_forward_pre_hook(lambda _core, args: NOTED.append(args[:2])))
+        else:
+            set_attention_function(attention.config, "noting")
+    NOTED.clear()
+    model(input_ids=TOKENS + 1, position_ids=position_ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    assert [module for module, *_ in calls] == list(attentions.values())
+    return [(*call, *noted) for call, noted in zip(calls, NOTED, strict=True)]
+
+
+def undone(module, args, kwargs, q, k):
+    return before_rotation(module, q, k, rotation_angles(module, args, kwargs))
+
+
+def distance(x, y):
+    return float(((x - y).abs().max() / y.abs().max()).detach())
+
+
+def check(model, bound=1e-5):
+    """q and k of every layer are undone to the same at two places, and differ before where the layer rotates them."""
+    rotated_layers = []
+    for near, far in zip(calls_at(model, TOKENS), calls_at(model, TOKENS + SHIFT), strict=True):
+        module, args, kwargs, *rotated = near
+        angles = rotation_angles(module, args, kwargs)
+        assert angles is None or (angles.shape[:3] == (1, 12, 1) and angles.shape[3] <= rotated[0].shape[3])
+        for here, there, x, y in zip(undone(*near), undone(*far), rotated, far[3:], strict=True):
+            assert here.shape == x.shape and here.dtype == x.dtype
+            assert distance(here, there) <= bound
+            assert (distance(x, y) > 1e-2) == (angles is not None)
+        rotated_layers.append(angles is not None)
+    return rotated_layers
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_queries_and_keys_of_every_type_forget_their_positions(model_type):
+    check(scrambled(small_model_of(model_type)))
+    check(mhla_hf.convert(scrambled(small_model_of(model_type)), layers="all", block_size=8))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("smollm3", [True, True, True, False]),
+        ("exaone4", [True, False] * 2),
+        ("gpt2", [False] * 4),
+        ("granitemoehybrid", [False] * 2),
+    ],
+)
+def test_layers_without_rotation_are_known(model_type, expected):
+    assert check(small_model_of(model_type)) == expected
+
+
+def test_fp64_is_undone_exactly():
+    for model_type in ("llama", "cohere", "deepseek_v2", "deepseek_v3", "hunyuan_v1_dense", "nanochat"):
+        x = torch.randn(1, 12, 4, 8, dtype=torch.float64)
+        layout = rotation_layout(small_model_of(model_type).config)
+        angle = torch.rand(1, 12, 1, 3, dtype=torch.float64)
+        angles = torch.cat((angle.cos(), angle.sin()), -1)
+        back = torch.cat((angle.cos(), -angle.sin()), -1)  # rotates, as it undoes the rotation by minus the angle
+        assert distance(unrotate(unrotate(x, back, layout), angles, layout), x) <= 1e-12
+
+
+def test_bf16_is_undone_as_well_as_it_is_rotated():
+    exact = small_model_of("llama")
+    rounded = small_model_of("llama").bfloat16()
+    for one, other in zip(calls_at(exact, TOKENS + SHIFT), calls_at(rounded, TOKENS + SHIFT), strict=True):
+        for wanted, x in zip(undone(*one), undone(*other), strict=True):
+            assert x.dtype == torch.bfloat16 and distance(x.float(), wanted) <= 1.5e-2
+
+
+def test_the_scale_of_yarn_is_undone():
+    rope = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=rope))
+    scale = model.model.rotary_emb.attention_scaling
+    assert scale > 1.1
+    assert check(model) == [True, True]
+    for call in calls_at(model, TOKENS):
+        for x, before in zip(call[3:], undone(*call), strict=True):
+            assert distance(before[:, 0] * scale, x[:, 0]) <= 1e-6  # at position 0 nothing but the scale is applied
+
+
+def test_dimensions_that_the_base_does_not_rotate_stay():
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    half = Phi3ForCausalLM(Phi3Config(**SIZES, rope_parameters=rope))
+    assert check(half) == [True, True]
+    for model, kept in ((half, slice(4, None)), (small_model_of("deepseek_v3"), slice(None, 8))):
+        for call in calls_at(model, TOKENS + SHIFT):
+            for x, before in zip(call[3:], undone(*call), strict=True):
+                assert torch.equal(before[..., kept], x[..., kept]) and not torch.equal(before, x)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "cohere", "deepseek_v2", "hunyuan_v1_dense", "llama4_text", "smollm3"])
+def test_it_compiles_and_exports_as_one_graph(model_type):
+    model = scrambled(small_model_of(model_type))
+    module, args, kwargs, q, k = calls_at(model, TOKENS + SHIFT)[-2]
+    kwargs = {"position_embeddings": kwargs["position_embeddings"]}
+    wanted = undone(module, args, kwargs, q, k)
+
+    class Undone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = module
+
+        def forward(self, rotation, q, k):
+            return undone(self.attention, (), {"position_embeddings": rotation}, q, k)
+
+    inputs = (kwargs["position_embeddings"], q, k)
+    torch._dynamo.reset()
+    compiled = torch.compile(undone, fullgraph=True, backend="aot_eager")(module, args, kwargs, q, k)
+    exported = torch.export.export(Undone(), inputs).module()(*inputs)
+    for one, other, x in zip(compiled, exported, wanted, strict=True):
+        assert distance(one, x) <= 1e-6 and distance(other, x) <= 1e-6
+
+
+def test_a_rotation_that_attention_is_not_given_is_refused():
+    attention = small_model_of("llama").model.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"rope: got 'near' for llama, expected 'before': its attention is not given"):
+        rotation_angles(attention, (None,), {"attention_mask": None})
