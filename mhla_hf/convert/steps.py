@@ -22,6 +22,8 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays
         overrides = {"local": None, **overrides}
+    if settings.rope == "near" and overrides.get("local", settings.local) is None:  # without a window nothing is near
+        overrides = {"rope": "before", **overrides}
     return replace(settings, **overrides)
 
 

@@ -13,6 +13,7 @@ from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
 from ..models.families import ENCODERS, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
 from ..models.overlay import base_classes
+from ..models.rotation import rotation_layout
 from ..nn.core import check_causal
 from ..nn.sequence import check_encoder
 from ..nn.settings import MHLASettings
@@ -88,6 +89,8 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
         settings = replace(settings, num_blocks=-(-config.max_position_embeddings // settings.block_size))
     settings = replace(settings, layers=choose_convertible(settings, config, attentions, family in ENCODERS))
     for index in settings.layers:
+        if settings.rope == "near":
+            rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):

@@ -3,18 +3,25 @@
 The base module keeps its projections, its norms on q and k and its RoPE, and calls "the attention function" as for any
 other implementation; the function is ours (`mhla_attention`), chosen by a private copy of the configuration in that one
 module. What the base does not hand on (the padding of the batch, the cache, the layer's input) travels as keyword
-arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, and `mhla_rotate` from scratch.
+arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_angles`, and `mhla_rotate` from
+scratch. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
+
+import sys
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..nn.heads import HeadSplit
 from ..nn.settings import MHLASettings
 from ..ops.namespace import NAMESPACE
 from .cache import mhla_cache_layer
 from .overlay import attention_sizes, calls_interface, overlay_class, prepare_inner_body, swap_attention
+from .rotation import rotation_angles, rotation_layout, unrotate
 from .transformers_api import check_cache_arrived, find_cache, refuse_paged_cache, set_attention_function
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -33,14 +40,62 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
             raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
-    options |= {"rotate": kwargs["mhla_rotate"]} if "mhla_rotate" in kwargs else {}
-    borders = kwargs.get("cu_seq_lens_q") if cache is None else None
-    o = module.mhla(q, k, v, starts=starts, key_mask=key_mask, cu_seqlens=borders, **options)
-    return o.contiguous(), None  # as some bases view it
+    options |= {name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs}
+    options |= {"starts": starts, "key_mask": key_mask}
+    options["cu_seqlens"] = kwargs.get("cu_seq_lens_q") if cache is None else None
+    heads = getattr(module.mhla, "heads", None)
+    if heads is None:
+        o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        return o.contiguous(), None  # as some bases view it
+    outputs = []
+    for softmax in (True, False):
+        parts = [heads.part(x, softmax, 1) for x in (query, key, value)]
+        if softmax:
+            kept = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+            outputs.append(module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **kept))
+        else:
+            outputs.append(module.mhla(*(x.transpose(1, 2) for x in parts), **options))
+    return heads.join(*outputs, 2), None
+
+
+class SoftmaxHeads(nn.Module):
+    """The heads of an MHLA layer that keep softmax: they go to the attention function that the model's configuration names.
+
+    It stands where that function expects an attention module, of which it has what such functions read.
+
+    Args:
+        attention: the attention module of transformers.
+        config: the model's configuration, which users change, not the module's own.
+    """
+
+    def __init__(self, attention: nn.Module, config):
+        super().__init__()
+        self.config = config
+        self.layer_idx = attention.layer_idx
+        self.is_causal = True
+        self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
+        base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
+        self.eager = sys.modules[base.__module__].eager_attention_forward  # every modeling file has its own
+
+    def forward(self, query, key, value, attention_mask, cache, scaling, dropout, **kwargs) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: `[B, H, T, K]`. key, value: `[B, G, T, K]`, of the same heads.
+            attention_mask: as the base's attention function takes it.
+            cache: the `MHLACacheLayer` of the layer, which holds the keys and values before these; or None.
+            scaling, dropout, kwargs: as the base hands them to its attention function.
+
+        Returns:
+            `[B, T, H, K]`.
+        """
+        if cache is not None:
+            key, value = cache.softmax.update(key, value)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+        return attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
 
 
 def padding_mask(*args, q_length, q_offset=0, attention_mask: torch.Tensor | None = None, **kwargs):
@@ -60,9 +115,12 @@ class MHLAMixer:
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         """As the base, with the layer's own cache in place of keys and values, whatever the base calls the cache."""
-        name = find_cache(kwargs)
-        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
-        output = super().forward(hidden_states, *args, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs)
+        name, mixed = find_cache(kwargs), hasattr(self, "softmax_heads")
+        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
+        added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
+        if self.reads_unrotated:
+            added["mhla_angles"] = rotation_angles(self, args, kwargs)
+        output = super().forward(hidden_states, *args, **added, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
         return output
@@ -81,16 +139,40 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
     """
     config = model.config
     attentions = softmax_attentions(model)
-    chosen = settings.resolve_layers(config.num_hidden_layers)
+    chosen, kept = settings.resolve_layers(config.num_hidden_layers), settings.softmax_heads or {}
     widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
         core = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
+        attention.reads_unrotated = settings.rope == "near"
+        if attention.reads_unrotated:
+            core.unrotate = partial(unrotate, layout=rotation_layout(attention))
         swap_attention(attention, mixed, core, ATTENTION_NAME)
-    if set(chosen) == set(attentions):  # a base may have layers without attention
+        if str(index) in kept:
+            keep_softmax_heads(attention, config, kept[str(index)])
+    if set(chosen) == set(attentions) and not kept:  # a base may have layers without attention
         set_attention_function(config, ATTENTION_NAME)
     prepare_inner_body(model, pass_padding)
+
+
+def keep_softmax_heads(attention: nn.Module, config, heads: Sequence[int]) -> None:
+    """Give KV heads of an MHLA attention module their softmax back, in place.
+
+    Args:
+        attention: the module.
+        config: the model's configuration.
+        heads: indices of KV heads, not all of the module's.
+
+    Raises:
+        ValueError: there are no such heads, or they are all.
+    """
+    count = attention.mhla.num_kv_heads
+    if max(heads) >= count or len(heads) >= count:
+        what = f"expected some of 0 to {count - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, {what}.")
+    attention.mhla.heads = HeadSplit(heads, count)
+    attention.softmax_heads = SoftmaxHeads(attention, config)
 
 
 def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):

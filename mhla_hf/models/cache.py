@@ -3,7 +3,8 @@
 A cache is made by transformers before the model runs, from a configuration that says nothing of MHLA. So an MHLA attention
 module exchanges its layer of the cache for this one at first use (`mhla_cache_layer`). It calls itself a linear
 attention layer so that softmax layers of a hybrid never size their masks by it, and an attention layer so that a cache
-made of nothing else still knows its length.
+made of nothing else still knows its length. Where some heads of the layer keep softmax, it holds the keys and values of
+these in a layer of transformers' own (`softmax`).
 """
 
 import torch
@@ -14,19 +15,27 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """What one layer remembers (`state`, an `MHLAState` or a `LocalState`), the mixing it is read with, and its length.
 
     `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
+
+    Args:
+        static: whether it stands for a static layer, which counts in a tensor.
+        max_cache_len: of that layer.
+        softmax: the layer for the keys and values of the heads that keep softmax; None if there are none.
     """
 
     is_compileable = True  # False would make transformers drop the mask that a hybrid's static softmax layers need
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, static: bool = False, max_cache_len: int | None = None):
+    def __init__(
+        self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None
+    ):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None  # a matrix, or packed decays
-        self.max_cache_len = max_cache_len  # of the static layer that this one stands for
+        self.max_cache_len = max_cache_len
+        self.softmax = softmax
         self.padded = None  # the last call with padding: its real tokens, and the columns there were after it
 
     def count(self, hidden_states: torch.Tensor) -> None:
@@ -79,18 +88,26 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
+        if self.softmax is not None:
+            self.softmax.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.state is not None:
             self.state.select(beam_idx)
+        if self.softmax is not None:
+            self.softmax.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state.repeat(repeats)
+        if self.softmax is not None:
+            self.softmax.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.state is not None:
             self.state.select(indices)
+        if self.softmax is not None:
+            self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
@@ -106,6 +123,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
+        if self.softmax is not None:
+            self.softmax.crop(tokens_to_remove)
 
 
 class MHLADynamicCache(DynamicCache):
@@ -117,8 +136,11 @@ class MHLADynamicCache(DynamicCache):
             layer.crop(tokens_to_remove)
 
 
-def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACacheLayer | None:
-    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache."""
+def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool = False) -> MHLACacheLayer | None:
+    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache.
+
+    mixed: some heads of the layer keep softmax; their keys and values go into a layer such as the one that it replaces.
+    """
     if past_key_values is None:
         return None
     layers = past_key_values.layers
@@ -133,7 +155,10 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             "expected an empty cache or one that this model filled."
         )
     static = isinstance(layer, StaticLayer)
-    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=layer.max_cache_len if static else None)
+    length = layer.max_cache_len if static else None
+    if mixed and static and layer.is_initialized:  # with room for all heads
+        layer = type(layer)(max_cache_len=length)
+    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if mixed else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]

@@ -1,7 +1,7 @@
 """Queries and keys as they were before the rotary embedding of their base.
 
 A base of transformers hands its attention function q and k that it has rotated. Attention is told the cosines and sines,
-from which the rotation can be undone: `rotation_angles` reads them, `unrotate` and `before_rotation` apply them.
+from which the rotation can be undone: `rotation_angles` reads them, `unrotate` applies them.
 Only the rotation is undone. The scale that ministral3, beam and llama4 give the queries of far positions stays on q.
 """
 
@@ -19,26 +19,23 @@ class RotationLayout:
     repeated: cos and sin hold each angle twice in a row; otherwise all angles, and then all again.
     backward: dimensions are rotated by minus the angle.
     last: the rotated dimensions are the last R of a head; otherwise the first R.
-    norms: children that scale q and k, one weight for each dimension, after the rotation; () if there are none.
     """
 
     pairs: bool = False
     repeated: bool = False
     backward: bool = False
     last: bool = False
-    norms: tuple[str, ...] = ()
 
 
 HALVES, LAST_HALVES = RotationLayout(), RotationLayout(last=True)
 PAIRS, REPEATED_PAIRS = RotationLayout(pairs=True), RotationLayout(pairs=True, repeated=True)
-NORMED_HALVES = RotationLayout(norms=("query_layernorm", "key_layernorm"))
 ROTATION_LAYOUTS = {  # by model type; `HALVES` or, in latent attention, `LAST_HALVES` for all others
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), REPEATED_PAIRS),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text"), PAIRS),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMED_HALVES),
     "deepseek_v2": RotationLayout(pairs=True, last=True),
     "nanochat": RotationLayout(backward=True),
 }
+SCALED_AFTER = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # by learned weights, after the rotation
 NEVER_ROTATED = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "nemotron_h")
 # Types that rotate in sliding layers only, and types that do so only if they have sliding layers.
 SLIDING_ROTATED, SLIDING_ROTATED_IF_ANY = ("afmoe", "cohere2", "cohere2_moe"), ("exaone4", "exaone_moe", "kolibri1")
@@ -53,10 +50,15 @@ def rotation_layout(attention) -> RotationLayout:
     """How the base rotates.
 
     Args:
-        attention: an attention module of transformers, or its configuration.
+        attention: an attention module of transformers.
+
+    Raises:
+        ValueError: q and k of this type are no longer a rotation of what they were.
     """
-    latent = hasattr(attention, "qk_rope_head_dim")
-    kind = rotated_type(getattr(attention, "config", attention))
+    latent, kind = hasattr(attention, "qk_rope_head_dim"), rotated_type(attention.config)
+    if kind in SCALED_AFTER:
+        what = "it scales q and k by learned weights after their rotation"
+        raise ValueError(f"rope: got 'near' for {kind}, expected 'before': {what}.")
     return ROTATION_LAYOUTS.get(kind, LAST_HALVES if latent else HALVES)
 
 
@@ -122,50 +124,26 @@ def distinct_angles(given, layout: RotationLayout) -> tuple[torch.Tensor, torch.
     return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
 
 
-def unrotate(
-    x: torch.Tensor, angles: torch.Tensor | None, layout: RotationLayout, weight: torch.Tensor | None = None
-) -> torch.Tensor:
+def unrotate(x: torch.Tensor, angles: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
     """Undo the rotation of queries or keys.
 
     Where the base permutes dimensions as it rotates them (`rope_interleave`), they stay permuted, those of q and of k alike.
 
     Args:
         x: `[B, T, H, K]` as rotated, floating point.
-        angles: `[B or 1, T, 1, R]` of `rotation_angles`; None returns x as it is.
+        angles: `[B or 1, T, 1, R]` of `rotation_angles`; None, or a width of 0, returns x as it is.
         layout: of `rotation_layout`.
-        weight: `[K]`, the scale of each dimension that came after the rotation: the result has it, too.
 
     Returns:
         `[B, T, H, K]` in the dtype of x.
     """
-    if angles is None:
+    if angles is None or not angles.shape[-1]:
         return x
-    x = x if weight is None else x / weight
     width, rest = angles.shape[-1], x.shape[-1] - angles.shape[-1]
     kept, turned = x.split((rest, width), -1) if layout.last else reversed(x.split((width, rest), -1))
     a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if layout.pairs else turned.chunk(2, -1)
     cos, sin = angles.to(x).chunk(2, -1)
     back = (a * cos + b * sin, b * cos - a * sin)
     back = (torch.stack(back, -1).flatten(-2),) if layout.pairs else back
-    result = torch.cat((kept, *back) if layout.last else (*back, kept), -1)
-    return result if weight is None else result * weight
+    return torch.cat((kept, *back) if layout.last else (*back, kept), -1)
 
-
-def before_rotation(
-    attention: nn.Module, q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of an attention module as they were before its rotation.
-
-    Args:
-        attention: the attention module that rotated them.
-        q: `[B, T, H, K]` as the base hands them to its attention function, with T second.
-        k: `[B, T, G, K]`, of the same tokens.
-        angles: of `rotation_angles`, of the same call.
-
-    Returns:
-        q and k in the same shapes and dtypes.
-    """
-    layout = rotation_layout(attention)
-    weights = [getattr(attention, name).weight for name in layout.norms] or [None, None]
-    q, k = (unrotate(x, angles, layout, weight) for x, weight in zip((q, k), weights, strict=True))
-    return q, k

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..ops.decays import Decays
+from .heads import HeadSplit
 
 START_WEIGHT = 0.01  # of each decay at the start, beside the one without decay
 START_RATES = (0.9, 0.7, 0.4)  # lambda of the decays at the start, then halved again and again
@@ -53,13 +54,17 @@ class DecayMixing(nn.Module):
             values["balance"] = torch.full(self.balance.shape, self.start)
         return values
 
-    def forward(self) -> tuple[Decays, torch.Tensor | None]:
-        """The decays and the balance (None without a local softmax), fp32."""
+    def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:
+        """The decays and the balance (None without a local softmax), fp32; of the MHLA heads of `heads`, or of all."""
         if self.num_decays > 1:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
         else:  # fewer groups where heads are split over processes
             log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
-        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+        weight, balance = self.weight.float().softmax(-1), None if self.start is None else self.balance.float()
+        if heads is not None:
+            weight, log_rate = heads.part(weight, False, 0), heads.part(log_rate, False, 0)
+            balance = None if balance is None else heads.part(balance, False, 0)
+        return Decays(weight, log_rate), balance
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .heads import HeadSplit
+
 RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # above relu(x), what keeps every denominator alive
 
 
@@ -41,14 +43,16 @@ class FeatureMap(nn.Module):
             return {}
         return {"weight": torch.eye(self.head_dim).expand(self.weight.shape)}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
+        """Map x `[B, T, H, K]`, or of some of the H heads: the MHLA heads of `heads`."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
             return F.elu(x) + 1.0
         if self.kind == "identity":
             return x
-        y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
+        weight = self.weight if heads is None else heads.part(self.weight, False, 0)
+        y = torch.einsum("bthk,hkf->bthf", x, weight.to(x.dtype)).float()
         if torch.compiler.is_compiling():  # a stack would not be fused
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:

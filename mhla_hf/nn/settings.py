@@ -9,7 +9,7 @@ from math import prod
 
 from ..ops.checks import IMPLEMENTATIONS
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
@@ -35,6 +35,14 @@ def is_choice_of_layers(layers) -> bool:
     return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
 
 
+def is_choice_of_heads(heads) -> bool:
+    """Whether `heads` is None, or a list of different KV heads for each layer, by its index as a string."""
+    if not isinstance(heads, dict):
+        return heads is None
+    right = [isinstance(layer, str) and layer.isdecimal() and isinstance(own, list) for layer, own in heads.items()]
+    return all(right) and all(own and all(is_whole(head, 0) for head in own) for own in heads.values())
+
+
 def one_of(*allowed) -> tuple:
     """The rule of a setting with few values; 1 is not True."""
     return (lambda value: (type(value), value) in [(type(one), one) for one in allowed]), f"one of {list(allowed)}"
@@ -57,8 +65,9 @@ RULES = {  # of each setting: whether a value is right, and what is
     "output_norm": one_of(True, False),
     "gate": one_of(True, False),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
-    "rope": one_of("before", "after"),
+    "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of layer indices, each at least 0 and there once'),
+    "softmax_heads": (is_choice_of_heads, "a dictionary of layer indices and lists of KV heads, each at least 0"),
     "impl": one_of(*IMPLEMENTATIONS),
 }
 
@@ -95,8 +104,13 @@ class MHLASettings:
         cpe: kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
             F.2), starting at zero; 0 for none. Grids only.
         rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
-            paper's order; the denominator, if any, then uses the un-rotated ones).
+            paper's order; the denominator, if any, then uses the un-rotated ones), "near" rotates them for the softmax of
+            `local` alone: features of rotated keys are functions of absolute positions, which do not hold beyond the lengths
+            they were fitted at.
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list (tuple, range) of layer indices.
+        softmax_heads: KV heads that keep softmax in these layers, with the query heads that read them, and so their whole
+            past in the cache: {layer index: [KV head, ...]}. A layer that lists all of its KV heads is not in `layers`.
+            Needs "decay".
         impl: which implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
     """
 
@@ -118,12 +132,16 @@ class MHLASettings:
     cpe: int = 0
     rope: str = "before"
     layers: str | list[int] | tuple[int, ...] = "all"
+    softmax_heads: dict[str, list[int]] | None = None
     impl: str = "auto"
 
     def __post_init__(self):
         for name in ("layout", "layers"):
             if isinstance(getattr(self, name), (list, tuple, range)):
                 setattr(self, name, list(getattr(self, name)))
+        if isinstance(self.softmax_heads, dict):
+            own = {str(layer): sorted(set(heads)) for layer, heads in self.softmax_heads.items()}
+            self.softmax_heads = own or None
         for name, (is_right, expected) in RULES.items():
             if not is_right(getattr(self, name)):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
@@ -137,6 +155,11 @@ class MHLASettings:
             raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
         if decay and self.impl == "reference":
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
+        if self.rope == "near" and not local:
+            raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
+        if self.softmax_heads and (not decay or self.gate):
+            got = "gate=true" if decay else f"mixing_form={self.mixing_form!r}"
+            raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
         if local and not decay:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
         if local and not self.normalize:
@@ -174,5 +197,5 @@ class MHLASettings:
             what = f"expected 1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
             raise ValueError(f"format_version: got {version!r}, {what}.")
         if unknown := sorted(set(values) - set(RULES)):
-            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(RULES)}.")
+            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
         return cls(**values)

@@ -22,7 +22,8 @@ class LocalState(RowState):
     """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
 
     k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
-    W = (lag + 1) * C: `ring_slot` says which token is where.
+    W = (lag + 1) * C: `ring_slot` says which token is where. angles [B, S + W, 1, A]: how each of them was rotated, for the
+    far part, which reads keys before their rotation; A is 0 where it does not.
     running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
     summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
     read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
@@ -34,6 +35,7 @@ class LocalState(RowState):
     k: torch.Tensor
     v: torch.Tensor
     valid: torch.Tensor
+    angles: torch.Tensor
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
@@ -42,8 +44,11 @@ class LocalState(RowState):
 
     @staticmethod
     @torch.inference_mode(False)  # whose tensors could not be written outside of it
-    def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
-        """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
+    def empty(
+        k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm, angles: torch.Tensor | None = None
+    ) -> "LocalState":
+        """A state that has seen nothing, for keys, values and angles like k and v [B, T, G, ..] and angles [.., A]."""
+        angles = k.new_zeros(0) if angles is None else angles
         batch, _, groups, value_dim = v.shape
         slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
         return LocalState(
@@ -51,6 +56,7 @@ class LocalState(RowState):
             k=k.new_zeros(batch, slots, *k.shape[2:]),
             v=v.new_zeros(batch, slots, *v.shape[2:]),
             valid=k.new_zeros(batch, slots, dtype=torch.bool),
+            angles=angles.new_zeros(batch, slots, 1, angles.shape[-1]),
             running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
             pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
@@ -72,7 +78,7 @@ class LocalState(RowState):
 
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
-        """Undo in the sums what `crop` took from the positions; map_keys: from the ring's keys to features."""
+        """Undo in the sums what `crop` took from the positions; map_keys: see `continue_local`."""
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
         was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
@@ -98,7 +104,8 @@ class LocalState(RowState):
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
         far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
-        fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
+        fk = map_keys(self.k[rows, place], self.angles[rows, place])
+        fk = torch.where(far[..., None, None], fk, 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
@@ -109,19 +116,22 @@ class LocalState(RowState):
 
 
 def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
-                   key_mask=None, starts=None):  # fmt: skip
+                   key_mask=None, starts=None, angles=None):  # fmt: skip
     """o [B, T, H, V] (as in `local_attention`) of T new tokens of every row; `state` goes on by them.
 
-    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`; map_keys: from k to the far part's
-    features. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
+    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`. map_keys: a function of keys
+    [B, N, G, D] and their angles [B, N, 1, A] that returns the far part's features [B, N, G, K]. angles: of k, [B, T, 1, A];
+    None is A = 0. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
     """
+    if angles is None:
+        angles = state.angles.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         real = None if key_mask is None else key_mask[:, 0]
         own = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
+            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own, angles)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
@@ -130,9 +140,10 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k)
+    angles = layout.place_keys(state.angles, angles)
+    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k, angles)
     with torch.no_grad():
-        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
+        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
             layout.keep(held, laid)
         state.position.copy_(before + count)
     past = {"now": (before + count - 1).clamp(min=0) // size}
@@ -149,7 +160,8 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None):
+def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None,
+               angles=None):  # fmt: skip
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
     Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
@@ -162,6 +174,8 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
         ring[rows, slot] = new.to(ring.dtype)
+    if angles is not None:
+        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
     state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
     opens = inside == 0 if own is None else (inside == 0) & own
@@ -173,7 +187,8 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     place = state.slot(old, form)
     enters = (old >= form.sinks) & state.valid[rows, place]
     enters = enters if own is None else enters & own
-    entering = map_keys(state.k[rows, place][:, None])[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
+    entering = map_keys(state.k[rows, place][:, None], state.angles[rows, place][:, None])[:, 0]
+    entering = entering.masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 

@@ -36,7 +36,7 @@ def test_settings(values, name):
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"format_version": 3}, "update mhla_hf"),
+        ({"format_version": 4}, "update mhla_hf"),
         *[({"format_version": value}, "format_version: got") for value in ("x", 0, -5, True)],
         ({"blok": 1}, "'blok'"),
     ],

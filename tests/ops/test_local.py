@@ -82,7 +82,7 @@ def test_the_scan_equals_the_matrix_at_many_lengths():
 def decode(form, tensors, decays, balance, cuts, count=None, crops=()):
     """Outputs of a sequence fed in pieces that end at `cuts`; a crop (at, back) takes tokens back and feeds them anew."""
     q, k, v, fq, fk = (x.detach() for x in tensors)
-    map_keys = (lambda x: x) if balance is None else (lambda x: torch.nn.functional.elu(x) + 1)
+    map_keys = (lambda x, _: x) if balance is None else (lambda x, _: torch.nn.functional.elu(x) + 1)
     state = LocalState.empty(k, v, decays.weight.shape[1], fk.shape[3], form)
     pieces = list(zip([0, *cuts], cuts, strict=False))
     for at, back in crops:
@@ -126,7 +126,7 @@ def test_a_crop_into_the_sinks_leaves_no_trace(name, at, back):
     state.crop(back)
     tensors = [torch.cat([x[:, : at - back], x[:, -1:]], 1) for x in tensors]
     now = (x[:, -1:] for x in tensors[:4])
-    got = continue_local(*now, lambda x: torch.nn.functional.elu(x) + 1, decays, balance, form, state, fresh=False)
+    got = continue_local(*now, lambda x, _: torch.nn.functional.elu(x) + 1, decays, balance, form, state, fresh=False)
     assert distance(got, local_attention(*tensors, decays, balance, form)[:, -1:]) <= 1e-11
 
 
@@ -195,7 +195,7 @@ def test_near_tokens_count_where_nothing_is_far():
 def test_padding_of_an_empty_row_is_not_kept_as_sinks():
     x, form = torch.rand(1, 5, 1, 4), LocalForm(4, sinks=2)
     state = LocalState.empty(x, x, 1, 4, form)
-    rest = torch.nn.Identity(), Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form, state
+    rest = (lambda x, _: x), Decays(torch.ones(1, 1), torch.zeros(1, 1)), torch.zeros(1), form, state
     continue_local(*[x * torch.nan] * 4, *rest, fresh=True, starts=torch.tensor([5]))
     assert continue_local(*[x[:, :1]] * 4, *rest, fresh=False).isfinite().all()
 
@@ -236,7 +236,7 @@ def test_generated_cases(case):
             now = {name: t[:, new.start : new.stop] for name, t in padding.items() if name == "key_mask"}
             if "starts" in padding:
                 now["starts"] = (padding["starts"] - len(columns)).clamp(0, len(new))
-            inputs = q_new, k_new, v_new, map_keys(q_new), map_keys, decays, balance, form, state
+            inputs = q_new, k_new, v_new, map_keys(q_new), (lambda x, _: map_keys(x)), decays, balance, form, state
             o = torch.cat([o, continue_local(*inputs, fresh=not fed, **now)], 1)
             columns, fed = [*columns, *new], new.stop
             whole = {name: t[:, columns] for name, t in padding.items() if name == "key_mask"}

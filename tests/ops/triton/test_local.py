@@ -119,7 +119,7 @@ def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     q, k, v, fq, _, weight, log_rate, balance = inputs
     state, begin, outputs = LocalState.empty(k, v, 3, 6, WINDOW), 0, []
     for end in cuts:
-        rest = (map_features, Decays(weight, log_rate), balance, WINDOW, state)
+        rest = (lambda x, _: map_features(x), Decays(weight, log_rate), balance, WINDOW, state)
         first = {"fresh": begin == 0, "starts": None if begin else starts}
         outputs.append(continue_local(*(x[:, begin:end] for x in (q, k, v, fq)), *rest, **first))
         begin = end
