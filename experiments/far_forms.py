@@ -91,6 +91,7 @@ def copy_score(q, k, half):
 
 
 WINDOWS = {f"window alone, {lag} blocks": FarForm(features=None, lag=lag) for lag in (2, 3, 4, 5, 6, 8, 10, 13, 16, 24)}
+EXP, HALF = {"features": "exp", "start": 0.35, "center": True}, {"width": 32}
 FORMS = {
     "base": FarForm(),
     "no count power": FarForm(power=None),
@@ -105,53 +106,47 @@ FORMS = {
     "mixed rows": FarForm(rows="mixed", steps=37),
     "24 rows x 3 updates": FarForm(steps=24, repeats=3),
     "gates of q and k": FarForm(gates="qk"),
-    "plain sum": FarForm(rates=(1.0,)),
+    "plain sum": FarForm((1.0,)),
     "one softmax": FarForm(features="one"),
     "half width": FarForm(width=32),
     "half width, 5 blocks": FarForm(width=32, lag=5),
-    "plain sum, half width": FarForm(rates=(1.0,), width=32),
-    "plain sum, half width, 6 blocks": FarForm(rates=(1.0,), width=32, lag=6),
+    "plain sum, half width": FarForm((1.0,), width=32),
+    "plain sum, half width, 6 blocks": FarForm((1.0,), width=32, lag=6),
+    "plain sum, half width, 3 blocks": FarForm((1.0,), width=32, lag=3),
+    "plain sum, 4 blocks": FarForm((1.0,), lag=4),
+    "plain sum, one softmax, 6 blocks": FarForm((1.0,), features="one", lag=6),
+    "one softmax, 5 blocks": FarForm(features="one", lag=5),
+    "plain sum, one softmax, 6 blocks, mixed rows": FarForm((1.0,), features="one", lag=6, rows="mixed", steps=37),
+    "plain sum, one softmax, 6 blocks, gates": FarForm((1.0,), features="one", lag=6, gates="qk"),
+    "1 free decay, exp, 6 blocks, mixed rows": FarForm((0.98,), faster=5.0, rows="mixed", steps=37, lag=6, **EXP),
+    "1 free decay, exp, 6 blocks": FarForm((0.98,), faster=5.0, lag=6, **EXP),
+    "plain sum, exp, half width, 7 blocks, mixed rows": FarForm((1.0,), rows="mixed", steps=37, lag=7, **EXP | HALF),
+    "plain sum, one softmax, half width, 7 blocks": FarForm((1.0,), features="one", width=32, lag=7),
+    "plain sum, quarter width, 7 blocks": FarForm((1.0,), width=16, lag=7),
     "rotated": FarForm(read="rotated"),
     "4 decays apart, faster": FarForm(rates=(1.0, 0.95, 0.8, 0.4), shares=(0.25,) * 4, faster=5.0),
     "block 32, lag 4": FarForm(block=32, lag=4),
-    "block 32, lag 3": FarForm(block=32, lag=3),
     "block 128, lag 1": FarForm(block=128, lag=1),
-    "rows of 4k x 3 updates": FarForm(rows="long", steps=15, repeats=3),
     "8 rows x 8 updates": FarForm(steps=8, repeats=8),
     "centered": FarForm(center=True),
     "lr 1e-1": FarForm(lr=1e-1),
     "1 free decay": FarForm(rates=(0.98,), faster=5.0),
-    "2 free decays": FarForm(rates=(0.99, 0.8), shares=(0.5, 0.5), faster=5.0),
-    "double width": FarForm(width=128),
     "W x 2": FarForm(start=2.0),
     "lr 1e-2": FarForm(lr=1e-2),
     "loss per head": FarForm(loss="per head"),
     "no sinks": FarForm(sinks=0),
     "16 sinks": FarForm(sinks=16),
     "elu": FarForm(features="elu"),
-    "exp": FarForm(features="exp", start=0.35, center=True),
+    "exp": FarForm(**EXP),
     "W x 0.35": FarForm(start=0.35),
-    "24 rows x 10 updates": FarForm(steps=24, repeats=10),
     "loss cosine": FarForm(loss="cosine"),
-    "temperature": FarForm(temperature=True),
-    "joint softmax": FarForm(features="joint"),
-    "one softmax, double width": FarForm(features="one", width=128),
-    "4 decays": FarForm(rates=(1.0, 0.9, 0.7, 0.4)),
-    "rows of 2k": FarForm(rows="2k", steps=30),
     "rows of 4k": FarForm(rows="long", steps=15),
-    "balance 0": FarForm(balance=0.0),
-    "block 32, lag 2": FarForm(block=32),
-    "block 256, lag 1": FarForm(block=256, lag=1),
-    "W x 4": FarForm(start=4.0),
-    "betas .9, .95": FarForm(betas=(0.9, 0.95)),
-    "relu": FarForm(features="relu"),
-    "features rotated after": FarForm(read="after"),
 }
 
 
 @functools.cache
 def load_layer(folder, index):
-    """Rows of one layer by kind, of the KV heads that are not kept: q, k, v, un-rotated q and k, outputs; and the tables."""
+    """Rows of one layer by kind, of the KV heads that are not kept: q, k, v, un-rotated q and k, outputs."""
     saved = torch.load(Path(folder) / f"{index}.pt", mmap=True)
     groups = (~saved["kept"]).nonzero()[:, 0]
     tables = saved["cos"], saved["sin"]
@@ -161,7 +156,7 @@ def load_layer(folder, index):
             q, o = (x.unflatten(2, (len(saved["kept"]), -1))[:, :, groups].flatten(2, 3) for x in (q, o))
             k, v = k[:, :, groups], v[:, :, groups]
             rows[kind].append((q, k, v, rotate(q, *tables, back=True), rotate(k, *tables, back=True), o))
-    return rows, tables
+    return rows
 
 
 def rows_to_learn(rows, kind):
@@ -170,8 +165,6 @@ def rows_to_learn(rows, kind):
         return rows["fit"]
     if kind == "mixed":
         return [row for i in range(3) for row in (*rows["fit"][4 * i : 4 * i + 4], rows["fit long"][i])]
-    if kind == "2k":
-        return [tuple(x[:, :2048] for x in row) for row in rows["fit long"]]
     return rows["fit long"]
 
 
@@ -184,7 +177,7 @@ def distance(o, wanted, loss):
     return (o - wanted).square().sum() / wanted.square().sum()
 
 
-def learn(part, rows, tables):
+def learn(part, rows):
     """Adam, its lr falling to zero."""
     form = part.form
     wide, few = ([x for x in part.parameters() if x.numel() and (x.dim() == 3) == wanted] for wanted in (True, False))
@@ -198,16 +191,16 @@ def learn(part, rows, tables):
             for group in optimizer.param_groups:
                 group["lr"] = group["times"] * form.lr * (1 - (step + again / form.repeats) / form.steps)
             optimizer.zero_grad()
-            distance(part(*given, tables), wanted, form.loss).backward()
+            distance(part(*given), wanted, form.loss).backward()
             optimizer.step()
 
 
 @torch.no_grad()
-def judge(part, rows, tables):
+def judge(part, rows):
     """Relative error by place."""
     errors = {}
     for kind, places in PLACES.items():
-        outputs = [(part(*given, tables), wanted) for *given, wanted in rows.get(kind, [])]
+        outputs = [(part(*given), wanted) for *given, wanted in rows.get(kind, [])]
         for name, (first, last) in places.items() if outputs else ():
             cut = [(o[:, first:last], wanted[:, first:last]) for o, wanted in outputs]
             lost = sum(float((o - wanted).square().sum()) for o, wanted in cut)
@@ -220,7 +213,7 @@ def make_row(job, folder):
     began = time.monotonic()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    rows, tables = load_layer(folder, job["layer"])
+    rows = load_layer(folder, job["layer"])
     form = (WINDOWS | FORMS)[job["form"]]
     if form.read == "rotated":
         rows = {kind: [(q, k, v, q, k, o) for q, k, v, _, _, o in group] for kind, group in rows.items()}
@@ -228,15 +221,15 @@ def make_row(job, folder):
     part = FarPart(form, q.shape[2], k.shape[2], q.shape[-1])
     row = {**job, "bytes": form.size, "kv_tokens": form.size / KV_BYTES, "kv_heads": k.shape[2]}
     if form.features is None:
-        return {**row, "errors": judge(part, rows, tables)}
+        return {**row, "errors": judge(part, rows)}
     if form.center:
         for mean, at in ((part.q_mean, 3), (part.k_mean, 4)):
             mean.data.copy_(rows["fit"][0][at][0].mean(0))
     if form.balance is None:
         part.balance_masses(*(rows["fit"][0][i] for i in (0, 1, 3, 4)))
-    row["start"] = {"to 1k": judge(part, {"short": rows["short"]}, tables)["to 1k"]}
-    learn(part, rows, tables)
-    row["errors"] = judge(part, rows, tables)
+    row["start"] = {"to 1k": judge(part, {"short": rows["short"]})["to 1k"]}
+    learn(part, rows)
+    row["errors"] = judge(part, rows)
     with torch.no_grad():
         decays = part.decays()
         row["balance"] = float(part.balance.mean())

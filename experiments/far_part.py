@@ -18,12 +18,11 @@ class FarForm:
     """A form of the far part and how it is learned; the defaults are what all others are compared with.
 
     rates: lambda over 64 tokens at the start, 1.0 stays 1; shares: their weights, None: .01 but for the first. features:
-    "both" (softmax of W x and of -W x), "one" (without the second), "joint" (one softmax over both), "relu", "elu" (+ 1),
-    "exp", or None: no far part. width: columns of W. start: its factor. center: x less its mean, which is learned, too.
-    temperature: learned, on W x. gates: "k", "q": their features times e^(g x / sqrt(K)), g learned. read: q and k
-    "unrotated", "rotated", or features rotated "after". balance: at the start, None: by mass. power: far weights times
-    (n far tokens / 512)^-a, the start of a. rows: "short" (of 1,024), "2k", "long" (of 4,096), "mixed"; steps: rows read;
-    repeats: updates on each. faster: times lr for all that is not W.
+    "both" (softmax of W x and of -W x), "one" (without the second), "elu" (+ 1), "exp", or None: no far part. width:
+    columns of W. start: its factor. center: x less its mean, which is learned, too. gates: "k", "q": their features times
+    e^(g x / sqrt(K)), g learned. read: q and k "unrotated" or "rotated". balance: at the start, None: by mass. power: far
+    weights times (n far tokens / 512)^-a, the start of a. rows: "short" (of 1,024), "long" (of 4,096), "mixed"; steps:
+    rows read; repeats: updates on each. faster: times lr for all that is not W.
     """
 
     rates: tuple = (1.0, 0.9)
@@ -32,7 +31,6 @@ class FarForm:
     width: int = 64
     start: float = 1.0
     center: bool = False
-    temperature: bool = False
     gates: str = ""
     read: str = "unrotated"
     block: int = 64
@@ -51,7 +49,7 @@ class FarForm:
     @property
     def size(self):
         """Bytes per KV head: running sums and that of the open block in fp32, the ring of the window, the sinks."""
-        count = {"both": 2, "joint": 2, None: 0}.get(self.features, 1) * self.width
+        count = {"both": 2, None: 0}.get(self.features, 1) * self.width
         window = (self.lag + 1) * self.block + (self.sinks if self.features else 0)
         return (len(self.rates) + 1) * count * 65 * 4 + window * KV_BYTES
 
@@ -77,8 +75,6 @@ class FarPart(nn.Module):
             setattr(self, f"{name}_weight", nn.Parameter((start * form.start).repeat(count, 1, 1)))
             if form.center:
                 setattr(self, f"{name}_mean", nn.Parameter(torch.zeros(count, width)))
-            if form.temperature:
-                setattr(self, f"{name}_heat", nn.Parameter(torch.zeros(count, 1)))
             if name in form.gates:
                 setattr(self, f"{name}_gate", nn.Parameter(torch.zeros(count, width)))
         rates = torch.tensor(form.rates) ** (form.block / 64)
@@ -95,18 +91,14 @@ class FarPart(nn.Module):
         if self.form.center:
             x = x - getattr(self, f"{name}_mean")
         y = torch.einsum("bthk,hkf->bthf", x, getattr(self, f"{name}_weight"))
-        if self.form.temperature:
-            y = y * getattr(self, f"{name}_heat").exp()
         kind = self.form.features
         if kind == "both":
             y = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
-        elif kind == "joint":
-            y = torch.cat([y, -y], -1).softmax(-1)
         elif kind == "one":
             y = y.softmax(-1)
         else:
             scale = y.shape[-1] ** -0.5
-            y = {"relu": F.relu, "elu": lambda z: F.elu(z) + 1, "exp": lambda z: z.clamp(max=6).exp()}[kind](y) * scale
+            y = {"elu": lambda z: F.elu(z) + 1, "exp": lambda z: z.clamp(max=6).exp()}[kind](y) * scale
         if name in self.form.gates:
             gate = (x * getattr(self, f"{name}_gate")).sum(-1, keepdim=True) * x.shape[-1] ** -0.5
             y = y * gate.clamp(-8, 8).exp()
@@ -122,7 +114,7 @@ class FarPart(nn.Module):
         block = torch.arange(tokens) // self.form.block
         return ((block - self.form.lag + 1) * self.form.block - self.form.sinks).clamp(min=1)
 
-    def forward(self, q, k, v, uq, uk, tables):
+    def forward(self, q, k, v, uq, uk):
         if self.form.features is None:
             fq, fk = (x.new_zeros(*x.shape[:3], 1) for x in (q, k))
             decays = Decays(self.weight[:, :1], self.weight[:: self.share, :1] * 0)
@@ -130,31 +122,7 @@ class FarPart(nn.Module):
         fq, fk = self.features(uq, "q"), self.features(uk, "k")
         if self.form.power is not None:
             fq = fq * torch.exp(-self.power * (self.far_count(q.shape[1])[:, None] / 512).log())[..., None]
-        if self.form.read == "after":
-            return self.rotated_after(q, k, v, fq, fk, tables)
         return local_attention(q, k, v, fq, fk, self.decays(), self.balance, self.local)
-
-    def rotated_after(self, q, k, v, fq, fk, tables):
-        """Features are rotated where values are summed and not where weights are (the paper's order); by 512 queries."""
-        turn = [rotate(x.unflatten(-1, (-1, q.shape[-1])).flatten(2, 3), *tables).reshape(x.shape) for x in (fq, fk)]
-        q, fq, tq = (x[0].transpose(0, 1) for x in (q, fq, turn[0]))
-        k, v, fk, tk = (x[0].transpose(0, 1).repeat_interleave(self.share, 0) for x in (k, v, fk, turn[1]))
-        token, decays, outputs = torch.arange(q.shape[1]), self.decays(), []
-        for first in range(0, q.shape[1], 512):
-            here = slice(first, first + 512)
-            past = slice(0, first + 512)
-            distance = token[here, None] // self.form.block - token[past] // self.form.block
-            near = (token[past] <= token[here, None]) & ((distance < self.form.lag) | (token[past] < self.form.sinks))
-            far = (distance >= self.form.lag) & (token[past] >= self.form.sinks)
-            score = (q[:, here] @ k[:, past].mT * self.local.scale).masked_fill(~near, float("-inf"))
-            top = score.detach().amax(-1, keepdim=True)
-            by_block = torch.exp(decays.log_rate[..., None] * torch.arange(len(token) // self.form.block + 1))
-            by_block = (decays.weight[..., None] * by_block.repeat_interleave(self.share, 0)).sum(1)
-            unit = by_block[:, distance.clamp(min=0)] * far * torch.exp(self.balance[:, None, None] - top)
-            near = torch.exp(score - top)
-            top_sum = (near + unit * (tq[:, here] @ tk[:, past].mT)) @ v[:, past]
-            outputs.append(top_sum / (near + unit * (fq[:, here] @ fk[:, past].mT)).sum(-1, keepdim=True))
-        return torch.cat(outputs, 1).transpose(0, 1)[None]
 
     @torch.no_grad()
     def balance_masses(self, q, k, uq, uk):
