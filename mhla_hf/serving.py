@@ -76,10 +76,10 @@ class SoftmaxSlots(CacheLayerMixin):
 
 
 class MHLASlots(MHLACacheLayer):
-    """The states of all slots in one MHLA layer."""
+    """The states of all slots in one MHLA layer, and the keys and values of its heads that keep softmax."""
 
-    def __init__(self):
-        super().__init__(static=True)
+    def __init__(self, softmax: SoftmaxSlots | None = None):
+        super().__init__(static=True, softmax=softmax)
 
     @torch.inference_mode(False)
     def admit(self, slot: int, slots: int, max_length: int, layer: MHLACacheLayer, length: int) -> None:
@@ -91,6 +91,8 @@ class MHLASlots(MHLACacheLayer):
         self.mixing = layer.mixing
         for name, x in self.state.tensors().items():
             x[slot] = given[name][0]
+        if self.softmax is not None:
+            self.softmax.admit(slot, slots, max_length, layer.softmax, length)
 
 
 class ContinuousBatch:
@@ -118,7 +120,8 @@ class ContinuousBatch:
         self.model, self.slots, self.max_length, self.chunk_size = model, slots, max_length, chunk_size
         self.position = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self.cache = Cache(layers=slot_layers(model, self.position))
-        self.hybrid = any(isinstance(layer, SoftmaxSlots) for layer in self.cache.layers)
+        softmax = (getattr(layer, "softmax", layer) for layer in self.cache.layers)
+        self.hybrid = any(isinstance(layer, SoftmaxSlots) for layer in softmax)
         given = (config for config in (generation_config, model.generation_config) if config is not None)
         self.longest = next((config.max_length for config in given if config.max_length is not None), None)
         self.config, _ = model._prepare_generation_config(generation_config)
@@ -272,18 +275,18 @@ def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLay
     for index in range(config.num_hidden_layers):
         attention = found.get(index)
         kinds = getattr(config, "layer_types", None)
-        if attention is not None and hasattr(attention, "mhla"):
-            if not isinstance(attention.mhla, DecayMHLA):
-                what = "mixes by a matrix, whose state grows; expected mixing by decays (see mhla_hf.fit_decays)"
-                raise ValueError(f"model: layer {index} {what}.")
-            layers.append(MHLASlots())
-        elif attention is None or (kinds is not None and kinds[index] not in MASKS):
+        mhla = attention is not None and hasattr(attention, "mhla")
+        softmax = getattr(attention, "softmax_heads", None) if mhla else attention
+        if mhla and not isinstance(attention.mhla, DecayMHLA):
+            what = 'mixes by a matrix, whose state grows, expected mixing_form="decay"'
+            raise ValueError(f"model: layer {index} {what}.")
+        if attention is None or (not mhla and kinds is not None and kinds[index] not in MASKS):
             raise ValueError(f"model: layer {index} is neither MHLA nor softmax, expected layers of these.")
-        elif (implementation := attention.config._attn_implementation) not in ("sdpa", "eager"):
+        if softmax is not None and (implementation := softmax.config._attn_implementation) not in ("sdpa", "eager"):
             what = f'attends by {implementation!r}, which takes no mask by slots; expected "sdpa" or "eager"'
             raise ValueError(f"model: layer {index} {what}.")
-        else:
-            layers.append(SoftmaxSlots(position))
+        slots = None if softmax is None else SoftmaxSlots(position)
+        layers.append(MHLASlots(slots) if mhla else slots)
     return layers
 
 

@@ -34,13 +34,15 @@ def softmax_model(family: str = "llama", **overrides):
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
-def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, **settings):
+def converted_model(family: str = "llama", layers="all", *, block_size=8, num_blocks=4, heads=(4, 2), **settings):
     """A converted model whose new parameters are not at their start, so that each of them matters.
 
-    With a dense mixing matrix, where the settings do not say otherwise.
+    With a dense mixing matrix, where the settings do not say otherwise. heads: query heads and KV heads.
     """
-    settings = {"mixing_form": "softmax", "local": None, "block_size": block_size, "num_blocks": num_blocks, **settings}
-    return shaken(mhla_hf.convert(softmax_model(family), layers=layers, **settings))
+    heads = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "window": 2}
+    settings = {"mixing_form": "softmax", "local": None, **sizes, **settings}
+    return shaken(mhla_hf.convert(softmax_model(family, **heads), layers=layers, **settings))
 
 
 def scratch_model(*, block_size=8, num_blocks=4, **settings):
@@ -90,12 +92,17 @@ def refused(*words, kind=ValueError):
     assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
 
 
+WINDOW = {"mixing_form": "decay", "local": "softmax"}
 MODELS = {
     "scratch": scratch_model,
     "scratch-before": lambda: scratch_model(rope="before", per_head=True, normalize=True, output_norm=False, gate=False),
     "llama-all": converted_model,
-    "llama-window": lambda: converted_model(mixing_form="decay", local="softmax"),
-    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3),
+    "llama-window": lambda: converted_model(**WINDOW),
+    "llama-rotated": lambda: converted_model(rope="before", feature_map="hedgehog", num_decays=2, **WINDOW),
+    "llama-exp": lambda: converted_model(feature_map="exp", free_decay=True, length_power=True, window=1, **WINDOW),
+    "llama-heads": lambda: converted_model(softmax_heads={0: [1], 2: [0]}, **WINDOW),  # GQA
+    "smollm3-heads": lambda: converted_model("smollm3", heads=(4, 4), softmax_heads={0: [0, 2], 1: [1]}, **WINDOW),
+    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3, feature_map="hedgehog"),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
     "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
     "qwen2-gated": lambda: converted_model("qwen2", gate=True, output_norm=True, normalize=False, feature_map="relu"),

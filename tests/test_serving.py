@@ -59,12 +59,14 @@ def test_weights_that_change_between_requests_are_read_anew():
             parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-@pytest.mark.parametrize("layers", ["all", [1]])
+KINDS = {"all": {}, "hybrid": {"layers": [1]}, "heads": {"softmax_heads": {0: [1], 2: [0]}}}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("compiled", [False, "eager"])
-def test_requests_that_come_and_go(layers, compiled):
-    come_and_go(
-        converted_model(layers=layers, **LOCAL), prompts(12, 40), 30, compiled, slots=3, max_length=80, chunk_size=7
-    )
+def test_requests_that_come_and_go(kind, compiled):
+    model = converted_model(**KINDS[kind], **LOCAL)
+    come_and_go(model, prompts(12, 40), 30, compiled, slots=3, max_length=80, chunk_size=7)
 
 
 @pytest.mark.slow
@@ -187,7 +189,7 @@ def add_twice(batch):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (lambda: ContinuousBatch(converted_model()), ("layer 0", "matrix", "fit_decays")),
+        (lambda: ContinuousBatch(converted_model()), ("layer 0", "matrix", "decay")),
         (lambda: ContinuousBatch(flash_hybrid()), ("layer 0", "'flash_attention_2'", "sdpa")),
         (lambda: batch_of(slots=0), ("slots", "0", "1 or more")),
         (lambda: batch_of(generation_config=GenerationConfig(num_beams=2)), ("beams",)),

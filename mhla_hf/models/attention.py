@@ -50,15 +50,18 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
     if heads is None:
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         return o.contiguous(), None  # as some bases view it
-    outputs = []
-    for softmax in (True, False):
-        parts = [heads.part(x, softmax, 1) for x in (query, key, value)]
-        if softmax:
-            kept = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
-            outputs.append(module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **kept))
-        else:
-            outputs.append(module.mhla(*(x.transpose(1, 2) for x in parts), **options))
-    return heads.join(*outputs, 2), None
+    outputs = {}
+    if heads.counts[True]:
+        parts = [heads.part(x, True, 1) for x in (query, key, value)]
+        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+        outputs[True] = module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **others)
+    if heads.counts[False]:
+        parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
+        outputs[False] = module.mhla(*parts, **options)
+    elif module.training and torch.is_grad_enabled():  # optimizers of several processes wait for each other's gradients
+        what = "expected fewer processes for training, so that each has an MHLA head in every layer"
+        raise ValueError(f"tp_size: got a process with softmax heads alone in layer {module.layer_idx}, {what}.")
+    return heads.join(outputs, 2), None
 
 
 class SoftmaxHeads(nn.Module):

@@ -57,7 +57,10 @@ class MHLAPreTrainedMixin:
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
         """As transformers; where the base's plan splits heads over processes, what `mhla` has by head is split alike."""
         if distributed_config is not None and distributed_config.tp_size > 1:
-            model._tp_plan |= split_heads_plan(model, distributed_config.tp_size)
+            size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
+            model._tp_plan |= split_heads_plan(model, size)
+            for core in (module.mhla for module in model.modules() if hasattr(module, "softmax_heads")):
+                core.heads = core.heads.of_rank(rank, size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def init_continuous_batching(self, *args, **kwargs):

@@ -18,6 +18,7 @@ class HeadSplit:
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
         self.softmax_heads = sorted(softmax_heads)
         self.num_kv_heads = num_kv_heads
+        self.counts = {True: len(self.softmax_heads), False: num_kv_heads - len(self.softmax_heads)}
         self.runs = []  # [first KV head, one past the last, whether they are softmax]
         for head in range(num_kv_heads):
             kept = head in self.softmax_heads
@@ -32,18 +33,16 @@ class HeadSplit:
         parts = [x.narrow(dim, a * share, (b - a) * share) for a, b, kept in self.runs if kept == softmax]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def join(self, softmax: torch.Tensor, mhla: torch.Tensor, dim: int) -> torch.Tensor:
-        """The outputs of all heads, in their order along `dim`, from those of the softmax heads and of the MHLA heads."""
-        share = softmax.shape[dim] // len(self.softmax_heads)
-        parts, begin = [], {True: 0, False: 0}
+    def join(self, parts: dict[bool, torch.Tensor], dim: int) -> torch.Tensor:
+        """All heads in their order along `dim`, from those of the softmax heads (True) and of the MHLA heads (False)."""
+        pieces, begin = [], {True: 0, False: 0}
         for first, end, kept in self.runs:
-            size = (end - first) * share
-            parts.append((softmax if kept else mhla).narrow(dim, begin[kept], size))
+            size = (end - first) * parts[kept].shape[dim] // self.counts[kept]
+            pieces.append(parts[kept].narrow(dim, begin[kept], size))
             begin[kept] += size
-        return torch.cat(parts, dim)
+        return torch.cat(pieces, dim)
 
     def of_rank(self, rank: int, size: int) -> "HeadSplit":
         """The heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
         count = self.num_kv_heads // size
-        own = [head - rank * count for head in self.softmax_heads if head // count == rank]
-        return HeadSplit(own, count)
+        return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)

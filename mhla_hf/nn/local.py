@@ -47,13 +47,14 @@ class DecayMHLA(MHLACore):
         check_causal(settings)
         local = settings.local is not None
         balance = start_balance(settings, key_dim) if local else None
-        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
+        choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
+        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
         self.heads: HeadSplit | None = None
         self.unrotate = keep_rotated
         self.form = LocalForm(
             settings.block_size,
-            lag=2 if local else 1,
+            lag=settings.window if local else 1,
             sinks=settings.sinks if local else 0,
             scale=key_dim**-0.5,
             normalize=settings.normalize,

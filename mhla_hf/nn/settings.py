@@ -15,6 +15,7 @@ NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remo
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
 LARGEST_BLOCK = 65_536  # tokens, whose keys and values a cache makes room for at its first step
 MOST_DECAYS = 64
+MOST_WINDOW = 1_024
 
 
 def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
@@ -52,13 +53,16 @@ RULES = {  # of each setting: whether a value is right, and what is
     "block_size": (lambda value: is_whole(value, 1, LARGEST_BLOCK), f"a whole number from 1 to {LARGEST_BLOCK}"),
     "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
-    "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "identity"),
+    "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
     "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
+    "free_decay": one_of(True, False),
+    "length_power": one_of(True, False),
     "num_decays": (lambda value: is_whole(value, 1, MOST_DECAYS), f"a whole number from 1 to {MOST_DECAYS}"),
     "local": one_of(None, "softmax"),
+    "window": (lambda value: is_whole(value, 1, MOST_WINDOW), f"a whole number from 1 to {MOST_WINDOW}"),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "per_head": one_of(True, False),
@@ -83,7 +87,8 @@ class MHLASettings:
         layout: blocks per axis of a grid of tokens, for images [rows, columns] and video [frames, rows, columns]; then
             block_size and num_blocks have no meaning. None: the tokens are a sequence.
         feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),
-            "identity", or "hedgehog" (learned per head: softmax(x W) and softmax(-x W) side by side, twice the width).
+            "identity", or one that is learned per head: "softmax" (of x W), "hedgehog" (softmax(x W) and softmax(-x W) side
+            by side, twice the width), "exp" (e^(x W + b), at most e^6).
         normalize: True divides by the summed weights (eq. 4), False leaves that to `output_norm` (section 4.1), "official"
             is the released vision code's denominator (not for causal models).
         mixing_start: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or "uniform" (plain
@@ -94,8 +99,11 @@ class MHLASettings:
             released video checkpoints); "decay" is a sum of `num_decays` exponentials of the distance per head, which needs
             no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
         num_decays: R of the "decay" form, the first of them without decay.
-        local: None, or "softmax": exact softmax over the open block, the one before it and the first `sinks` tokens, and
-            MHLA by decays for all between, under one normalizer (language models only; needs "decay").
+        free_decay: the first of them decays, too, by a learned rate.
+        length_power: the weights of a block from which n blocks are far are divided by n^a, with a learned per head.
+        local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
+            decays for all between, under one normalizer (language models only; needs "decay").
+        window: blocks of the softmax of `local`, the open one included.
         sinks: first tokens of a sequence that stay in the softmax of `local`.
         window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
@@ -123,7 +131,10 @@ class MHLASettings:
     learn_mixing: bool = True
     mixing_form: str = "softmax"
     num_decays: int = 2
+    free_decay: bool = False
+    length_power: bool = False
     local: str | None = None
+    window: int = 2
     sinks: int = 4
     window_dropout: float = 0.0
     per_head: bool = False
@@ -155,6 +166,9 @@ class MHLASettings:
             raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
         if decay and self.impl == "reference":
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
+        for name in ("free_decay", "length_power"):
+            if getattr(self, name) and not decay:
+                raise ValueError(f'{name}: got true with mixing_form={self.mixing_form!r}, expected "decay".')
         if self.rope == "near" and not local:
             raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
         if self.softmax_heads and (not decay or self.gate):

@@ -16,20 +16,29 @@ class Decays:
     """R decays: weight w `[H, R]` of the query heads, log_rate (log lambda, at most 0) `[G, R]` of the key/value heads.
 
     Query head h uses the rates of key/value head h // (H // G): the heads of a group share their running summaries.
+    power: a `[H]` or None; with it all weights of a query block are divided by n^a, n being how many blocks are far from it.
+    Sums over features grow with n, sums of a softmax hardly do.
     """
 
     weight: torch.Tensor
     log_rate: torch.Tensor
+    power: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
         """The same in another dtype."""
-        return Decays(self.weight.to(dtype), self.log_rate.to(dtype))
+        return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
 
-    def matrix(self, num_blocks: int) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular."""
+    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
+        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        return (self.weight[..., None, None] * power).sum(1).tril()
+        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        block = torch.arange(num_blocks, device=matrix.device)
+        return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
+
+    def by_length(self, block: torch.Tensor, lag: int) -> torch.Tensor:
+        """n^-a for query blocks of these numbers, int of any shape -> `[.., H]`."""
+        return torch.exp(-self.power * (block - lag + 1).clamp(min=1).to(self.power.dtype).log()[..., None])
 
 
 def spread(fq, weight):

@@ -116,6 +116,9 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
         if sequence is not None:
             decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
+    if decays.power is not None:
+        scale = decays.by_length(place, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
+        fq = fq * resize_tokens(scale, fq.shape[1])[..., None].to(fq.dtype)
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
     attend = triton_near_and_far if impl == "triton" else near_and_far
     return attend(q, k, v, *given), summaries

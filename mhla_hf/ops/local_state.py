@@ -197,7 +197,10 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    weighed = fq.reshape(*heads, 1, -1).to(exact) * decays.weight.view(*heads[1:], -1, 1)
+    fq = fq[:, 0].to(exact)
+    if decays.power is not None:
+        fq = fq * decays.by_length(p // size, lag)[..., None]
+    weighed = fq.view(*heads, 1, -1) * decays.weight.view(*heads[1:], -1, 1)
     far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
     of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))

@@ -11,6 +11,7 @@ import mhla_hf
 LOCAL = {"mixing_form": "decay", "local": "softmax"}
 MODELS = {
     "decays": lambda: converted_model(**LOCAL),
+    "heads": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, **LOCAL),
     "one decay, hybrid": lambda: converted_model("qwen3", [0, 2], num_decays=1, **LOCAL),
     "matrix": lambda: converted_model("mixtral", gate=True, output_norm=True, normalize=False),
     "matrix by head": lambda: converted_model(per_head=True),
@@ -49,6 +50,12 @@ def one_process(rank, folder):
         assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
         model.save_pretrained(f"{folder}/{name}/again", is_main_process=rank == 0)
         torch.save(results(model), f"{folder}/{name}/{rank}.pt")
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/heads apart", distributed_config=config)
+    with torch.no_grad():
+        torch.save(model(IDS).logits, f"{folder}/apart-{rank}.pt")
+    if rank:  # whose heads of layer 1 are all softmax
+        with refused("tp_size: got a process with softmax heads alone in layer 1"):
+            model.train().model.layers[1](torch.zeros(1, 9, 32), position_embeddings=(torch.ones(1, 9, 8),) * 2)
     with refused("tensor-parallel size 2", "divides the 1 key/value heads"):
         AutoModelForCausalLM.from_pretrained(f"{folder}/one head", distributed_config=config)
 
@@ -60,7 +67,11 @@ def test_two_processes_give_what_one_gives(tmp_path):
         model.save_pretrained(tmp_path / name)
         expected[name] = results(model)
     mhla_hf.convert(softmax_model(num_key_value_heads=1)).save_pretrained(tmp_path / "one head")
+    apart = converted_model(heads=(8, 4), softmax_heads={1: [2, 3]}, **LOCAL)
+    apart.save_pretrained(tmp_path / "heads apart")
     fork(one_process, 2, tmp_path)
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"apart-{rank}.pt"), apart(IDS).logits, rtol=1e-4, atol=1e-5)
     for name, wanted in expected.items():
         for rank in range(2):
             got = torch.load(tmp_path / name / f"{rank}.pt")

@@ -13,7 +13,7 @@ SETTINGS = [
     ({"layout": [2, 0]}, "layout: got [2, 0]"),
     ({"layout": [2], "mixing_form": "decay"}, "mixing_form: got"),
     ({"cpe": 2}, "cpe: got 2, expected 0 or an odd"),
-    ({"feature_map": "softmax"}, "feature_map"),
+    ({"feature_map": "gelu"}, "feature_map"),
     ({"normalize": "yes"}, "normalize"),
     ({"impl": "cuda"}, "impl"),
     ({"layers": "1/3"}, "layers"),
