@@ -10,8 +10,8 @@ import time
 import torch
 from tqdm import tqdm
 
+from .data import last_position
 from .models.transformers_api import forward_cached
-from .training.data import last_position
 
 WARM_UP = 64
 DECODE = "decode, per token"

@@ -5,7 +5,7 @@ The default is the Python language reference, which every Python carries, so the
 
 import re
 
-from mhla_hf.training.data import TEXT_ENDINGS, load_split, place_of, read_text_file
+from mhla_hf.data import TEXT_ENDINGS, load_split, place_of, read_text_file
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from ..checkpoints.load import kind_of_class, load_classifier, load_config, load_language_model, optional
-from ..training.data import load_split, open_text
+from ..data import load_split, open_text
 
 DEFAULT_TEXT = 40_000
 DIGITS, HELD_OUT_DIGITS = "scikit-learn digits", 497

@@ -123,8 +123,8 @@ def run_tasks(text, tokenizer, out, command, progress, **options):
     start()
 
     from ..checkpoints.load import load_tokenizer
+    from ..data import read_text_file
     from ..evaluation.text_tasks import make_tasks
-    from ..training.data import read_text_file
 
     made = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
     print("\n".join(f"{name}: {size} documents" for name, size in made.sizes.items()))

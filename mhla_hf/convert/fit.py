@@ -5,7 +5,7 @@ The base's weights never change. First every layer learns the output of its own 
 much that head is missed (`learn_gates`); the heads with the largest gates keep softmax.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn

@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor
 from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
-from ..training.data import load_split
+from ..data import load_split
 from ..training.latents import prompt_lines
 from ..training.pictures import Pictures, open_pictures, share_right
 from .image_scores import (

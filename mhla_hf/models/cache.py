@@ -26,9 +26,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(
-        self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None
-    ):
+    def __init__(self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None

@@ -146,4 +146,3 @@ def unrotate(x: torch.Tensor, angles: torch.Tensor | None, layout: RotationLayou
     back = (a * cos + b * sin, b * cos - a * sin)
     back = (torch.stack(back, -1).flatten(-2),) if layout.pairs else back
     return torch.cat((kept, *back) if layout.last else (*back, kept), -1)
-

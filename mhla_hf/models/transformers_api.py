@@ -3,14 +3,18 @@
 Each entry degrades to "not there": a model type that a release lacks is absent, it does not break the import.
 """
 
+import contextlib
+import functools
 import inspect
 import re
 
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 # The oldest and the newest release that the tests run on.
@@ -54,6 +58,22 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     else:
         getattr(model, f"{name}_checkpointing_disable")()
+
+
+@contextlib.contextmanager
+def recomputed_layers(model: nn.Module):
+    """Meanwhile decoder layers keep nothing but their inputs for the backward pass, in eval mode as in training."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:  # accelerate's
+                layer.forward = forward
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -26,10 +26,10 @@ from ..checkpoints.load import (
     load_tokenizer,
 )
 from ..checkpoints.machine import describe_run
+from ..data import place_of, read_text_file
 from ..evaluation.records import finite, render_rows
 from ..evaluation.subjects import check_writable, shown_path
 from ..nn.settings import is_whole
-from ..training.data import place_of, read_text_file
 from .audit_checks import CHECKS, MOST, Audited, NotApplicable
 
 FORMAT_VERSION = 1

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from ..checkpoints.save import write_files
+from ..data import open_text
 from ..models.encoder_attention import first_position
-from .data import open_text
 from .tasks import Objective, Task
 
 

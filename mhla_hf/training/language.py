@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .data import last_position, open_text
+from ..data import last_position, open_text
 from .tasks import Objective, Task
 from .teach import RECORD, TaughtText, likeliest_tokens
 

@@ -14,9 +14,8 @@ from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
 from ..checkpoints.load import one_sentence
-from .data import identity_of, load_split, place_of, read_text_file
+from ..data import Reader, identity_of, load_split, place_of, read_text_file
 from .denoising import trajectory
-from .tasks import Reader
 
 # what may stand beside the latents, and which of a transformer's conditions it is
 COLUMNS = {

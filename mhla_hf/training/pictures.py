@@ -14,8 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..checkpoints.load import one_sentence
-from .data import load_split, place_of
-from .tasks import Reader
+from ..data import Reader, load_split, place_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}

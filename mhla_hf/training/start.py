@@ -6,7 +6,7 @@ import torch
 
 from ..convert.keep import choose_layers, keep_softmax
 from ..convert.start import calibrate
-from .data import open_text
+from ..data import open_text
 
 logger = logging.getLogger("mhla_hf")
 ROWS, BATCHES, MOST_TOKENS = 4, 24, 1024

@@ -8,7 +8,6 @@ import abc
 import contextlib
 import functools
 
-import numpy
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -101,33 +100,6 @@ class Task(abc.ABC):
         inner = "" if self.given is self.student else "transformer"  # of a pipeline
         trained = type(self.student).from_pretrained(folder, subfolder=inner, dtype=self.student.dtype)
         self.student.load_state_dict(trained.state_dict())
-
-
-class Reader:
-    """What gives the batches of one stage: samples and random choices follow from `key`, (seed, number of the stage)."""
-
-    def __init__(self, key, state=None):
-        self.key, self.next = tuple(key), state["next"] if state else 0
-
-    def shuffled(self, number, count):
-        """Which of `count` samples comes as `number`: every epoch takes all of them, in a new order."""
-        epoch, place = divmod(number, count)
-        return int(_order((*self.key, epoch), count)[place])
-
-    def state(self):
-        """What `state=` needs to go on here, JSON-able."""
-        return {"next": self.next}
-
-    def handover(self):
-        """Where the next stage's reader starts, JSON-able; None: at its own beginning."""
-
-    def close(self):
-        """Let threads go."""
-
-
-@functools.lru_cache(maxsize=4)
-def _order(key, count):
-    return numpy.random.default_rng(key).permutation(count)
 
 
 class Objective(nn.Module):

@@ -17,10 +17,9 @@ from ..checkpoints.files import folder_aside, is_claimed, read_json, write_json
 from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
+from ..data import Reader, TokenRing, check_ids, open_text
 from ..nn.settings import is_whole
-from .data import TokenRing, check_ids, open_text
 from .run_folder import identify
-from .tasks import Reader
 
 RECORD = "taught.json"
 ARRAYS = {"ids": "int32", "tokens": "int32", "log_p": "float16"}

@@ -47,7 +47,11 @@ def test_decoding_is_one_graph(kind, hybrid):
 
 @pytest.mark.parametrize("hybrid", [None, *HYBRIDS])
 def test_generate_with_a_static_cache_compiles_one_graph(hybrid):
-    model, ids, mask = converted_model(**HYBRIDS.get(hybrid, {}), **LOCAL), tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
+    model, ids, mask = (
+        converted_model(**HYBRIDS.get(hybrid, {}), **LOCAL),
+        tokens(2, 11),
+        torch.ones(2, 11, dtype=torch.long),
+    )
     mask[0, :5] = 0
     given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **given)

@@ -6,6 +6,7 @@ process reads the same rows and keeps its share of them; no padding exists, so e
 own `labels` say -100.
 """
 
+import functools
 import hashlib
 import itertools
 from math import inf
@@ -14,12 +15,38 @@ from pathlib import Path
 import numpy
 import torch
 
-from ..checkpoints.load import one_sentence, optional
-from .tasks import Reader
+from .checkpoints.load import one_sentence, optional
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DOCUMENTS_AT_ONCE = 32
+
+
+class Reader:
+    """What gives the batches of one stage: samples and random choices follow from `key`, (seed, number of the stage)."""
+
+    def __init__(self, key, state=None):
+        self.key, self.next = tuple(key), state["next"] if state else 0
+
+    def shuffled(self, number, count):
+        """Which of `count` samples comes as `number`: every epoch takes all of them, in a new order."""
+        epoch, place = divmod(number, count)
+        return int(_order((*self.key, epoch), count)[place])
+
+    def state(self):
+        """What `state=` needs to go on here, JSON-able."""
+        return {"next": self.next}
+
+    def handover(self):
+        """Where the next stage's reader starts, JSON-able; None: at its own beginning."""
+
+    def close(self):
+        """Let threads go."""
+
+
+@functools.lru_cache(maxsize=4)
+def _order(key, count):
+    return numpy.random.default_rng(key).permutation(count)
 
 
 def last_position(config) -> float:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mhla_hf.training.data import open_text
+from mhla_hf.data import open_text
 
 WORDS = {"<end>": 0} | {word: i for i, word in enumerate(["a", "b", "c", "d", "e", "f", "g", "h"], 1)}
 
