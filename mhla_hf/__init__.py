@@ -31,17 +31,13 @@ _PUBLIC = {
     "adapter_config": "training.adapters",
     "analyze": "analysis",
     "audit": "share.audit",
-    "calibrate": "convert.start",
-    "choose_layers": "convert.keep",
     "convert": "convert",
     "distill": "training.loop",
     "evaluate": "evaluation.runner",
-    "fit_decays": "convert.start",
     "load_adapter": "training.adapters",
     "plan": "planning",
     "push": "share.push",
     "save_adapter": "training.adapters",
-    "start_from_text": "training.start",
 }
 
 __all__ = sorted([*_PUBLIC, *(f"MHLA{name}" for family in DIFFUSION for name in family.classes)])

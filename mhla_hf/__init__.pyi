@@ -6,9 +6,6 @@ import torch
 
 from .analysis import analyze as analyze
 from .convert import convert as convert
-from .convert.keep import choose_layers as choose_layers
-from .convert.start import calibrate as calibrate
-from .convert.start import fit_decays as fit_decays
 from .evaluation.runner import evaluate as evaluate
 from .models.configuration import MHLAConfig as MHLAConfig
 from .models.language import MHLAForCausalLM as MHLAForCausalLM
@@ -30,7 +27,6 @@ from .training.adapters import adapter_config as adapter_config
 from .training.adapters import load_adapter as load_adapter
 from .training.adapters import save_adapter as save_adapter
 from .training.loop import distill as distill
-from .training.start import start_from_text as start_from_text
 
 __version__: str
 __all__: list[str]

@@ -23,8 +23,8 @@ from .checkpoints.load import choose_device, load_config, one_sentence
 from .checkpoints.machine import describe_run
 from .convert import convert
 from .convert.families import softmax_config
-from .convert.keep import bytes_of_layer
-from .convert.start import mhla_layers
+from .convert.language import bytes_of_layer
+from .convert.teacher import mhla_layers
 from .convert.transformers_models import family_to_convert, what_is_lost
 from .evaluation.records import render_rows
 from .models.attention import softmax_attentions
@@ -89,7 +89,7 @@ def plan(
     core = attentions[chosen[0]].mhla
     if not hasattr(core, "form"):
         raise ValueError(f'mixing_form: got {core.settings.mixing_form!r}, whose state grows; expected "decay"')
-    states, kept = {i: bytes_of_layer(attentions[i], student.dtype)[1] for i in chosen}, {}
+    states, kept = {i: cache_of_layer(attentions[i], student.dtype) for i in chosen}, {}
     for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept.setdefault(reason, []).append(index)
@@ -139,7 +139,7 @@ def cache_of_saved(config, tokens):
         return None
     with torch.device("meta"):
         softmax, student = (AutoModelForCausalLM.from_config(one).eval() for one in (softmax_config(config), config))
-    states = {index: bytes_of_layer(layer, student.dtype)[1] for index, layer in mhla_layers(student).items()}
+    states = {index: cache_of_layer(layer, student.dtype) for index, layer in mhla_layers(student).items()}
     rows = compare_caches(cache_of_layers(softmax), states, tokens)["rows"]
     return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
 
@@ -207,19 +207,29 @@ def cache_of_layers(model):
     return layers
 
 
+def cache_of_layer(attention, dtype):
+    """That of an MHLA layer, as in `cache_of_layers`: of a token in heads that keep softmax, and the state of the others."""
+    core = attention.mhla
+    (token, state), share = bytes_of_layer(attention, core, dtype), 0
+    if core.heads is not None:
+        share = core.heads.counts[True] / core.num_kv_heads
+    return round(share * token), math.inf, round((1 - share) * state)
+
+
 def compare_caches(held, states, context):
     """Rows by length, and the length from which the conversion's cache is the smaller one.
 
-    held: as of `cache_of_layers`. states: bytes of the state of each layer that becomes MHLA, by its index.
+    held: as of `cache_of_layers`. states: the same of each layer that becomes MHLA, by its index.
     """
 
     def total(layers, tokens):
         return sum(token * min(tokens, most) + beside for token, most, beside in layers)
 
-    converted = [(0, 0, states[index]) if index in states else layer for index, layer in enumerate(held)]
+    converted = [states.get(index, layer) for index, layer in enumerate(held)]
     lengths = sorted({*LENGTHS, context})
     rows = [{"tokens": n, "softmax": total(held, n), "mhla": total(converted, n)} for n in lengths]
-    smaller_from = sum(states.values()) // sum(held[index][0] for index in states) + 1
+    each = sum(held[index][0] - states[index][0] for index in states)
+    smaller_from = sum(state for _, _, state in states.values()) // each + 1
     return {"rows": rows, "smaller_from": smaller_from}
 
 
@@ -349,7 +359,7 @@ def advise(record):
     but = f"; {slower[0]} is slower" if slower else ""
     but += f"; whether {' or '.join(unsure)} is faster there is not known" if unsure else ""
     won = f"{len(record['mhla_layers'])} MHLA layers save {(row['softmax'] - row['mhla']) / MIB:,.1f} MiB of cache"
-    how = "mhla-hf convert MODEL OUT --calibrate TEXT --keep auto --budget N"
+    how = "mhla-hf convert MODEL OUT --text FILE --keep 1/6"
     return f"Convert: {after} {won} ({times:.2f} times smaller){but}. Let measurement choose the layers: {how}"
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from ..checkpoints.files import named_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
@@ -16,6 +17,7 @@ from .values import (
     device_option,
     dtype_option,
     json_option,
+    parse_keep,
     parse_layers,
     parse_settings,
     seed_number,
@@ -27,7 +29,7 @@ logger = logging.getLogger("mhla_hf")
 CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
-  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --calibrate notes.txt --keep auto --budget 8
+  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
 A converted model usually needs distillation to recover its quality: mhla-hf distill.
 """
@@ -71,23 +73,29 @@ def convert_options(add):
     what = "a language model, text encoder, image classifier, or pipeline"
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
     add("out", metavar="OUT", help="output folder")
-    add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3; of image models: all)')
+    add("--text", help='text that a language model learns from: file, folder or dataset; "none": nothing is learned '
+        "(default: self, what the model itself writes)")  # fmt: skip
+    add("--keep", default="1/6", help="KV heads that keep softmax: a share, a number, or a cache size such as 64MiB "
+        "(default: %(default)s)")  # fmt: skip
+    add("--context", type=count, help="tokens at which --keep counts bytes (default: the model's positions)")
+    add(
+        "--layers",
+        help='"all", "2/3" or indices such as 1,2,4 (default: all; with --text none of a language model: 2/3)',
+    )
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--calibrate", metavar="TEXT", help="fit a language model's new layers to the original ones on this text")
-    add("--keep", choices=["auto"], help="choose by measurement on that text which of --layers keep softmax")
-    add("--budget", metavar="N", help="with --keep: a number of layers, or a cache size such as 64MiB")
     dtype_option(add)
-    add("--seed", type=seed_number, default=0, help="random seed of the new parameters (default: 0)")
+    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
-def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, seed, revision, overwrite, progress, **_):
-    if (keep and not budget) or (budget and not (keep and calibrate)):
-        raise ValueError("keep: expected --calibrate TEXT --keep auto --budget N together, or --calibrate alone")
-    settings, layers = parse_settings(settings), parse_layers("all" if keep and layers is None else layers)
+def run_convert(
+    model, out, text, keep, context, layers, settings, dtype, seed, revision, overwrite, progress, **_
+):  # fmt: skip
+    settings, layers, keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
     check_new_folder(out, overwrite)
-    check_file(calibrate)
+    if text not in (None, "self", "none"):
+        check_data(text)
     check_model(model, revision)
     start()
 
@@ -96,12 +104,11 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
     from ..checkpoints import load
     from ..checkpoints.save import save_model
     from ..convert import convert
-    from ..training.start import start_from_text
 
     source = {"dtype": dtype, "device": "cpu", "revision": revision}
     if load.is_pipeline(model, revision):
-        if calibrate:
-            raise ValueError(f"calibrate: came with {model!r}, a pipeline; expected a language model")
+        if text not in (None, "none"):
+            raise ValueError(f"text: came with {model!r}, a pipeline; expected a language model")
         pipe = load.load_pipeline(model, **source)
         torch.manual_seed(seed)
         transformer = convert(pipe, layers=layers, **settings).transformer
@@ -110,8 +117,8 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
         print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; now distill it: see conversion/")
         return
     kind = load.kind_of_model(model, revision)
-    if calibrate and kind in KINDS:
-        raise ValueError(f"calibrate: came with {model!r}, which is no causal language model; expected one")
+    if text not in (None, "none") and kind in KINDS:
+        raise ValueError(f"text: came with {model!r}, which is no causal language model; expected one")
     read, recipe = KINDS.get(kind, ("load_language_model", "language_llama_lite"))
     further = "distill it with conversion/image_classifier.py"
     if recipe:
@@ -119,12 +126,41 @@ def run_convert(model, out, layers, settings, calibrate, keep, budget, dtype, se
         further = f"distill it: {shlex.join(line)} --data TEXT"
     converted, tools = getattr(load, read)(model, **source)
     torch.manual_seed(seed)
-    config = convert(converted, layers=layers, **settings).config
-    if calibrate:
-        start_from_text(converted, tools, calibrate, budget, seed, progress)
+    learning, checkpoint = {}, Path(f"{out}.part")
+    if kind not in KINDS and text != "none":
+        learning = {"tokenizer": tools, "text": text or "self", "keep": keep, "context": context, "seed": seed}
+        learning |= {"checkpoint": checkpoint, "progress": progress}
+    config = convert(converted, layers=layers, **learning, **settings).config
     files = sentence_files(model, revision) if kind == "encoders" else {}
     save_model(converted, out, tools, overwrite, files)
-    print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
+    checkpoint.unlink(missing_ok=True)
+    if learning:
+        print(render_conversion(out, config.mhla_measured))
+    else:
+        print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
+
+
+def render_conversion(out, measured):
+    """What a conversion with text measured, as a page of text."""
+    from ..evaluation.records import render_rows
+
+    names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
+    rows = [[names[key], *scores_of(measured[key])] for key in names if key in measured]
+    heads = [
+        f"  layer {layer}: KV heads {', '.join(map(str, own))}" for layer, own in measured["softmax_heads"].items()
+    ]
+    caches = [
+        f"cache at {int(tokens):,} tokens: {told['converted'] / 2**20:,.1f} MiB of {told['softmax'] / 2**20:,.1f}"
+        for tokens, told in measured["cache_bytes"].items()
+    ]
+    table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
+    return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, "softmax stays in", *(heads or ["  no head"])])
+
+
+def scores_of(scores):
+    """Cells of a table: KL, perplexity and recall."""
+    kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
+    return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
 
 
 def sentence_files(model, revision=None):

@@ -37,6 +37,14 @@ def parse_layers(text):
     return [int(part) for part in parts]
 
 
+def parse_keep(text):
+    """ "1/6" or "0.25" as a share, "15" as a number of heads; any other text as it is."""
+    above, slash, below = text.partition("/")
+    if slash and above.isdecimal() and below.isdecimal() and int(below):
+        return int(above) / int(below)
+    return parse_value(text)
+
+
 def parse_settings(pairs):
     """`NAME=VALUE` texts as a dict; numbers, true, false and lists with commas are read as such. ValueError without =."""
     settings = {}

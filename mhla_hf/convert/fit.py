@@ -1,8 +1,8 @@
 """What the MHLA heads of a converted language model learn from its softmax original, and which KV heads stay softmax.
 
 The base's weights never change. First every layer learns the output of its own softmax, on the teacher's inputs
-(`learn_outputs`). Then a gate for each KV head, between softmax and MHLA, learns against the loss of the whole model how
-much that head is missed (`learn_gates`); the heads with the largest gates keep softmax.
+(`OutputFit`). Then a gate for each KV head, between softmax and MHLA, learns against the loss of the whole model how much
+that head is missed (`GateFit`); the heads with the largest gates keep softmax.
 """
 
 from collections.abc import Sequence
@@ -10,44 +10,53 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..models.transformers_api import recomputed_layers
 from .teacher import causal_softmax, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
 
 START_TOKENS = 1024  # of a row, at most, by which a far part starts
 NEGLIGIBLE = 1e-3  # mass of all far tokens together, from which no start is made
-GATE_START, GATE_RATE, GATE_PENALTY = 0.5, 0.08, 0.004
-GATE_BETAS = (0.8, 0.95)
+GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
+GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
 KL_POSITIONS = 256  # of a row, whose next tokens are compared: logits of a large vocabulary cost more than the layers
 
 
 class OutputFit:
-    """Feature maps and mixing of every MHLA core, learning their layer's softmax output with Adam.
+    """Feature maps and mixing of every MHLA core, learning their layer's softmax output by Adam.
 
     Args:
-        model: a language model that was just converted, in eval mode.
-        lr: learning rate of the first row; it falls to zero over `rows`.
-        rows: how many rows there will be.
+        model: a language model that was just converted, with a local softmax, in eval mode.
+        steps: how often `step` will be called; the learning rate falls to zero over them.
+        lr: learning rate at the start.
         updates: steps of Adam on each row.
     """
 
-    def __init__(self, model: nn.Module, *, rows: int, lr: float = 3e-2, updates: int = 2):
-        self.model, self.rows, self.lr, self.updates = model, rows, lr, updates
-        self.done, self.losses = 0, {}
-        self.optimizers, self.parameters = {}, {}
+    def __init__(self, model: nn.Module, *, steps: int, lr: float = 3e-2, updates: int = 2):
+        self.model, self.steps, self.lr, self.updates = model, steps, lr, updates
+        self.done, self.errors = 0, {}
+        self.parameters, self.optimizers, self.dtypes = {}, {}, {}
         for attention in mhla_layers(model).values():
             core = attention.mhla
-            learned = [core.q_map, core.k_map, core.mixing]
-            self.parameters[core] = [x for part in learned for x in part.parameters() if x.requires_grad]
+            parts = (core.q_map, core.k_map, core.mixing)
+            self.parameters[core] = [x for part in parts for x in part.parameters() if x.requires_grad]
+            for x in self.parameters[core]:
+                self.dtypes[x] = x.dtype
+                x.data = x.data.float()
             self.optimizers[core] = torch.optim.Adam(self.parameters[core], lr=lr)
+
+    def finish(self) -> None:
+        """Give the parameters, which learn in fp32, their dtype back."""
+        for x, dtype in self.dtypes.items():
+            x.data = x.data.to(dtype)
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor) -> float:
-        """Learn from one row or batch of token ids `[B, T]`; the mean relative error of the outputs before it."""
+        """Learn from rows of token ids `[B, T]`; the mean over layers of the relative error of the output before."""
         for optimizer in self.optimizers.values():
-            optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.rows)
+            optimizer.param_groups[0]["lr"] = self.lr * (1 - self.done / self.steps)
         with softmax_instead(self.model, observe=self.learn):
             self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
         self.done += 1
-        return sum(self.losses.values()) / len(self.losses)
+        return sum(self.errors.values()) / len(self.errors)
 
     def learn(self, core, q, k, v, o, options) -> None:
         """The updates of one core, from what its layer saw and returned."""
@@ -59,17 +68,33 @@ class OutputFit:
                 error = (core(q, k, v, **options).float() - o.float()).square().sum() / energy
                 gradients = torch.autograd.grad(error, self.parameters[core])
             if not update:
-                self.losses[core] = float(error)
+                self.errors[core] = float(error.detach())
             for x, gradient in zip(self.parameters[core], gradients, strict=True):
                 x.grad = gradient
             self.optimizers[core].step()
             self.optimizers[core].zero_grad()
 
+    def state_dict(self) -> dict:
+        """What `load_state_dict` needs to go on: parameters, optimizers and steps done."""
+        values = [[x.detach().clone() for x in parameters] for parameters in self.parameters.values()]
+        return {"done": self.done, "values": values, "optimizers": [x.state_dict() for x in self.optimizers.values()]}
 
-def start_from_mass(core, q, k, options) -> None:
-    """Start a core where its far part weighs as much as the far tokens of its softmax, over the tokens q and k.
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state_dict` was called."""
+        self.done = state["done"]
+        saved = zip(
+            self.parameters.values(), self.optimizers.values(), state["values"], state["optimizers"], strict=True
+        )
+        for parameters, optimizer, values, optimizer_state in saved:
+            for x, value in zip(parameters, values, strict=True):
+                x.data.copy_(value)
+            optimizer.load_state_dict(optimizer_state)
 
-    Maps with a bias first take the mean of what they map away: real keys before RoPE are mostly a constant.
+
+def start_from_mass(core, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:
+    """Start a core where its far part weighs as much as the far tokens of its softmax, over the tokens of q and k.
+
+    Maps with a bias first subtract the mean of what they map: real queries and keys before RoPE are mostly a constant.
 
     Args:
         core: a `DecayMHLA` with a local softmax.
@@ -82,24 +107,21 @@ def start_from_mass(core, q, k, options) -> None:
     for part, x in ((core.q_map, far_q), (core.k_map, far_k)):
         if hasattr(part, "bias"):
             part.bias.copy_(-torch.einsum("hk,hkf->hf", x.float().mean((0, 1)), part.weight.float()))
-    fq, fk = core.q_map(far_q), core.k_map(far_k)
+    fq, fk, balance = core.q_map(far_q), core.k_map(far_k), core.mixing.balance
     token = torch.arange(q.shape[1], device=q.device)
     block = token // form.block_size
     far = (block[:, None] - block >= form.lag) & (token >= form.sinks)
-    decays, _ = core.mixing()
-    mixing = decays.matrix(int(block[-1]) + 1, form.lag)[:, block[:, None], block]
-    share, scale = q.shape[2] // k.shape[2], form.scale if options["scale"] is None else options["scale"]
-    masses = torch.zeros(2, q.shape[2], device=q.device)
-    for row in range(len(q)):
-        for head in range(q.shape[2]):
-            group = head // share
+    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, form.lag)[:, block[:, None], block]
+    scale = form.scale if options["scale"] is None else options["scale"]
+    for head in range(q.shape[2]):
+        group, masses = head * k.shape[2] // q.shape[2], 0.0
+        for row in range(len(q)):
             score = (q[row, :, head] @ k[row, :, group].T).float() * scale
             total = score.masked_fill(token[:, None] < token, float("-inf")).logsumexp(-1, keepdim=True)
-            own = (fq[row, :, head] @ fk[row, :, group].T).float() * mixing[head]
-            masses[:, head] += torch.stack([(x * far).sum() for x in ((score - total).exp() * far, own / total.exp())])
-    started = (masses > NEGLIGIBLE).all(0)
-    balance = core.mixing.balance
-    balance.copy_(torch.where(started, (masses[0] / masses[1]).log(), balance))
+            weight = (fq[row, :, head] @ fk[row, :, group].T).float() * mixing[head] / total.exp()
+            masses = masses + torch.stack([(x * far).sum() for x in ((score - total).exp(), weight)])
+        if bool((masses > NEGLIGIBLE).all()):
+            balance[head] = (masses[0] / masses[1]).log()
 
 
 class GatedCore(nn.Module):
@@ -107,12 +129,12 @@ class GatedCore(nn.Module):
 
     Args:
         core: the MHLA core.
+        gate: its gates `[G]`.
     """
 
-    def __init__(self, core: nn.Module):
+    def __init__(self, core: nn.Module, gate: torch.Tensor):
         super().__init__()
-        self.core = core
-        self.gate = nn.Parameter(torch.full((core.num_kv_heads,), GATE_START))
+        self.core, self.gate = core, nn.Parameter(gate)
 
     def forward(self, q, k, v, *, scale=None, **options):
         """As `MHLA.forward`, of rows without padding."""
@@ -136,7 +158,7 @@ def compared_positions(length: int, second_half: bool) -> torch.Tensor:
 class GateFit:
     """A gate for each KV head of every MHLA layer, learning against the KL to the softmax original.
 
-    Every row is used as it is and with its first half repeated, so that recall counts. The loss is the KL plus
+    Every row is read as it is and with its first half repeated, so that recall counts. The loss is the KL plus
     `GATE_PENALTY` times the sum of all gates.
 
     Args:
@@ -145,47 +167,58 @@ class GateFit:
     """
 
     def __init__(self, model: nn.Module, rows: Sequence[torch.Tensor]):
-        self.model = model
-        self.gates = {
-            index: torch.full((attention.mhla.num_kv_heads,), GATE_START)
-            for index, attention in mhla_layers(model).items()
-        }
-        self.flat = nn.Parameter(torch.cat(list(self.gates.values())))
-        self.optimizer = torch.optim.Adam([self.flat], lr=GATE_RATE, betas=GATE_BETAS, eps=1e-3)
+        self.model, self.done = model, 0
+        self.sizes = {index: attention.mhla.num_kv_heads for index, attention in mhla_layers(model).items()}
+        self.gates = nn.Parameter(torch.full((sum(self.sizes.values()),), GATE_START))
+        self.optimizer = torch.optim.Adam([self.gates], lr=GATE_LR, betas=GATE_BETAS, eps=GATE_EPS)
         self.examples = []
         for ids in rows:
             for row, second_half in ((ids, False), (repeated_half(ids), True)):
                 positions = compared_positions(row.shape[1], second_half)
                 with torch.no_grad(), softmax_instead(model):
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
-        self.done = 0
 
     def step(self) -> float:
-        """One step of Adam on one example; its KL before the step, nats per token."""
+        """One step of Adam on one example; the KL before it, nats per token."""
         ids, positions, teacher = self.examples[self.done % len(self.examples)]
-        with frozen(self.model), replaced_cores(self.model, GatedCore) as cores:
-            sizes = [len(core.gate) for core in cores.values()]
-            for core, value in zip(cores.values(), self.flat.detach().split(sizes), strict=True):
-                core.gate = nn.Parameter(value.to(self.model.device))
-            kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
-            gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
-        self.flat.grad = torch.cat([gradient.cpu() for gradient in gradients]) + GATE_PENALTY
-        self.optimizer.step()
-        self.flat.data.clamp_(0, 1)
-        self.done += 1
-        return float(kl)
-
-
-class frozen:
-    """Meanwhile no parameter of the model asks for gradients, so that a backward pass computes none of weights."""
-
-    def __init__(self, model: nn.Module):
-        self.parameters = [x for x in model.parameters() if x.requires_grad]
-
-    def __enter__(self):
-        for x in self.parameters:
+        gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
+        learned = [x for x in self.model.parameters() if x.requires_grad]
+        for x in learned:  # whose gradients nobody asks for
             x.requires_grad_(False)
+        try:
+            with replaced_cores(self.model, lambda core: GatedCore(core, next(gates))) as cores:
+                with recomputed_layers(self.model):
+                    kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
+                    gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
+        finally:
+            for x in learned:
+                x.requires_grad_(True)
+        self.gates.grad = torch.cat([gradient.cpu() for gradient in gradients]) + GATE_PENALTY
+        self.optimizer.step()
+        self.gates.data.clamp_(0, 1)
+        self.done += 1
+        return float(kl.detach())
 
-    def __exit__(self, *_):
-        for x in self.parameters:
-            x.requires_grad_(True)
+    def values(self) -> dict[int, list[float]]:
+        """The gates of each layer, rounded."""
+        split = self.gates.detach().split(list(self.sizes.values()))
+        return {layer: [round(x, 3) for x in own.tolist()] for layer, own in zip(self.sizes, split, strict=True)}
+
+    def largest(self, count: int) -> dict[int, list[int]]:
+        """The `count` KV heads with the largest gates: {layer: [KV head, ...]}."""
+        heads = [(layer, head) for layer, size in self.sizes.items() for head in range(size)]
+        chosen = {}
+        for place in sorted(self.gates.detach().argsort(descending=True, stable=True)[:count].tolist()):
+            layer, head = heads[place]
+            chosen.setdefault(layer, []).append(head)
+        return chosen
+
+    def state_dict(self) -> dict:
+        """What `load_state_dict` needs to go on: gates, optimizer and steps done."""
+        return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state_dict` was called."""
+        self.done = state["done"]
+        self.gates.data.copy_(state["gates"])
+        self.optimizer.load_state_dict(state["optimizer"])

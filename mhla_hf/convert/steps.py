@@ -21,7 +21,7 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
     if layers is not None:
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays
-        overrides = {"local": None, **overrides}
+        overrides = {"local": None, "free_decay": False, "length_power": False, **overrides}
     if settings.rope == "near" and overrides.get("local", settings.local) is None:  # without a window nothing is near
         overrides = {"rope": "before", **overrides}
     return replace(settings, **overrides)

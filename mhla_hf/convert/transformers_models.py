@@ -12,7 +12,7 @@ from ..models.converted import install_by_form
 from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
 from ..models.families import ENCODERS, VISION, Family, family_of_type
 from ..models.grid_attention import grid_attentions, install_grid_mhla
-from ..models.overlay import base_classes
+from ..models.overlay import attention_sizes, base_classes
 from ..models.rotation import rotation_layout
 from ..nn.core import check_causal
 from ..nn.sequence import check_encoder
@@ -71,14 +71,18 @@ def check_tower(settings: MHLASettings) -> None:
         raise ValueError('normalize: got "official", whose denominator has no class tokens, expected true or false.')
 
 
-def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
-    """The work of `convert` for a model of transformers."""
-    family = convertible_family(model)
-    find, install, check = softmax_attentions, install_by_form, check_causal
+def kind_of_family(family: Family) -> tuple:
+    """How attention modules of a family are found, how they become MHLA, and what checks settings for it."""
     if family in VISION:
-        find, install, check = grid_attentions, install_grid_mhla, check_tower
-    elif family in ENCODERS:
-        find, install, check = encoder_attentions, install_encoder_mhla, check_encoder
+        return grid_attentions, install_grid_mhla, check_tower
+    if family in ENCODERS:
+        return encoder_attentions, install_encoder_mhla, check_encoder
+    return softmax_attentions, install_by_form, check_causal
+
+
+def checked_settings(model, family: Family, settings: MHLASettings | None, layers, overrides: dict) -> MHLASettings:
+    """The settings of a conversion of `model`, its layers as indices. ValueError, TypeError: it cannot be done so."""
+    find, _, check = kind_of_family(family)
     settings = chosen_settings(settings, MHLASettings(**family.defaults), layers, overrides)
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base rotates q and k before the map.')
@@ -93,6 +97,32 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
             rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: layer {index} is offloaded, expected its weights on a device.")
+    return without_softmax_layers(settings, attentions, config)
+
+
+def without_softmax_layers(settings: MHLASettings, attentions: dict, config) -> MHLASettings:
+    """The same without the layers all of whose KV heads keep softmax. ValueError: there are no such layers or heads."""
+    kept, layers = dict(settings.softmax_heads or {}), list(settings.layers)
+    for index, heads in (settings.softmax_heads or {}).items():
+        if int(index) not in layers:
+            raise ValueError(f"softmax_heads: got layer {index}, expected some of the MHLA layers {layers}.")
+        count = attention_sizes(attentions[int(index)], config)["num_kv_heads"]
+        if heads[-1] >= count:
+            raise ValueError(f"softmax_heads: got KV head {heads[-1]} in layer {index}, expected 0 to {count - 1}.")
+        if len(heads) == count:
+            layers.remove(int(index))
+            del kept[index]
+    if not layers:
+        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
+    return replace(settings, layers=layers, softmax_heads=kept)
+
+
+def convert_in_place(model, settings: MHLASettings | None, layers, overrides: dict):
+    """The work of `convert` for a model of transformers."""
+    family = convertible_family(model)
+    settings = checked_settings(model, family, settings, layers, overrides)
+    find, install, _ = kind_of_family(family)
+    config, attentions = model.config, find(model)
     for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if getattr(config, name, 0.0):
             logger.warning("convert: %s=%s of the base does not apply to MHLA layers.", name, getattr(config, name))
