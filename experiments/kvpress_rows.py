@@ -50,6 +50,16 @@ LIMIT = 1_000_000  # characters of a text
 AFTER, COPY, CUE = 512, 256, 16  # tokens
 CHUNK = 32  # tokens that are fed at once after the prompt
 FULL = "full cache"
+MEASURES = {
+    "kl": ("KL from the full cache, nats", "{:.3f}"),
+    "perplexity": ("perplexity", "{:.2f}"),
+    "recall": ("recall, mean log probability", "{:.2f}"),
+    "kept": ("cache that is kept", "{:.3f}"),
+    "prefill_seconds": ("seconds of the prefill", "{:.1f}"),
+    "press_seconds": ("seconds that a press adds to it", "{:.1f}"),
+    "after_seconds": ("seconds of the 512 tokens after it", "{:.1f}"),
+}
+PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
 
 
 def read_text(path):
@@ -141,7 +151,7 @@ def tensor_bytes(cache):
 
 
 def make_presses(ratio):
-    """name -> press that evicts `ratio` of the cache: of kvpress' leaderboard, those that need no trained weights."""
+    """name -> press that evicts `ratio` of the cache, set as in kvpress' own evaluation; none needs trained weights."""
     import kvpress as kv
 
     return {
@@ -149,7 +159,7 @@ def make_presses(ratio):
         "SnapKV": kv.SnapKVPress(ratio),
         "AdaKV(SnapKV)": kv.AdaKVPress(kv.SnapKVPress(ratio)),
         "ExpectedAttention": kv.ExpectedAttentionPress(ratio),
-        "AdaKV(ExpectedAttention, epsilon 0.01)": kv.AdaKVPress(kv.ExpectedAttentionPress(ratio, epsilon=1e-2)),
+        "AdaKV(ExpectedAttention)": kv.AdaKVPress(kv.ExpectedAttentionPress(ratio, epsilon=1e-2)),
         "CriticalAdaKV(ExpectedAttention)": kv.CriticalAdaKVPress(kv.ExpectedAttentionPress(ratio, use_vnorm=False)),
         "KeyDiff": kv.KeyDiffPress(ratio),
         "Compactor": kv.CompactorPress(ratio),
@@ -261,24 +271,25 @@ def describe_run(args):
 
 
 def render(record):
-    """Tables in Markdown: KL, perplexity, recall and seconds, by subject, for each text and length; means over rows."""
-    columns = list(dict.fromkeys((row["text"], row["length"]) for row in record["rows"]))
-    subjects = list(dict.fromkeys(row["subject"] for row in record["rows"]))
-    forms = {"kl": "{:.3f}", "perplexity": "{:.2f}", "recall": "{:.2f}", "kept": "{:.3f}"}
-    forms |= {"prefill_seconds": "{:.1f}", "press_seconds": "{:.1f}", "after_seconds": "{:.1f}"}
+    """Tables in Markdown, one per measure: subjects by texts and lengths, means over rows."""
+    rows = record["rows"]
+    columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
+    subjects = list(dict.fromkeys((row["subject"], row.get("keep")) for row in rows))
+    keeps = {keep for _, keep in subjects if keep}
     lines = []
-    for measure, form in forms.items():
-        lines += [f"| {measure} | " + " | ".join(f"{text}, {length}" for text, length in columns) + " |"]
+    for measure, (title, form) in MEASURES.items():
+        lines += [f"| {title} | " + " | ".join(f"{text}, {length:,}" for text, length in columns) + " |"]
         lines += ["|---" + "|---:" * len(columns) + "|"]
-        for subject in subjects:
-            cells = []
-            for column in columns:
-                found = [r for r in record["rows"] if (r["text"], r["length"]) == column and r["subject"] == subject]
-                values = [row[measure] for row in found if measure in row]
-                cells.append(form.format(statistics.fmean(values)) if values else "")
-            lines.append(f"| {subject} | " + " | ".join(cells) + " |")
+        for subject, keep in subjects:
+            own = [row for row in rows if (row["subject"], row.get("keep")) == (subject, keep) and measure in row]
+            found = [[row[measure] for row in own if (row["text"], row["length"]) == column] for column in columns]
+            cells = [form.format(statistics.fmean(values)) if values else "" for values in found]
+            if any(cells):
+                name = f"{subject}, keep {keep}" if keep and len(keeps) > 1 else subject
+                lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join(lines)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "\n".join([*lines, f"`{record['command']}`, {record['hardware']}, {versions}, fp32."])
 
 
 def parse_arguments():
@@ -288,7 +299,9 @@ def parse_arguments():
     parser.add_argument("--keep", type=Fraction, default=Fraction(1, 6), help="share of the cache that a press keeps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 7168], help="tokens of a prompt")
     parser.add_argument("--rows", type=int, default=2, help="rows of each text and length")
-    parser.add_argument("--press", nargs="+", help="names of presses; otherwise all")
+    parser.add_argument(
+        "--press", nargs="+", default=PRESSES, metavar="PRESS", help="names of presses (see make_presses)"
+    )
     parser.add_argument("--folder", type=Path, nargs="+", help="model folders to measure, and no press")
     parser.add_argument("--teachers", type=Path, help="with --folder: keep what the teacher gave in this folder")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
@@ -322,7 +335,7 @@ def measure(args, record):
     torch.set_num_threads(1)
     teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
     models = {folder.name: load(folder, trust_remote_code=True) for folder in args.folder or ()}
-    names = [FULL, *(models or args.press or make_presses(0.5))]
+    names = [FULL, *(models or args.press)]
     texts = {text_name(path): tokenize(tokenizer, path) for path in args.texts}
     for row, length, text in itertools.product(range(args.rows), args.lengths, texts):
         wanted = {name: identify(args, text, length, row, name) for name in names}
