@@ -21,7 +21,7 @@ text. A press sees the prompt alone: it is told nothing of what follows, as is t
 - kept: bytes of the cache after the prompt, as a share of the full cache's. AdaKV, CriticalAdaKV and KVzip evict a
   number of its own from every head. kvpress masks these entries and does not free them: here, they count as freed.
 - press_seconds: what a press adds to prefill_seconds. Presses do not change what prefill computes, so one prefill serves
-  all of them: their forward hooks are called afterwards, with what the layers gave and got.
+  all of them: their forward hooks are called afterwards, with what the layers gave and got. Seconds are CPU time.
 
 Nothing is drawn but by a few presses, from seed 0. A row that the file has is not made again.
 """
@@ -55,8 +55,7 @@ MEASURES = {
     "perplexity": ("perplexity", "{:.2f}"),
     "recall": ("recall, mean log probability", "{:.2f}"),
     "kept": ("cache that is kept", "{:.3f}"),
-    "prefill_seconds": ("seconds of the prefill", "{:.1f}"),
-    "press_seconds": ("seconds that a press adds to it", "{:.1f}"),
+    "prefill_seconds": ("seconds of the prefill, with the press", "{:.1f}"),
     "after_seconds": ("seconds of the 512 tokens after it", "{:.1f}"),
 }
 PRESSES = ("StreamingLLM", "SnapKV", "ExpectedAttention", "AdaKV(ExpectedAttention)", "Compactor", "KVzip")
@@ -272,7 +271,7 @@ def describe_run(args):
 
 def render(record):
     """Tables in Markdown, one per measure: subjects by texts and lengths, means over rows."""
-    rows = record["rows"]
+    rows = [{**row, "prefill_seconds": row["prefill_seconds"] + row.get("press_seconds", 0)} for row in record["rows"]]
     columns = sorted({(row["text"], row["length"]) for row in rows}, key=lambda column: (column[1], column[0]))
     subjects = list(dict.fromkeys((row["subject"], row.get("keep")) for row in rows))
     keeps = {keep for _, keep in subjects if keep}
