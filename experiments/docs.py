@@ -29,6 +29,7 @@ from .demo.figures import plot_gains
 from .demo.report import render_report, render_short
 from .encoder import render_encoder
 from .forms import render_choice, render_depths, render_forms
+from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
 from .rows import made
 from .serving import render_serving
@@ -167,6 +168,7 @@ KINDS = {
     "choice": render_choice,
     "depths": render_depths,
     "recipes": render_recipes,
+    "kvpress": render_kvpress,
     "mqar": render_mqar,
     "encoder": render_encoder,
     "speed": render_speed,

@@ -1,0 +1,60 @@
+"""The rows by which kvpress' presses and our conversions are compared; kvpress itself is not installed here."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.kvpress_rows import AFTER, COPY, FULL, divergence, feed, folder_rows, prefill, row_parts
+from mhla_hf import convert
+
+LENGTH = 600
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.3, **sizes)).eval()
+
+
+def test_rows_follow_each_other():
+    ids = torch.arange(3 * (LENGTH + AFTER))
+    for row in range(3):
+        prompt, after, copied = row_parts(ids, LENGTH, row)
+        assert prompt[0] == row * (LENGTH + AFTER) and len(prompt) == LENGTH
+        assert after[0] == prompt[-1] + 1 and len(after) == AFTER
+        assert torch.equal(copied, prompt[300 : 300 + COPY])
+    with pytest.raises(ValueError, match="row 3: got a text of"):
+        row_parts(ids, LENGTH, 3)
+
+
+@torch.no_grad()
+def test_what_is_fed_after_the_cache_is_what_one_pass_gives(teacher):
+    """Of a converted model as well, and the cache can be used again."""
+    ids = torch.randint(64, (LENGTH + 100,))
+    for model in (teacher, convert(copy.deepcopy(teacher), layers=[1]).eval()):
+        expected = model(input_ids=ids[None]).logits[0, LENGTH:]
+        cache, _ = prefill(model, ids[:LENGTH])
+        for _ in range(2):
+            torch.testing.assert_close(feed(model, cache, ids[LENGTH:], LENGTH)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_teacher_loses_nothing(teacher, tmp_path):
+    parts = row_parts(torch.randint(64, (LENGTH + AFTER,)), LENGTH, 0)
+    models = {"same": teacher, "converted": convert(copy.deepcopy(teacher), layers=[1]).eval()}
+    first = dict(folder_rows(teacher, models, parts, tmp_path / "row.pt"))
+    assert first["same"]["kl"] == pytest.approx(0, abs=1e-6) and first["same"]["kept"] == 1
+    assert first["same"]["recall"] == first[FULL]["recall"]
+    assert first["converted"]["kl"] > 1e-6 and 0.5 < first["converted"]["kept"] < 1
+    again = dict(folder_rows(teacher, models, parts, tmp_path / "row.pt"))
+    assert again["converted"]["kl"] == first["converted"]["kl"]
+    with pytest.raises(ValueError, match="made of other tokens"):
+        list(folder_rows(teacher, {}, (parts[0].flip(0), *parts[1:]), tmp_path / "row.pt"))
+
+
+def test_divergence():
+    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    assert divergence(p, q) == pytest.approx((0.5 * torch.tensor([2, 2 / 3]).log()).sum().item())
