@@ -11,7 +11,6 @@ from ..checkpoints.save import check_new_folder, read_sentence_files
 from ..training.recipe import FOLDER, read_recipe
 from .values import (
     check_data,
-    check_file,
     check_model,
     count,
     device_option,
