@@ -61,13 +61,16 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
     Args:
         data: a text file, or a folder of them (.txt, .md, .rst, .text, also in sub-folders); as a stream, a table on disk
             (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
-            "id:configuration", split "train"), or a Dataset or IterableDataset of `datasets`; or tokens, integers `[N]`.
+            "id:configuration", split "train"), or a Dataset or IterableDataset of `datasets`; a list of texts; or tokens,
+            integers `[N]`.
         tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
             end-of-sequence token follows every document.
         text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "tokens at hand")
+    if isinstance(data, (list, tuple)) and data and all(isinstance(text, str) for text in data):
+        return TokenRing(_encode(tokenizer, list(data), "a list of texts"), vocab_size, "a list of texts")
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if not path.exists():
@@ -84,7 +87,7 @@ def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
     if hasattr(data, "state_dict") and hasattr(data, "set_epoch"):
         name = f"a dataset with columns {data.column_names}"
         return TokenStream(data, tokenizer, text_field, vocab_size, name, name)
-    raise TypeError(f"data: got {type(data).__name__}; expected a file, a folder, a dataset or a tensor of tokens")
+    raise TypeError(f"data: got {type(data).__name__}; expected a file, a folder, a dataset, texts or tokens")
 
 
 class TokenRing:

@@ -236,13 +236,18 @@ class Checkpoint:
             fit.load_state_dict(self.content[name])
         bar.update(fit.done)
         while fit.done < len(inputs):
-            bar.set_postfix(loss=f"{fit.step(*inputs[fit.done]):.4f}", refresh=False)
+            loss = fit.step(*inputs[fit.done])
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
-            if self.file is not None and (time.monotonic() - self.saved > SAVE_EVERY or fit.done == len(inputs)):
+            if time.monotonic() - self.saved < SAVE_EVERY and fit.done < len(inputs):
+                continue
+            self.saved = time.monotonic()
+            if bar.disable:
+                logger.info("%s: %d of %d, loss %.4f", name, fit.done, len(inputs), loss)
+            if self.file is not None:
                 self.content[name] = fit.state_dict()
                 with file_aside(self.file) as aside:
                     torch.save(self.content, aside)
-                self.saved = time.monotonic()
 
 
 def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progress: bool) -> dict:
@@ -259,7 +264,7 @@ def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progre
         What `model.config.mhla_measured` holds: plain values.
     """
     settings = MHLASettings.from_dict(model.config.mhla)
-    weights = float(next(model.parameters()).double().sum())
+    weights = float(next(model.parameters()).detach().double().sum())
     checkpoint = Checkpoint(checkpoint, hash_of([rows.digest(), settings.to_dict(), seed, weights]))
     teacher = TeacherScores(model, rows.held_out)
     report = {"text": rows.name, "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)), "seed": seed}
