@@ -28,7 +28,7 @@ from .costs import costs_table
 from .demo.figures import plot_gains
 from .demo.report import render_report, render_short
 from .encoder import render_encoder
-from .forms import render_choice, render_depths, render_forms
+from .heads import render_heads
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
 from .rows import made
@@ -164,9 +164,7 @@ KINDS = {
     "gpu": lambda record: UNMEASURED if record is None else render_gpu(record),
     "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
-    "forms": render_forms,
-    "choice": render_choice,
-    "depths": render_depths,
+    "heads": render_heads,
     "recipes": render_recipes,
     "kvpress": render_kvpress,
     "mqar": render_mqar,

@@ -1,4 +1,4 @@
-"""Which far part a layer of a real model should have: python -m experiments.far_forms MODEL TEXT [--other TEXT] [--out JSON]
+"""Which far part a layer of a real model should have.
 
 The softmax model runs once over rows of TEXT; q, k, v and the outputs of some layers are kept. Then each layer alone, for
 each form of the far part, learns the softmax's outputs, with far features of q and k before RoPE, and is judged on rows that
@@ -10,6 +10,7 @@ import argparse
 import functools
 import gzip
 import json
+import shlex
 import statistics
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def choose_rows(ids, other):
 @torch.no_grad()
 def keep_layers(model_folder, text, other, layers, folder):
     """Files in `folder`, one a layer: rotated q and k, v and outputs of every row; and which KV heads copy most."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
     rows = choose_rows(*(None if x is None else read_ids(tokenizer, x) for x in (text, other)))
     seen = {}
 
@@ -60,8 +61,8 @@ def keep_layers(model_folder, text, other, layers, folder):
         return o, None
 
     AttentionInterface.register("keep", attend)
-    load = AutoModelForCausalLM.from_pretrained
-    model = load(model_folder, dtype=torch.float32, attn_implementation="keep").model.eval()
+    options = {"dtype": torch.float32, "attn_implementation": "keep", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **options).model.eval()
     half = rows["short"][:1, :512]
     model(torch.cat([half, half], 1), use_cache=False)
     copying = torch.stack([copy_score(q, k, 512) for _, (q, k, _, _) in sorted(seen.items())])
@@ -281,7 +282,8 @@ def main():
 
     parts = "model", "text", "other"
     names = [Path(value).name for name in parts if (value := getattr(arguments, name))]
-    command = " ".join(["python -m experiments.far_forms", *names[:2], *(f"--other {name}" for name in names[2:])])
+    other = ("--other", names[2]) if names[2:] else ()
+    command = shlex.join(["python", "-m", "experiments.far_forms", *names[:2], *other])
     record = add_rows(arguments.out, make, jobs, describe, workers=1, command=command)
     print(table(record))
 

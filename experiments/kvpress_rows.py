@@ -292,7 +292,7 @@ def render(record):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the folder of the original, whose full cache is the teacher")
     parser.add_argument("texts", type=Path, nargs="+", help="text files, gzipped or not")
     parser.add_argument("--keep", type=Fraction, default=Fraction(1, 6), help="share of the cache that a press keeps")
@@ -332,7 +332,7 @@ def add_row(args, record, row):
 def measure(args, record):
     """Make the rows that the record lacks: the first of every text and length, then the second."""
     torch.set_num_threads(1)
-    teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model)
+    teacher, tokenizer = load(args.model), AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     models = {folder.name: load(folder, trust_remote_code=True) for folder in args.folder or ()}
     names = [FULL, *(models or args.press)]
     texts = {text_name(path): tokenize(tokenizer, path) for path in args.texts}

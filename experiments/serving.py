@@ -19,7 +19,7 @@ from mhla_hf.serving import ContinuousBatch
 from mhla_hf.speed import cache_bytes
 
 from .rows import made
-from .speed import make_models
+from .speed import FORM, make_models
 
 LENGTHS, NEW, ROOM = (32, 512), 64, 1024
 ALONE, TOGETHER, COMPILED = "one by one, `generate`", "together", "together, compiled"
@@ -46,7 +46,7 @@ def answer_together(batch, prompts):
 def measure(count):
     """One row of the table for each model and way: new tokens per second, and bytes kept by a slot."""
     source, models = random.Random(0), make_models(ROOM)
-    models["MHLA, softmax in every third layer"] = convert(make_models(ROOM)["softmax"], layers="2/3").eval()
+    models["MHLA, softmax in every third layer"] = convert(make_models(ROOM)["softmax"], layers="2/3", **FORM).eval()
     prompts = [[source.randrange(256) for _ in range(source.randint(*LENGTHS))] for _ in range(count)]
     rows = []
     for name, model in models.items():

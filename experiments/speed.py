@@ -25,13 +25,22 @@ from .rows import made
 
 LENGTHS, CHUNK, STEPS, ROUNDS = (512, 2048, 8192, 32768), 2048, 32, 5
 
+FORM = {
+    "window": 2,
+    "feature_map": "hedgehog",
+    "num_decays": 2,
+    "free_decay": False,
+    "length_power": False,
+    "rope": "before",
+}
+
 
 def make_models(longest, **changes):
     """{"softmax": the base, "MHLA": its conversion}. changes: of the base's configuration."""
     torch.manual_seed(0)
     settings = read_recipe(RECIPES / "demo_teacher.yaml").settings | {"max_position_embeddings": 2 * longest} | changes
     base = LlamaForCausalLM(LlamaConfig(**settings)).eval()
-    return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all").eval()}
+    return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all", **FORM).eval()}
 
 
 def fastest(function, rounds, device):

@@ -23,7 +23,7 @@ from .checkpoints.load import choose_device, load_config, one_sentence
 from .checkpoints.machine import describe_run
 from .convert import convert
 from .convert.families import softmax_config
-from .convert.language import bytes_of_layer
+from .convert.sizes import sizes_of_layers
 from .convert.teacher import mhla_layers
 from .convert.transformers_models import family_to_convert, what_is_lost
 from .evaluation.records import render_rows
@@ -89,7 +89,7 @@ def plan(
     core = attentions[chosen[0]].mhla
     if not hasattr(core, "form"):
         raise ValueError(f'mixing_form: got {core.settings.mixing_form!r}, whose state grows; expected "decay"')
-    states, kept = {i: cache_of_layer(attentions[i], student.dtype) for i in chosen}, {}
+    states, kept = cache_of_mhla(student), {}
     for index in sorted(set(range(config.num_hidden_layers)) - set(chosen)):
         reason = reasons.get(index, "it has no softmax attention") or "by the choice of layers"
         kept.setdefault(reason, []).append(index)
@@ -139,7 +139,7 @@ def cache_of_saved(config, tokens):
         return None
     with torch.device("meta"):
         softmax, student = (AutoModelForCausalLM.from_config(one).eval() for one in (softmax_config(config), config))
-    states = {index: cache_of_layer(layer, student.dtype) for index, layer in mhla_layers(student).items()}
+    states = cache_of_mhla(student)
     rows = compare_caches(cache_of_layers(softmax), states, tokens)["rows"]
     return next({name: row[name] for name in ("softmax", "mhla")} for row in rows if row["tokens"] == tokens)
 
@@ -207,13 +207,14 @@ def cache_of_layers(model):
     return layers
 
 
-def cache_of_layer(attention, dtype):
-    """That of an MHLA layer, as in `cache_of_layers`: of a token in heads that keep softmax, and the state of the others."""
-    core = attention.mhla
-    (token, state), share = bytes_of_layer(attention, core, dtype), 0
-    if core.heads is not None:
-        share = core.heads.counts[True] / core.num_kv_heads
-    return round(share * token), math.inf, round((1 - share) * state)
+def cache_of_mhla(student):
+    """That of the MHLA layers of a model, by index: of a token in heads that keep softmax, and the state of the others."""
+    cache = {}
+    for index, size in sizes_of_layers(student).items():
+        heads = mhla_layers(student)[index].mhla.heads
+        share = 0 if heads is None else heads.counts[True] / size.heads
+        cache[index] = round(share * size.token), math.inf, round((1 - share) * size.state)
+    return cache
 
 
 def compare_caches(held, states, context):

@@ -39,7 +39,9 @@ def save_llama(folder, seed=0, dtype=torch.float32, **changes):
 
 def save_mhla(folder, seed=0, **changes):
     """The same, converted."""
-    mhla_hf.convert(small_llama(seed, **changes), layers="2/3", block_size=32, num_blocks=4).save_pretrained(folder)
+    mhla_hf.convert(small_llama(seed, **changes), layers="2/3", block_size=32, num_blocks=4, window=2).save_pretrained(
+        folder
+    )
     small_tokenizer().save_pretrained(folder)
     return folder
 

@@ -123,7 +123,7 @@ def test_bad_text(tokenizer, tmp_path, name, content, words):
     [
         (torch.zeros(3), ValueError, r"holds a tensor \(3,\) of torch.float32; expected whole numbers"),
         (torch.tensor([1, -1]), ValueError, "gives tokens -1 to 1; the model knows 0 to 63"),
-        (["some", "text"], TypeError, "got list; expected a file"),
+        ({"some": "text"}, TypeError, "got dict; expected a file"),
     ],
 )
 def test_bad_values(value, kind, words):

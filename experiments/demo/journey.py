@@ -36,7 +36,6 @@ from mhla_hf.share.facts import find_license
 from mhla_hf.training.loop import distill
 from mhla_hf.training.recipe import read_recipe
 from mhla_hf.training.run_folder import RECORD
-from mhla_hf.training.start import start_from_text
 
 from .figures import LABELS, plot_loss, plot_recall, plot_speed
 from .lookups import add_lookups, start_lookups
@@ -47,7 +46,7 @@ RECIPES = Path(__file__).parent / "recipes"
 STUDENTS = {
     "mhla": {},
     "linear": {"mixing_form": "softmax", "local": None, "mixing_start": "uniform", "learn_mixing": False},
-    "hybrid": {},  # with softmax in the layers, a quarter of them, where it is missed most
+    "hybrid": {},  # with softmax in the KV heads, a quarter of them, where it is missed most
 }
 MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
 QUICK = ("teacher", "hybrid", "linear")
@@ -81,7 +80,7 @@ def run_demo(
 
     Args:
         out: folder to make or to go on in; None: `default_folder`'s. Holds `teacher`, `linear` (plain linear attention:
-            uniform, frozen mixing), `hybrid` (softmax in the quarter of the layers that miss it most), `results.json` and
+            uniform, frozen mixing), `hybrid` (softmax in the quarter of the KV heads that miss it most), `results.json` and
             three figures.
         full: train the teacher first, train the students twice as long, and make `mhla` (in all layers) as well;
             further seeds lie in `seed-1`, ...
@@ -248,13 +247,14 @@ class _Demo:
             if self._missing(folder, RECORD):
                 teacher = teacher or self._load(self.folder("teacher", seed))
                 self.say(f"{LABELS[name]}:")
-                student = convert(copy.deepcopy(teacher), **{**self.student_plan.settings, **changes})
-                self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
-                start = folder.with_name(f"{folder.name}.start")
+                settings, start = {**self.student_plan.settings, **changes}, folder.with_name(f"{folder.name}.start")
                 if name == "hybrid":
-                    student = self._measured(student, start, seed)
-                    kept = student.config.mhla_measured["choice"]["kept"]
-                    self.say(f"with softmax in layers {kept}, before any training: {PROMPT}{self._continue(student)}")
+                    student = self._measured(teacher, settings, start, seed)
+                    kept = sum(map(len, student.config.mhla_measured["softmax_heads"].values()))
+                    self.say(f"{kept} KV heads keep softmax, before any training: {PROMPT}{self._continue(student)}")
+                else:
+                    student = convert(copy.deepcopy(teacher), **settings)
+                    self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
                 self._distill(student, teacher, folder, self.student_plan, seed)
                 shutil.rmtree(start, ignore_errors=True)
         folder = self.folder("control", seed)
@@ -262,13 +262,12 @@ class _Demo:
             self.say(f"{LABELS['control']}:")
             self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
 
-    def _measured(self, student, start, seed):
-        """The student with softmax in the quarter of its layers that miss it most, kept in `start` until it is trained."""
+    def _measured(self, teacher, settings, start, seed):
+        """The student with softmax in the quarter of its KV heads that miss it most, kept in `start` until it is trained."""
         if self._missing(start, "config.json"):
-            self.say("measuring which layer misses softmax most")
-            budget = max(1, student.config.num_hidden_layers // 4)
-            options = {"budget": budget, "seed": seed, "progress": self.progress}
-            start_from_text(student.eval(), self.tokenizer, self.train_text, **options)
+            self.say("measuring which heads miss softmax most")
+            options = {"tokenizer": self.tokenizer, "text": self.train_text, "keep": 0.25, "seed": seed}
+            student = convert(copy.deepcopy(teacher), **settings, **options, progress=self.progress)
             with folder_aside(start) as aside:
                 student.save_pretrained(aside)
         return self._load(start)

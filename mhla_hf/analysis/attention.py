@@ -147,10 +147,12 @@ def _keep_core(found, layer, core, args, kwargs):
     options |= {"causal": layout is None, "blocks": blocks}
     if hasattr(core, "form"):  # by decays
         form = core.form if given.get("scale") is None else dataclasses.replace(core.form, scale=given["scale"])
-        (decays, balance), plain = core.mixing(), without_padding(key_mask, given["q"], given["k"])
-        mapped = core.q_map(plain[0]), core.k_map(plain[1])
+        (decays, balance), plain = core.mixing(core.heads), without_padding(key_mask, given["q"], given["k"])
+        angles = given.get("angles")
+        angles = plain[0].new_zeros(1, plain[0].shape[1], 1, 0) if angles is None else angles
+        mapped = core.q_map(core.unrotate(plain[0], angles), core.heads), core.map_keys(plain[1], angles)
         near = tuple(map(_kept, mapped if balance is None else plain))
-        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks)), "form": form, "near": near}
+        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks, form.lag)), "form": form, "near": near}
         found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
         return
     q, k, _, own = core.operands(given["q"], given["k"], given["v"], key_mask, given.get("rotate"))

@@ -27,7 +27,7 @@ from .values import (
 logger = logging.getLogger("mhla_hf")
 CONVERT = """\
 example:
-  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --layers 2/3 --set block_size=32
+  mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
 A converted model usually needs distillation to recover its quality: mhla-hf distill.

@@ -54,10 +54,10 @@ def convert(
         text: what a language model learns from, some 35,000 tokens of it: a text file or a folder of them, a dataset, a list
             of texts, token ids `[N]`, or "self" for what the model itself writes.
         keep: how much of the KV cache keeps softmax, with `text`: a share of the KV heads, their number, a percentage such
-            as "17%", or a size such as "64MiB" of one sequence's cache at `context` tokens. 0: none.
+            as "17%", or the bytes of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
         context: tokens at which `keep` counts bytes; default: the model's positions.
-        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`. Default:
-            with `text` "all", without it "2/3" for language models.
+        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
+            Default: with `text` "all", without it "2/3" for language models.
         seed: of the choice of passages of `text`, and of what the model writes.
         checkpoint: file in which a conversion with text notes how far it is; the same call goes on there.
         progress: show bars on stderr.

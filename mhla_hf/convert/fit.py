@@ -17,7 +17,7 @@ START_TOKENS = 1024  # of a row, at most, by which a far part starts
 NEGLIGIBLE = 1e-3  # mass of all far tokens together, from which no start is made
 GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
 GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
-KL_POSITIONS = 256  # of a row, whose next tokens are compared: logits of a large vocabulary cost more than the layers
+KL_POSITIONS = 128  # of a row, whose next tokens are compared: logits of a large vocabulary cost more than the layers
 
 
 class OutputFit:
@@ -186,10 +186,10 @@ class GateFit:
         for x in learned:  # whose gradients nobody asks for
             x.requires_grad_(False)
         try:
-            with replaced_cores(self.model, lambda core: GatedCore(core, next(gates))) as cores:
-                with recomputed_layers(self.model):
-                    kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
-                    gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
+            gated = replaced_cores(self.model, lambda core: GatedCore(core, next(gates)))
+            with gated as cores, recomputed_layers(self.model):
+                kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
+                gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
         finally:
             for x in learned:
                 x.requires_grad_(True)

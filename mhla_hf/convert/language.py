@@ -11,21 +11,19 @@ from tqdm import tqdm
 from ..checkpoints.files import file_aside
 from ..checkpoints.fingerprint import hash_of
 from ..data import TokenRing, last_position, open_text
-from ..models.attention import ATTENTION_NAME, keep_softmax_heads, softmax_attentions
+from ..models.attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import LANGUAGE
-from ..models.overlay import attention_sizes
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.local import DecayMHLA
 from ..nn.settings import MHLASettings, is_whole
-from ..ops.local_state import LocalState
 from .fit import GateFit, OutputFit, repeated_half
+from .sizes import LayerSizes, sizes_of_conversion
 from .teacher import log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family
 
 logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, FIT_ROWS, GATE_ROWS, HELD_OUT_ROWS = 1024, 28, 3, 2
 GATE_STEPS = 20
-MEASURED_POSITIONS = 512  # of a held-out row, at most
+MEASURED_POSITIONS = 256  # of a held-out row, at most
 SAVE_EVERY = 30.0  # seconds
 TOLD_LENGTHS = (4096, 32768)  # at which the report tells the bytes of the cache
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -44,12 +42,15 @@ def convert_with_text(
             f"text: came with {type(model).__name__}, which predicts no tokens, expected a ...ForCausalLM."
         )
     layers = "all" if layers is None and settings is None else layers
+    overrides = (
+        {"feature_map": "exp", **overrides} if settings is None else overrides
+    )  # bounded maps are for starts alone
     chosen = checked_settings(model, family, settings, layers, overrides)
     if chosen.local is None or chosen.softmax_heads:
         got = "local=None" if chosen.local is None else "softmax_heads"
         raise ValueError(f'text: came with {got}, expected local="softmax" and no softmax_heads, which it chooses.')
     context = model.config.max_position_embeddings if context is None else context
-    sizes = sizes_of_layers(model, chosen)
+    sizes = sizes_of_conversion(model, chosen)
     count, began, training = count_kept_heads(sizes, keep, context), time.monotonic(), model.training
     model.eval()
     try:
@@ -137,22 +138,7 @@ def write_rows(model, tokenizer, count: int, length: int, seed: int, progress: b
     return torch.cat(batches)
 
 
-def sizes_of_layers(model, settings: MHLASettings) -> dict[int, tuple[int, int, int]]:
-    """Of each MHLA layer by its index: KV heads, bytes of a token with softmax, and bytes of the state with MHLA alone.
-
-    Args:
-        model: a language model, converted or not.
-        settings: of its conversion, layers as indices.
-    """
-    attentions, sizes = softmax_attentions(model), {}
-    for index in settings.layers:
-        with torch.device("meta"):
-            core = DecayMHLA(settings, **attention_sizes(attentions[index], model.config), hidden_size=0)
-        sizes[index] = core.num_kv_heads, *bytes_of_layer(attentions[index], core, model.dtype)
-    return sizes
-
-
-def count_kept_heads(sizes: dict[int, tuple[int, int, int]], keep: float | int | str, context: int) -> int:
+def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, context: int) -> int:
     """How many KV heads of the MHLA layers keep softmax.
 
     Args:
@@ -193,21 +179,6 @@ def parse_size(text: str) -> int | None:
 def is_number(text: str) -> bool:
     """Whether a text is a number above or equal to 0."""
     return text.replace(".", "", 1).isdecimal()
-
-
-def bytes_of_layer(attention: torch.nn.Module, core: DecayMHLA, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that one token takes with softmax, and those of the state of one sequence, if all heads of a layer are MHLA.
-
-    Latent attention keeps one latent and one rotated key of a token for all heads, others keys and values.
-    """
-    width = core.q_map.head_dim
-    key = torch.empty(1, 1, core.num_kv_heads, width, dtype=dtype, device="meta")
-    value = key.new_empty(1, 1, core.num_kv_heads, core.value_dim)
-    angles = key.new_empty(1, 1, 1, width if core.settings.rope == "near" else 0)
-    state = LocalState.empty(key, value, core.mixing.num_decays, core.k_map.num_features, core.form, angles)
-    if (latent := getattr(attention, "kv_lora_rank", None)) is not None:
-        return (latent + attention.qk_rope_head_dim) * dtype.itemsize, state.nbytes()
-    return key.nbytes + value.nbytes, state.nbytes()
 
 
 class Checkpoint:
@@ -349,7 +320,7 @@ def give_softmax_back(model, chosen: dict[int, list[int]]) -> None:
     config.mhla = settings.to_dict()
 
 
-def cache_bytes(sizes: dict[int, tuple[int, int, int]], chosen: dict[str, list[int]]) -> dict[str, dict[str, int]]:
+def cache_bytes(sizes: dict[int, LayerSizes], chosen: dict[str, list[int]]) -> dict[str, dict[str, int]]:
     """Bytes of one sequence's cache in the MHLA layers of a model, at `TOLD_LENGTHS` tokens.
 
     Args:

@@ -21,9 +21,10 @@ def chosen_settings(settings: MHLASettings | None, defaults: MHLASettings, layer
     if layers is not None:
         overrides = {**overrides, "layers": layers}
     if overrides.get("mixing_form", "decay") != "decay":  # the default window stands on decays
-        overrides = {"local": None, "free_decay": False, "length_power": False, **overrides}
-    if settings.rope == "near" and overrides.get("local", settings.local) is None:  # without a window nothing is near
-        overrides = {"rope": "before", **overrides}
+        overrides = {"local": None, "free_decay": False, "feature_map": "hedgehog", **overrides}
+    if overrides.get("local", settings.local) is None:  # what needs a window goes with it
+        needed = {"rope": "before"} if settings.rope == "near" else {}
+        overrides = {**needed, "length_power": False, **overrides}
     return replace(settings, **overrides)
 
 

@@ -53,7 +53,7 @@ def language_family(base: str) -> Family:
     """A family of causal language models of transformers: a body and the heads on it, as far as it has them."""
     prefix = SPELLED.get(base) or "".join(map(str.capitalize, base.removesuffix("_text").split("_")))
     defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "rope": "near", "window": 6}
-    defaults |= {"num_decays": 1, "free_decay": True, "length_power": True, "feature_map": "exp"}
+    defaults |= {"num_decays": 1, "free_decay": True, "length_power": True, "feature_map": "softmax"}
     defaults |= {"rope": "before"} if base.startswith("hunyuan") else {}  # see models/rotation.py
     return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 

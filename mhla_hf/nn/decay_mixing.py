@@ -81,7 +81,7 @@ class DecayMixing(nn.Module):
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` returned as one fp32 tensor without gradient: `[H, 2R]`, and a column each for power and balance."""
+        """What `forward` returned, as one fp32 tensor without gradient: `[H, 2R]` and columns for power and balance."""
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
         parts = [decays.weight, log_rate, *(x[:, None] for x in (decays.power, balance) if x is not None)]
         return torch.cat(parts, 1).detach()

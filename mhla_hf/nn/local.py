@@ -18,11 +18,11 @@ WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it
 def start_balance(settings: MHLASettings, key_dim: int) -> float:
     """The balance at which far weights begin in the unit of the softmax.
 
-    <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for the others. Features of real keys
-    saturate: there the start is small enough that a conversion is not worse than its window.
+    <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
+    real keys saturate: there the start is small enough that a conversion is not worse than its window.
     """
     if settings.rope == "near":
-        return WINDOW_BALANCE if settings.feature_map == "hedgehog" else WINDOW_BALANCE - log(key_dim)
+        return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
 

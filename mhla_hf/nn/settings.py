@@ -100,7 +100,8 @@ class MHLASettings:
             no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
         num_decays: R of the "decay" form, the first of them without decay.
         free_decay: the first of them decays, too, by a learned rate.
-        length_power: the weights of a block from which n blocks are far are divided by n^a, with a learned per head.
+        length_power: the far weights of a block from which n blocks are far are divided by n^a, with a learned per head
+            (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays for all between, under one normalizer (language models only; needs "decay").
         window: blocks of the softmax of `local`, the open one included.
@@ -166,9 +167,10 @@ class MHLASettings:
             raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
         if decay and self.impl == "reference":
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
-        for name in ("free_decay", "length_power"):
-            if getattr(self, name) and not decay:
-                raise ValueError(f'{name}: got true with mixing_form={self.mixing_form!r}, expected "decay".')
+        if self.free_decay and not decay:
+            raise ValueError(f'free_decay: got true with mixing_form={self.mixing_form!r}, expected "decay".')
+        if self.length_power and not local:
+            raise ValueError('length_power: got true without local="softmax", expected false.')
         if self.rope == "near" and not local:
             raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
         if self.softmax_heads and (not decay or self.gate):

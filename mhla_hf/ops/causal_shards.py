@@ -86,10 +86,13 @@ def sharded_local_attention(
 ):
     """`local_attention` of the tokens of this process's shard; shapes as there, T of the shard and cu_seqlens of the row.
 
-    ValueError: key_mask or starts; no cu_seqlens.
+    ValueError: key_mask or starts; no cu_seqlens; shards shorter than what a window reads of their left neighbor.
     """
     refuse_layout(key_mask=key_mask, starts=starts)
     shards, rank = shards_of(cu_seqlens, form.block_size, group)
+    if (shortest := min(shards.block.diff()[:-1].tolist(), default=form.lag)) < form.lag - 1:
+        what = f"expected at least {form.lag - 1} in all but the last, for a window of {form.lag}"
+        raise ValueError(f"cu_seqlens: got a process with {shortest} blocks of {form.block_size} tokens, {what}.")
     back, first, end, device = form.lag - 1, int(shards.block[rank]), int(shards.block[rank + 1]), q.device
     q, k, v, fq, fk, take_back = shards.align(rank, q, k, v, fq, fk)
     if edge := back * form.block_size:

@@ -36,7 +36,7 @@ from ..checkpoints.clean_process import check_visit
 from ..checkpoints.load import load_language_model
 from ..checkpoints.save import CARD_FILE
 from ..convert.families import softmax_config
-from ..convert.start import mean_kl
+from ..convert.teacher import mean_kl
 from ..evaluation.records import Results
 from .card import compare_card, folder_card
 from .facts import PERSON_FILE, read_records
@@ -139,7 +139,7 @@ class Audited:
         for number in self.watch(range(ROWS)):
             row = self.text(self.short, number)[None]
             wanted, got = (whole_logits(model, row).log_softmax(-1) for model in (self.teacher, self.model))
-            found.append((mean_kl(wanted, got), float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
+            found.append((float(mean_kl(wanted, got)), float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
         return torch.tensor(found).unbind(1)
 
 
@@ -235,7 +235,7 @@ def stock_model(subject):
 
 
 def see_far_part(subject):
-    window, length = 2 * subject.mhla["block_size"] + subject.mhla["sinks"], subject.short
+    window, length = subject.mhla.get("window", 2) * subject.mhla["block_size"] + subject.mhla["sinks"], subject.short
     if length <= window:
         raise NotApplicable(f"a text of {length} tokens ends within the window of {window}")
     batch = {"input_ids": subject.text(length)[None].to(subject.device), "use_cache": False}

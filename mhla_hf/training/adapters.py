@@ -17,7 +17,7 @@ from ..checkpoints.files import read_json, write_json
 from ..checkpoints.load import one_sentence, optional, register_family
 from ..convert import convert
 from ..convert.families import family_of
-from ..convert.start import mhla_layers
+from ..convert.teacher import mhla_layers
 from ..nn.settings import MHLASettings
 
 if TYPE_CHECKING:

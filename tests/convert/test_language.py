@@ -16,7 +16,8 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.convert import kl_to_teacher
 from mhla_hf.convert.fit import GateFit, OutputFit
-from mhla_hf.convert.language import Checkpoint, count_kept_heads, parse_size, sizes_of_layers
+from mhla_hf.convert.language import Checkpoint, count_kept_heads, parse_size
+from mhla_hf.convert.sizes import sizes_of_conversion
 from mhla_hf.convert.teacher import mhla_layers, softmax_instead
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
@@ -81,7 +82,9 @@ def test_a_conversion_without_text_is_not_worse_than_its_window(teacher):
 
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
     expected = converted(teacher, keep=3, seed=5).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in converted(teacher, keep=3, seed=5).state_dict().items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in converted(teacher, keep=3, seed=5).state_dict().items()
+    )
     monkeypatch.setattr(sys.modules["mhla_hf.convert.language"], "SAVE_EVERY", 0.0)
     for stopped, after in ((OutputFit, 4), (GateFit, 3)):
         file = tmp_path / f"{stopped.__name__}.pt"
@@ -112,8 +115,8 @@ def test_its_own_text_and_a_list_of_texts(teacher):
 
 
 def test_what_keep_means(teacher):
-    model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2)
-    sizes = sizes_of_layers(model, mhla_layers(model)[0].mhla.settings.__class__.from_dict(model.config.mhla))
+    settings = mhla_hf.MHLASettings(mixing_form="decay", local="softmax", rope="near", block_size=8)
+    sizes = sizes_of_conversion(teacher, settings)
     assert [heads for heads, _, _ in sizes.values()] == [4, 4, 4]
     for keep, count in ((1 / 6, 2), (0, 0), (0.0, 0), (3, 3), ("25%", 3)):
         assert count_kept_heads(sizes, keep, 96) == count

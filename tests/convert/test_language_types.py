@@ -34,7 +34,7 @@ def test_a_converted_model_of_this_type(model_type, tmp_path):
     """Cached equals whole, no token sees a later one, padding changes nothing, packed equals alone, saved equals itself."""
     base = small_model_of(model_type)
     softmax = base(IDS).logits
-    model = shaken(mhla_hf.convert(base, layers="all", block_size=8))
+    model = shaken(mhla_hf.convert(base, layers="all", block_size=8, window=2))
     whole = model(IDS).logits
     close = 1e-4 * max(1.0, float(whole.abs().max()))
     assert (whole - softmax).abs().max() > 1e-3, "the MHLA layers change nothing"
@@ -68,7 +68,7 @@ def test_a_converted_model_of_this_type(model_type, tmp_path):
 def test_every_type_loads_where_the_package_is_not(tmp_path):
     wanted = {}
     for model_type in TYPES:
-        model = shaken(mhla_hf.convert(small_model_of(model_type), layers="all", block_size=8))
+        model = shaken(mhla_hf.convert(small_model_of(model_type), layers="all", block_size=8, window=2))
         model.save_pretrained(tmp_path / model_type)
         wanted[f"{model_type}-AutoModelForCausalLM"] = model(IDS).logits
     check_elsewhere(tmp_path, {"input_ids": IDS}, wanted, tolerance=1e-4)

@@ -7,11 +7,13 @@ import math
 import multiprocessing
 import shutil
 import statistics
+import sys
 import time
 
 import pytest
 from small_recipes import STUDENT, TEACHER
 
+import mhla_hf
 from experiments.demo import journey as steps
 from experiments.demo import lookups
 from experiments.demo.figures import compare_times
@@ -20,7 +22,6 @@ from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
-from mhla_hf.training import start
 
 
 class Journey:
@@ -49,7 +50,8 @@ def journey(tmp_path_factory):
     journey = Journey(tmp_path_factory.mktemp("journey"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "LEAST", 0)  # the text comes once
-        patch.setattr(start, "ROWS", 1)
+        patch.setattr(sys.modules["mhla_hf.convert.language"], "FIT_ROWS", 4)
+        patch.setattr(sys.modules["mhla_hf.convert.language"], "GATE_STEPS", 4)
         yield run_killed(journey)
 
 
@@ -199,21 +201,25 @@ def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
     """Stopped in the distillation after it, the demo goes on from what was measured."""
     measured, distilled = [], []
 
-    def start_from_text(model, *_, **options):
-        measured.append(options["budget"])
-        model.config.mhla_measured = {"choice": {"kept": [1]}}
+    def convert(model, text=None, keep=None, **settings):
+        settings = {name: value for name, value in settings.items() if name not in ("tokenizer", "seed", "progress")}
+        model = mhla_hf.convert(model, **settings)
+        if text is not None:
+            measured.append(keep)
+            model.config.mhla_measured = {"softmax_heads": {"1": [0]}}
+        return model
 
     def distill(self, student, *_):
         distilled.append(student.config.mhla_measured)
         stop()
 
     monkeypatch.setattr(steps, "CONTINUATION", 1)
-    monkeypatch.setattr(steps, "start_from_text", start_from_text)
+    monkeypatch.setattr(steps, "convert", convert)
     monkeypatch.setattr(_Demo, "_distill", distill)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             journey.run(out=str(tmp_path / "out"), full=False, control=None)
-    assert measured == [1] and distilled == 2 * [{"choice": {"kept": [1]}}]
+    assert measured == [0.25] and distilled == 2 * [{"softmax_heads": {"1": [0]}}]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     (tmp_path / "notes.txt").write_text(TRAINING)
     capsys.readouterr()
     for source in ("encoder", "out"):
-        assert main(["convert", source, "new", "--calibrate", "notes.txt"]) == 2
+        assert main(["convert", source, "new", "--text", "notes.txt"]) == 2
         said = capsys.readouterr().err
         assert "causal language model" in said and said.count("\n") == 1 and not (tmp_path / "new").exists()
 
@@ -193,7 +193,7 @@ EARLY = {
     "convert llama full": "'full' is not empty",
     "convert llama new --layers half": "--layers is 'half'",
     "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
-    "convert llama new --calibrate no.txt": "no.txt: No such file",
+    "convert llama new --text no.txt": "no.txt: No such file",
     "plan nothing/ --context 9": "model 'nothing/' is no folder here",
     "recipes --model ./nothing": "model './nothing' is no folder here",
     "teach llama --data no.txt --out new": "no.txt: No such file",
@@ -248,7 +248,24 @@ def test_help_is_instant_and_has_an_example_of_each_command(place, capsys):
 def test_convert_distill_evaluate(shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(shelf)
     converted, distilled = str(tmp_path / "converted"), str(tmp_path / "distilled")
-    assert main(["convert", "llama", converted, "--layers", "1,2", "--set", "block_size=32", "--set", "gate=true"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "llama",
+                converted,
+                "--text",
+                "none",
+                "--layers",
+                "1,2",
+                "--set",
+                "block_size=32",
+                "--set",
+                "gate=true",
+            ]
+        )
+        == 0
+    )
     assert "layers [1, 2] of 3 are MHLA" in capsys.readouterr().out
     settings = json.loads(Path(converted, "config.json").read_text())["mhla"]
     assert (settings["layers"], settings["block_size"], settings["gate"]) == ([1, 2], 32, True)
@@ -278,7 +295,7 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
     (out / "vocab.txt").write_text("old")
     assert main(["convert", "llama", str(out)]) == 2
     assert (out / "vocab.txt").exists()
-    assert main(["convert", "llama", str(out), "--overwrite", "--dtype", "bfloat16"]) == 0
+    assert main(["convert", "llama", str(out), "--text", "none", "--overwrite", "--dtype", "bfloat16"]) == 0
     assert not (out / "vocab.txt").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     capsys.readouterr()
@@ -296,7 +313,7 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
     refused = dict.fromkeys((photos, shelf / "llama", named), "holds no MHLA model")
     refused |= dict.fromkeys((".", "..", "~", home / ".." / "home"), "is where one works or lives")
     for given, says in {**refused, mixed: "draft.txt', which is no part of a model"}.items():
-        assert main(["convert", str(shelf / "llama"), str(given), "--overwrite"]) == 2
+        assert main(["convert", str(shelf / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
         assert says in capsys.readouterr().err
         assert inventory(tmp_path) == kept
 
@@ -395,7 +412,7 @@ PLAIN = """
 info mhla
 recipes
 evaluate mhla --tasks here_cloze --include-path tasks --out {new}/s.json
-convert llama {new}/made
+convert llama {new}/made --text none
 distill llama --recipe recipe.yaml --data train.txt --out {new}/trained
 """
 CALLS = "import sys; from mhla_hf.cli import main; print([main(line.split()) for line in sys.argv[1:]])"

@@ -1,5 +1,6 @@
 """README's Python blocks run as they stand, on small stand-ins that lie where its Hub ids point, in the real dtypes."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -17,11 +18,10 @@ from transformers import AutoModelForCausalLM, pipeline
 import mhla_hf
 from mhla_hf.evaluation.runner import read_score_recipe
 from mhla_hf.training import recipe as recipe_module
-from mhla_hf.training import start
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-LLAMA = {"num_key_value_heads": 1, "num_hidden_layers": 5, "max_position_embeddings": 256}
+LLAMA = {"num_key_value_heads": 1, "num_hidden_layers": 5, "max_position_embeddings": 512}
 MARKS = ("smollm2-mhla", "mhla_hf.distill(", "checkpoints/demo-hybrid", "WanPipeline")
 BASE, RECIPE = "HuggingFaceTB/SmolLM2-135M", "language_llama_lite"
 
@@ -39,6 +39,9 @@ def run(*marks, prompt="Gravity is"):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.txt").write_text(TRAINING)
+    for name, value in (("FIT_ROWS", 4), ("GATE_STEPS", 2)):
+        monkeypatch.setattr(importlib.import_module("mhla_hf.convert.language"), name, value)
     return tmp_path
 
 
@@ -51,7 +54,6 @@ def test_convert_distill_share(here, monkeypatch):
         stage |= {"steps": 3, "warmup": 1, "seq_len": 64}
     (here / f"{RECIPE}.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setattr(recipe_module, "FOLDER", here)
-    monkeypatch.setattr(start, "ROWS", 1)
     evaluate = mhla_hf.evaluate
 
     def judge(folders, recipe):
@@ -63,7 +65,7 @@ def test_convert_distill_share(here, monkeypatch):
     pushed = []
     monkeypatch.setattr(mhla_hf, "push", lambda *names, **options: pushed.append((names, options)))
     names = run("smollm2-mhla", "mhla_hf.distill(")
-    assert names["model"].config.mhla["layers"] == [1, 2, 4] and Path("smollm2-mhla/modeling_mhla.py").is_file()
+    assert len(names["model"].config.mhla["layers"]) == 4 and Path("smollm2-mhla/modeling_mhla.py").is_file()
     assert pushed == [(("my-mhla", "me/my-mhla"), {"base_model": BASE})]
     record = json.loads(Path("my-mhla/train.json").read_text())
     assert record["steps"] == 6 and record["mixed_precision"] == "bf16"
@@ -75,7 +77,7 @@ def test_convert_distill_share(here, monkeypatch):
     torch.testing.assert_close(model.state_dict(), names["student"].state_dict(), rtol=0, atol=0)
     before = AutoModelForCausalLM.from_pretrained(BASE).state_dict()
     chosen = model.config.mhla
-    assert len(chosen["layers"]) == 1 and model.config.mhla_measured["choice"]["layers"] == chosen["layers"]
+    assert len(chosen["layers"]) == 5 and model.config.mhla_measured["softmax_heads"] == {}
     name = f"model.layers.{chosen['layers'][0]}.self_attn.q_proj.weight"
     assert not torch.equal(model.state_dict()[name], before[name])
 

@@ -57,7 +57,7 @@ def edit(file, **values):
 
 
 COMMANDS = {
-    "convert": "convert llama new",
+    "convert": "convert llama new --text none",
     "convert a classifier": "convert vit new",
     "convert a pipeline": "convert wan new",
     "distill": f"distill llama --recipe {LANGUAGE} --data notes.txt --out new",
@@ -124,7 +124,7 @@ def test_a_converted_model_keeps_no_name_of_code_of_a_base_that_needs_none(shelf
     edit(tmp_path / "llama/generation_config.json", **NAMED, _from_model_config=False, max_new_tokens=7)
     edit(tmp_path / "vit/preprocessor_config.json", auto_map={"AutoImageProcessor": CODE})
     for name in ("llama", "vit"):
-        assert main(["convert", str(tmp_path / name), str(tmp_path / "new" / name)]) == 0
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "new" / name), "--text", "none"]) == 0
         for file in (tmp_path / "new" / name).glob("*.json"):
             assert "evil" not in file.read_text(), file.name
         kept = json.loads((tmp_path / "new" / name / "config.json").read_text())

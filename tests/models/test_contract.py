@@ -53,15 +53,18 @@ def test_autocast_gives_the_operator_one_dtype(model, monkeypatch):
 
 
 def test_loss_and_gradients_reach_every_parameter_with_checkpointing_too(model):
-    ids = tokens(2, 24)
+    ids = tokens(2, 40)
     out = model.train()(ids, labels=ids, output_hidden_states=True)
     by_hand = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     torch.testing.assert_close(out.loss, by_hand)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1
     grads = checkpointing_changes_nothing(model, lambda model: model(ids, labels=ids).loss, (1e-5, 1e-7))
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         grad = grads[name]
-        assert grad.isfinite().all() and ("experts" in name or "k_proj.bias" in name or grad.abs().max() > 0), name
+        single = name.endswith("mixing.weight") and parameter.shape[-1] == 1  # of one decay, whose weight is 1
+        if not (single or "experts" in name or "k_proj.bias" in name):
+            assert grad.abs().max() > 0, name
+        assert grad.isfinite().all(), name
 
 
 def test_frozen_mixing_stays_frozen_through_save_and_load(tmp_path):

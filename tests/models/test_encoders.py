@@ -192,8 +192,8 @@ def test_what_would_be_lost_is_refused():
 
 
 def test_what_is_for_decoders_refuses_an_encoder():
-    with refused("MHLABertModel", "a language model with MHLA layers", kind=TypeError):
-        mhla_hf.calibrate(converted_encoder("bert"), [IDS])
+    with refused("text: came with BertModel", "expected a causal language model"):
+        mhla_hf.convert(softmax_encoder("bert"), text=IDS.flatten())
 
 
 def test_what_a_layer_cannot_do_is_refused():

@@ -30,7 +30,7 @@ def shelf(tmp_path_factory):
     """A softmax model, what it was converted to with a card, and things that are none or broken; never changed."""
     place = tmp_path_factory.mktemp("shelf")
     save_llama(place / "llama")
-    save_carded(place / "mhla", shaken(mhla_hf.convert(small_llama(), layers=[0, 2], block_size=32)))
+    save_carded(place / "mhla", shaken(mhla_hf.convert(small_llama(), layers=[0, 2], block_size=32, window=2)))
     save_llama(place / "other", vocab_size=401)
     softmax_tower("ViTForImageClassification").save_pretrained(place / "vit")
     small_llama().save_pretrained(place / "mute")
@@ -221,7 +221,7 @@ def run(check, subject):
 
 def test_packed_rows_that_the_base_does_not_keep_apart_either():
     name = "qwen3_next"
-    for model in (small_model_of(name), mhla_hf.convert(small_model_of(name), layers="all", block_size=8)):
+    for model in (small_model_of(name), mhla_hf.convert(small_model_of(name), layers="all", block_size=8, window=2)):
         row = run("packing", bare(model))
         assert row["verdict"] == NOT_APPLICABLE and "Qwen3NextForCausalLM of transformers does not" in row["reason"]
 
@@ -235,12 +235,16 @@ def test_learned_positions_end_where_they_end():
     assert bare(small_llama(), tokens=MOST).long == 4 * 192
 
 
+HEDGEHOG = {"window": 2, "feature_map": "hedgehog", "num_decays": 2, "rope": "before"}
+HEDGEHOG |= {"free_decay": False, "length_power": False}
+
+
 def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch):
     """In its window it recalls what its teacher does, beyond it nothing; with softmax in the layer that looks up, all."""
     monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
     teacher = save_model(tmp_path / "teacher", (softmax := looking_llama()))
     for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
-        converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32)
+        converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32, **HEDGEHOG)
         folder = save_model(tmp_path / name, converted)
         options = ["--teacher", str(teacher), "--tokens", "512", "--out", str(tmp_path / "a.json"), "--quiet"]
         assert main(["audit", str(folder), *options]) == code

@@ -16,7 +16,7 @@ LOCAL = {"mixing_form": "decay", "local": "softmax"}
 
 def sliding():
     base = softmax_model("qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1)
-    return mhla_hf.convert(base, layers=[0], block_size=8)
+    return mhla_hf.convert(base, layers=[0], block_size=8, window=2)
 
 
 MODELS = {

@@ -6,9 +6,10 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 226b63812aab
+sha256: 2bdcc6729b7e
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.initialization import copy_
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -206,7 +208,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "226b63812aab"
+NAMESPACE = "2bdcc6729b7e"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -516,20 +518,29 @@ class Decays:
     """R decays: weight w `[H, R]` of the query heads, log_rate (log lambda, at most 0) `[G, R]` of the key/value heads.
 
     Query head h uses the rates of key/value head h // (H // G): the heads of a group share their running summaries.
+    power: a `[H]` or None; with it all weights of a query block are divided by n^a, n being how many blocks are far from it.
+    Sums over features grow with n, sums of a softmax hardly do.
     """
 
     weight: torch.Tensor
     log_rate: torch.Tensor
+    power: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
         """The same in another dtype."""
-        return Decays(self.weight.to(dtype), self.log_rate.to(dtype))
+        return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
 
-    def matrix(self, num_blocks: int) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular."""
+    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
+        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        return (self.weight[..., None, None] * power).sum(1).tril()
+        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        block = torch.arange(num_blocks, device=matrix.device)
+        return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
+
+    def by_length(self, block: torch.Tensor, lag: int) -> torch.Tensor:
+        """n^-a for query blocks of these numbers, int of any shape -> `[.., H]`."""
+        return torch.exp(-self.power * (block - lag + 1).clamp(min=1).to(self.power.dtype).log()[..., None])
 
 
 def spread(fq, weight):
@@ -1027,6 +1038,9 @@ def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequenc
         if sequence is not None:
             decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
         mixed = mixed + decay[..., None, None] * carried[:, :, None]
+    if decays.power is not None:
+        scale = decays.by_length(place, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
+        fq = fq * resize_tokens(scale, fq.shape[1])[..., None].to(fq.dtype)
     given = fq, mixed, valid, decays.weight, balance, sink, place, form
     attend = triton_near_and_far if impl == "triton" else near_and_far
     return attend(q, k, v, *given), summaries
@@ -1065,7 +1079,8 @@ class LocalState(RowState):
     """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
 
     k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
-    W = (lag + 1) * C: `ring_slot` says which token is where.
+    W = (lag + 1) * C: `ring_slot` says which token is where. angles [B, S + W, 1, A]: how each of them was rotated, for the
+    far part, which reads keys before their rotation; A is 0 where it does not.
     running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
     summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
     read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
@@ -1077,6 +1092,7 @@ class LocalState(RowState):
     k: torch.Tensor
     v: torch.Tensor
     valid: torch.Tensor
+    angles: torch.Tensor
     running: torch.Tensor
     pending: torch.Tensor
     position: torch.Tensor
@@ -1085,8 +1101,11 @@ class LocalState(RowState):
 
     @staticmethod
     @torch.inference_mode(False)  # whose tensors could not be written outside of it
-    def empty(k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm) -> "LocalState":
-        """A state that has seen nothing, for keys and values like k and v [B, T, G, ..]."""
+    def empty(
+        k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm, angles: torch.Tensor | None = None
+    ) -> "LocalState":
+        """A state that has seen nothing, for keys, values and angles like k and v [B, T, G, ..] and angles [.., A]."""
+        angles = k.new_zeros(0) if angles is None else angles
         batch, _, groups, value_dim = v.shape
         slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
         return LocalState(
@@ -1094,6 +1113,7 @@ class LocalState(RowState):
             k=k.new_zeros(batch, slots, *k.shape[2:]),
             v=v.new_zeros(batch, slots, *v.shape[2:]),
             valid=k.new_zeros(batch, slots, dtype=torch.bool),
+            angles=angles.new_zeros(batch, slots, 1, angles.shape[-1]),
             running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
             pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
             position=k.new_zeros(batch, dtype=torch.int64),
@@ -1115,7 +1135,7 @@ class LocalState(RowState):
 
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
-        """Undo in the sums what `crop` took from the positions; map_keys: from the ring's keys to features."""
+        """Undo in the sums what `crop` took from the positions; map_keys: see `continue_local`."""
         decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
         was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
@@ -1141,7 +1161,8 @@ class LocalState(RowState):
         position = block[:, None] * form.block_size + token
         rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
         far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
-        fk = torch.where(far[..., None, None], map_keys(self.k[rows, place]), 0).to(self.running.dtype)
+        fk = map_keys(self.k[rows, place], self.angles[rows, place])
+        fk = torch.where(far[..., None, None], fk, 0).to(self.running.dtype)
         v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
@@ -1152,19 +1173,22 @@ class LocalState(RowState):
 
 
 def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
-                   key_mask=None, starts=None):  # fmt: skip
+                   key_mask=None, starts=None, angles=None):  # fmt: skip
     """o [B, T, H, V] (as in `local_attention`) of T new tokens of every row; `state` goes on by them.
 
-    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`; map_keys: from k to the far part's
-    features. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
+    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`. map_keys: a function of keys
+    [B, N, G, D] and their angles [B, N, 1, A] that returns the far part's features [B, N, G, K]. angles: of k, [B, T, 1, A];
+    None is A = 0. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
     """
+    if angles is None:
+        angles = state.angles.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
         real = None if key_mask is None else key_mask[:, 0]
         own = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own)
+            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own, angles)
     size, steps, before = form.block_size, q.shape[1], state.position.clone()
     count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
     first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
@@ -1173,9 +1197,10 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
-    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k)
+    angles = layout.place_keys(state.angles, angles)
+    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k, angles)
     with torch.no_grad():
-        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid)):
+        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
             layout.keep(held, laid)
         state.position.copy_(before + count)
     past = {"now": (before + count - 1).clamp(min=0) // size}
@@ -1192,7 +1217,8 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None):
+def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None,
+               angles=None):  # fmt: skip
     """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
 
     Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
@@ -1205,6 +1231,8 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if real is None else new.masked_fill(~real[:, None, None], 0)
         ring[rows, slot] = new.to(ring.dtype)
+    if angles is not None:
+        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
     state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
 
     opens = inside == 0 if own is None else (inside == 0) & own
@@ -1216,7 +1244,8 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     place = state.slot(old, form)
     enters = (old >= form.sinks) & state.valid[rows, place]
     enters = enters if own is None else enters & own
-    entering = map_keys(state.k[rows, place][:, None])[:, 0].masked_fill(~enters[:, None, None], 0).to(exact)
+    entering = map_keys(state.k[rows, place][:, None], state.angles[rows, place][:, None])[:, 0]
+    entering = entering.masked_fill(~enters[:, None, None], 0).to(exact)
     left_v = with_ones(state.v[rows, place]).to(exact)
     state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
 
@@ -1225,7 +1254,10 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     last = inside + (lag - 1) * size
     seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
     score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    weighed = fq.reshape(*heads, 1, -1).to(exact) * decays.weight.view(*heads[1:], -1, 1)
+    fq = fq[:, 0].to(exact)
+    if decays.power is not None:
+        fq = fq * decays.by_length(p // size, lag)[..., None]
+    weighed = fq.view(*heads, 1, -1) * decays.weight.view(*heads[1:], -1, 1)
     far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
     near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
     of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))
@@ -1234,16 +1266,65 @@ def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, 
     return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
 
 
+# mhla_hf/nn/heads.py
+
+class HeadSplit:
+    """The KV heads of one layer, each softmax or MHLA; a query head goes with the KV head that it reads.
+
+    Heads are cut as slices, not gathered by an index: nothing has to be on a device, and one run of heads is a view.
+
+    Args:
+        softmax_heads: KV heads that keep softmax.
+        num_kv_heads: KV heads of the layer G.
+    """
+
+    def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
+        self.softmax_heads = sorted(softmax_heads)
+        self.num_kv_heads = num_kv_heads
+        self.counts = {True: len(self.softmax_heads), False: num_kv_heads - len(self.softmax_heads)}
+        self.runs = []  # [first KV head, one past the last, whether they are softmax]
+        for head in range(num_kv_heads):
+            kept = head in self.softmax_heads
+            if self.runs and self.runs[-1][2] == kept:
+                self.runs[-1][1] = head + 1
+            else:
+                self.runs.append([head, head + 1, kept])
+
+    def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
+        """The softmax heads, or else the MHLA heads, of `x`, which has the G KV heads or their query heads along `dim`."""
+        share = x.shape[dim] // self.num_kv_heads
+        parts = [x.narrow(dim, a * share, (b - a) * share) for a, b, kept in self.runs if kept == softmax]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def join(self, parts: dict[bool, torch.Tensor], dim: int) -> torch.Tensor:
+        """All heads in their order along `dim`, from those of the softmax heads (True) and of the MHLA heads (False)."""
+        pieces, begin = [], {True: 0, False: 0}
+        for first, end, kept in self.runs:
+            size = (end - first) * parts[kept].shape[dim] // self.counts[kept]
+            pieces.append(parts[kept].narrow(dim, begin[kept], size))
+            begin[kept] += size
+        return torch.cat(pieces, dim)
+
+    def of_rank(self, rank: int, size: int) -> "HeadSplit":
+        """The heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
+        count = self.num_kv_heads // size
+        return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)
+
+
 # mhla_hf/nn/features.py
 
 RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # above relu(x), what keeps every denominator alive
+
+
+LEARNED_STARTS = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # W begins as so many times the identity
+LARGEST_EXPONENT = 6.0
 
 
 class FeatureMap(nn.Module):
     """Maps `[B, T, H, K]` to `[B, T, H, features]`, the same for q and for k.
 
     Args:
-        kind: "relu", "plain_relu", "elu", "identity" or "hedgehog" (see `MHLASettings`).
+        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp" (see `MHLASettings`).
         num_heads: heads of its input (the learned map has its own W per head).
         head_dim: width K.
     """
@@ -1254,9 +1335,12 @@ class FeatureMap(nn.Module):
         super().__init__()
         self.kind = kind
         self.head_dim = head_dim
-        if kind == "hedgehog":
+        if kind in LEARNED_STARTS:
             self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
-            self.weight.data.copy_(self.initial_values()["weight"])
+        if kind == "exp":
+            self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).data.copy_(value)
 
     @property
     def num_features(self) -> int:
@@ -1265,18 +1349,26 @@ class FeatureMap(nn.Module):
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """The start of each own parameter, for models that are built empty and filled later."""
-        if self.kind != "hedgehog":
+        if self.kind not in LEARNED_STARTS:
             return {}
-        return {"weight": torch.eye(self.head_dim).expand(self.weight.shape)}
+        weight = LEARNED_STARTS[self.kind] * torch.eye(self.head_dim).expand(self.weight.shape)
+        return {"weight": weight} | ({"bias": torch.zeros(self.bias.shape)} if self.kind == "exp" else {})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
+        """Map x `[B, T, H, K]`, or of some of the H heads: the MHLA heads of `heads`."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
             return F.elu(x) + 1.0
         if self.kind == "identity":
             return x
-        y = torch.einsum("bthk,hkf->bthf", x, self.weight.to(x.dtype)).float()
+        weight = self.weight if heads is None else heads.part(self.weight, False, 0)
+        y = torch.einsum("bthk,hkf->bthf", x, weight.to(x.dtype)).float()
+        if self.kind == "softmax":
+            return y.softmax(-1).to(x.dtype)
+        if self.kind == "exp":
+            bias = self.bias if heads is None else heads.part(self.bias, False, 0)
+            return (torch.exp((y + bias).clamp(max=LARGEST_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
         if torch.compiler.is_compiling():  # a stack would not be fused
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
@@ -1286,12 +1378,13 @@ class FeatureMap(nn.Module):
 
 # mhla_hf/nn/settings.py
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
 MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
 LARGEST_BLOCK = 65_536  # tokens, whose keys and values a cache makes room for at its first step
 MOST_DECAYS = 64
+MOST_WINDOW = 1_024
 
 
 def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
@@ -1312,6 +1405,14 @@ def is_choice_of_layers(layers) -> bool:
     return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
 
 
+def is_choice_of_heads(heads) -> bool:
+    """Whether `heads` is None, or a list of different KV heads for each layer, by its index as a string."""
+    if not isinstance(heads, dict):
+        return heads is None
+    right = [isinstance(layer, str) and layer.isdecimal() and isinstance(own, list) for layer, own in heads.items()]
+    return all(right) and all(own and all(is_whole(head, 0) for head in own) for own in heads.values())
+
+
 def one_of(*allowed) -> tuple:
     """The rule of a setting with few values; 1 is not True."""
     return (lambda value: (type(value), value) in [(type(one), one) for one in allowed]), f"one of {list(allowed)}"
@@ -1321,21 +1422,25 @@ RULES = {  # of each setting: whether a value is right, and what is
     "block_size": (lambda value: is_whole(value, 1, LARGEST_BLOCK), f"a whole number from 1 to {LARGEST_BLOCK}"),
     "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
-    "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "identity"),
+    "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
     "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
+    "free_decay": one_of(True, False),
+    "length_power": one_of(True, False),
     "num_decays": (lambda value: is_whole(value, 1, MOST_DECAYS), f"a whole number from 1 to {MOST_DECAYS}"),
     "local": one_of(None, "softmax"),
+    "window": (lambda value: is_whole(value, 1, MOST_WINDOW), f"a whole number from 1 to {MOST_WINDOW}"),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "per_head": one_of(True, False),
     "output_norm": one_of(True, False),
     "gate": one_of(True, False),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
-    "rope": one_of("before", "after"),
+    "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of layer indices, each at least 0 and there once'),
+    "softmax_heads": (is_choice_of_heads, "a dictionary of layer indices and lists of KV heads, each at least 0"),
     "impl": one_of(*IMPLEMENTATIONS),
 }
 
@@ -1351,7 +1456,8 @@ class MHLASettings:
         layout: blocks per axis of a grid of tokens, for images [rows, columns] and video [frames, rows, columns]; then
             block_size and num_blocks have no meaning. None: the tokens are a sequence.
         feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),
-            "identity", or "hedgehog" (learned per head: softmax(x W) and softmax(-x W) side by side, twice the width).
+            "identity", or one that is learned per head: "softmax" (of x W), "hedgehog" (softmax(x W) and softmax(-x W) side
+            by side, twice the width), "exp" (e^(x W + b), at most e^6).
         normalize: True divides by the summed weights (eq. 4), False leaves that to `output_norm` (section 4.1), "official"
             is the released vision code's denominator (not for causal models).
         mixing_start: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or "uniform" (plain
@@ -1362,8 +1468,12 @@ class MHLASettings:
             released video checkpoints); "decay" is a sum of `num_decays` exponentials of the distance per head, which needs
             no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
         num_decays: R of the "decay" form, the first of them without decay.
-        local: None, or "softmax": exact softmax over the open block, the one before it and the first `sinks` tokens, and
-            MHLA by decays for all between, under one normalizer (language models only; needs "decay").
+        free_decay: the first of them decays, too, by a learned rate.
+        length_power: the far weights of a block from which n blocks are far are divided by n^a, with a learned per head
+            (with `local`).
+        local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
+            decays for all between, under one normalizer (language models only; needs "decay").
+        window: blocks of the softmax of `local`, the open one included.
         sinks: first tokens of a sequence that stay in the softmax of `local`.
         window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
@@ -1372,8 +1482,13 @@ class MHLASettings:
         cpe: kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
             F.2), starting at zero; 0 for none. Grids only.
         rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
-            paper's order; the denominator, if any, then uses the un-rotated ones).
+            paper's order; the denominator, if any, then uses the un-rotated ones), "near" rotates them for the softmax of
+            `local` alone: features of rotated keys are functions of absolute positions, which do not hold beyond the lengths
+            they were fitted at.
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list (tuple, range) of layer indices.
+        softmax_heads: KV heads that keep softmax in these layers, with the query heads that read them, and so their whole
+            past in the cache: {layer index: [KV head, ...]}. A layer that lists all of its KV heads is not in `layers`.
+            Needs "decay".
         impl: which implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
     """
 
@@ -1386,7 +1501,10 @@ class MHLASettings:
     learn_mixing: bool = True
     mixing_form: str = "softmax"
     num_decays: int = 2
+    free_decay: bool = False
+    length_power: bool = False
     local: str | None = None
+    window: int = 2
     sinks: int = 4
     window_dropout: float = 0.0
     per_head: bool = False
@@ -1395,12 +1513,16 @@ class MHLASettings:
     cpe: int = 0
     rope: str = "before"
     layers: str | list[int] | tuple[int, ...] = "all"
+    softmax_heads: dict[str, list[int]] | None = None
     impl: str = "auto"
 
     def __post_init__(self):
         for name in ("layout", "layers"):
             if isinstance(getattr(self, name), (list, tuple, range)):
                 setattr(self, name, list(getattr(self, name)))
+        if isinstance(self.softmax_heads, dict):
+            own = {str(layer): sorted(set(heads)) for layer, heads in self.softmax_heads.items()}
+            self.softmax_heads = own or None
         for name, (is_right, expected) in RULES.items():
             if not is_right(getattr(self, name)):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
@@ -1414,6 +1536,15 @@ class MHLASettings:
             raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
         if decay and self.impl == "reference":
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
+        if self.free_decay and not decay:
+            raise ValueError(f'free_decay: got true with mixing_form={self.mixing_form!r}, expected "decay".')
+        if self.length_power and not local:
+            raise ValueError('length_power: got true without local="softmax", expected false.')
+        if self.rope == "near" and not local:
+            raise ValueError('rope: got "near" without local="softmax", expected "before" or "after".')
+        if self.softmax_heads and (not decay or self.gate):
+            got = "gate=true" if decay else f"mixing_form={self.mixing_form!r}"
+            raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
         if local and not decay:
             raise ValueError(f'mixing_form: got {self.mixing_form!r} with local="softmax", expected "decay".')
         if local and not self.normalize:
@@ -1451,7 +1582,7 @@ class MHLASettings:
             what = f"expected 1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
             raise ValueError(f"format_version: got {version!r}, {what}.")
         if unknown := sorted(set(values) - set(RULES)):
-            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected some of {sorted(RULES)}.")
+            raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
         return cls(**values)
 
 
@@ -1598,13 +1729,16 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
 
 START_WEIGHT = 0.01  # of each decay at the start, beside the one without decay
 START_RATES = (0.9, 0.7, 0.4)  # lambda of the decays at the start, then halved again and again
+START_FREE = 0.98  # of the first decay, if it is free
+START_POWER = 0.5
 
 
 class DecayMixing(nn.Module):
     """Mixing by `Decays`, and the balance of the far part against a local softmax; used in fp32 whatever the model's dtype.
 
-    `weight` `[H, R]`: logits of w, which sum to one. `rate` `[G, R - 1]`: lambda is sigmoid(rate); it is 1 for the first.
-    `balance` `[H]`: see `ops/local.py`; only with a local softmax.
+    `weight` `[H, R]`: logits of w, which sum to one. `rate` `[G, R - 1]`, or `[G, R]` if all are free: lambda is
+    sigmoid(rate), and 1 for the first that is not free. `balance` `[H]`: see `ops/local.py`; only with a local softmax.
+    `power` `[H]`: that of `Decays`, if it is learned.
 
     Args:
         num_heads: query heads H.
@@ -1612,19 +1746,24 @@ class DecayMixing(nn.Module):
         num_decays: R.
         balance: its start, or None without a local softmax.
         learn: False freezes w and lambda, not the balance, at their start, plain linear attention.
+        free: the first decay's lambda is learned, too.
+        by_length: there is a power.
     """
 
     by_head = True
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True
-    ):
+        self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True,
+        free: bool = False, by_length: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.num_heads, self.num_kv_heads, self.num_decays = num_heads, num_kv_heads, num_decays
-        self.start, self.learn = balance, learn
+        self.start, self.learn, self.num_fixed = balance, learn, 0 if free else 1
         self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
-        if num_decays > 1:
-            self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - 1), requires_grad=learn)
+        if num_decays > self.num_fixed:
+            self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - self.num_fixed), requires_grad=learn)
+        if by_length:
+            self.power = nn.Parameter(torch.empty(num_heads), requires_grad=learn)
         if balance is not None:
             self.balance = nn.Parameter(torch.empty(num_heads))
         for name, value in self.initial_values().items():
@@ -1636,60 +1775,90 @@ class DecayMixing(nn.Module):
         share = START_WEIGHT if self.learn else 1e-30
         weight = torch.tensor([1.0 - share * others, *[share] * others])
         values = {"weight": weight.log().expand(self.weight.shape)}
-        if others:
-            rates = torch.tensor([*START_RATES, *(0.4 / 2**n for n in range(1, others))][:others])
+        if self.num_decays > self.num_fixed:
+            rates = [*START_RATES, *(0.4 / 2**n for n in range(1, others))][:others]
+            rates = torch.tensor(rates if self.num_fixed else [START_FREE, *rates])
             values["rate"] = torch.logit(rates).expand(self.rate.shape)
+        if hasattr(self, "power"):
+            values["power"] = torch.full(self.power.shape, START_POWER)
         if self.start is not None:
             values["balance"] = torch.full(self.balance.shape, self.start)
         return values
 
-    def forward(self) -> tuple[Decays, torch.Tensor | None]:
-        """The decays and the balance (None without a local softmax), fp32."""
-        if self.num_decays > 1:
-            log_rate = F.pad(F.logsigmoid(self.rate.float()), (1, 0))
+    def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:
+        """The decays and the balance (None without a local softmax), fp32; of the MHLA heads of `heads`, or of all."""
+        if self.num_decays > self.num_fixed:
+            log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
         else:  # fewer groups where heads are split over processes
             log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
-        return Decays(self.weight.float().softmax(-1), log_rate), None if self.start is None else self.balance.float()
+        balance = None if self.start is None else self.balance.float()
+        power = self.power.float() if hasattr(self, "power") else None
+        values = self.weight.float().softmax(-1), log_rate, power, balance
+        if heads is not None:
+            values = (x if x is None else heads.part(x, False, 0) for x in values)
+        *values, balance = values
+        return Decays(*values), balance
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` returned as one tensor, fp32 `[H, 2R + 1]` (`[H, 2R]` without balance), without gradient."""
+        """What `forward` returned, as one fp32 tensor without gradient: `[H, 2R]` and columns for power and balance."""
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-        parts = [decays.weight, log_rate, *([] if balance is None else [balance[:, None]])]
+        parts = [decays.weight, log_rate, *(x[:, None] for x in (decays.power, balance) if x is not None)]
         return torch.cat(parts, 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
         """What `pack` was given."""
         count, share = self.num_decays, self.num_heads // self.num_kv_heads
-        decays = Decays(packed[:, :count], packed[::share, count : 2 * count])
+        power = packed[:, 2 * count] if hasattr(self, "power") else None
+        decays = Decays(packed[:, :count], packed[::share, count : 2 * count], power)
         return decays, None if self.start is None else packed[:, -1]
 
 
 # mhla_hf/nn/local.py
 
-def start_balance(feature_map: str, key_dim: int) -> float:
+WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it has learned, at 1,024 and 4,096 tokens
+
+
+def start_balance(settings: MHLASettings, key_dim: int) -> float:
     """The balance at which far weights begin in the unit of the softmax.
 
-    <fq, fk> is about 2 / K for Hedgehog features, of the order of K for the others.
+    <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
+    real keys saturate: there the start is small enough that a conversion is not worse than its window.
     """
-    return log(key_dim / 2) if feature_map == "hedgehog" else -log(key_dim)
+    if settings.rope == "near":
+        return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
+    return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
+
+
+def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """What stands in the place of undoing RoPE where there is none."""
+    return x
 
 
 class DecayMHLA(MHLACore):
     """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
 
+    Its parameters are those of all heads, also where some keep softmax: which ones do can then be chosen after they learned.
+
     Args: as `MHLACore`, which makes its own `DecayMixing` from `settings`.
+
+    Attributes:
+        heads: the `HeadSplit` of a layer in which some KV heads keep softmax, whose q, k and v do not come here; else None.
+        unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
     """
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
         check_causal(settings)
         local = settings.local is not None
-        balance = start_balance(settings.feature_map, key_dim) if local else None
-        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, learn=settings.learn_mixing)
+        balance = start_balance(settings, key_dim) if local else None
+        choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
+        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
+        self.heads: HeadSplit | None = None
+        self.unrotate = keep_rotated
         self.form = LocalForm(
             settings.block_size,
-            lag=2 if local else 1,
+            lag=settings.window if local else 1,
             sinks=settings.sinks if local else 0,
             scale=key_dim**-0.5,
             normalize=settings.normalize,
@@ -1698,33 +1867,40 @@ class DecayMHLA(MHLACore):
         )
 
     def forward(
-        self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None
-    ) -> torch.Tensor:
-        """Attend; arguments as `MHLA.forward`. scale: of q k^T in the softmax, the base's; None is K**-0.5."""
+        self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None,
+        angles=None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend; arguments as `MHLA.forward`, all of the MHLA heads alone.
+
+        scale: of q k^T in the softmax, the base's; None is K**-0.5. angles: `[B or 1, T, 1, A]`, how q and k were rotated;
+        None if they were not.
+        """
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
+        angles = q.new_zeros(*q.shape[:2], 1, 0) if angles is None else angles.to(q.dtype).expand(len(q), -1, -1, -1)
         real = key_mask
         if key_mask is not None:
             source, back, starts = padding_first(key_mask)
-            q, k, v = move_tokens(source, back, q, k, v)
+            q, k, v, angles = move_tokens(source, back, q, k, v, angles)
             real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        fq, map_keys, mixing = self.q_map(q), self.k_map, self.read_mixing(cache)
+        mixing, map_keys = self.read_mixing(cache), self.map_keys
+        fq = self.q_map(self.unrotate(q, angles), self.heads)
         if mixing[1] is None:  # without a balance the near part reads features, too
-            q, k, map_keys = fq, self.k_map(k), torch.nn.Identity()
+            q, k, map_keys = fq, self.map_keys(k, angles), keep_rotated
+        inputs, padding = (q, k, v, fq), {"key_mask": real, "starts": starts}
         dropped = (cache is None or cache.state is None) and self.drops_window()
         if dropped and cache is not None:
             with torch.no_grad():
-                self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
+                self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
         if cache is not None and not dropped:
-            o = self.continue_cache(q, k, v, fq, map_keys, mixing, form, starts, real, cache)
+            o = self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
         else:
             form = replace(form, lag=1) if dropped else form
-            padding = {"key_mask": real, "starts": starts, "cu_seqlens": cu_seqlens}
             with torch.autocast(q.device.type, enabled=False):
-                o = self.attend(q, k, v, fq, map_keys(k), *mixing, form, **padding)
+                o = self.attend(*inputs, map_keys(k, angles), *mixing, form, cu_seqlens=cu_seqlens, **padding)
         if key_mask is not None:
             (o,) = move_tokens(back, source, o)
             if cache is not None:
@@ -1733,10 +1909,14 @@ class DecayMHLA(MHLACore):
 
     attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
 
+    def map_keys(self, k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """The far part's features of keys `[B, N, G, D]`, which were rotated by `angles` `[B, N, 1, A]`."""
+        return self.k_map(self.unrotate(k, angles), self.heads)
+
     def read_mixing(self, cache) -> tuple:
         """The decays and the balance. A cache keeps those it began with, as one tensor: each one that a step takes costs."""
         if cache is None or cache.state is None:
-            mixing = self.mixing()
+            mixing = self.mixing(self.heads)
             if cache is not None:
                 cache.mixing = self.mixing.pack(*mixing)
             return mixing
@@ -1747,15 +1927,15 @@ class DecayMHLA(MHLACore):
         share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
         return share > 0 and float(torch.rand(())) < share
 
-    def continue_cache(self, q, k, v, fq, map_keys, mixing, form, starts, key_mask, cache):
+    def continue_cache(self, q, k, v, fq, map_keys, mixing, form, cache, *, key_mask, starts, angles):
         """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
         fresh, (decays, balance) = cache.state is None, mixing
         if fresh:
             features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form)
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form, angles)
         else:
             refuse_gradients(self, q, k, v)
-        options = {"fresh": fresh, "key_mask": key_mask, "starts": starts}
+        options = {"fresh": fresh, "key_mask": key_mask, "starts": starts, "angles": angles}
         return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)
 
 
@@ -1765,19 +1945,25 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """What one layer remembers (`state`, an `MHLAState` or a `LocalState`), the mixing it is read with, and its length.
 
     `state` is None until the first forward pass. `seen_tokens` counts columns, padding included, as transformers does.
+
+    Args:
+        static: whether it stands for a static layer, which counts in a tensor.
+        max_cache_len: of that layer.
+        softmax: the layer for the keys and values of the heads that keep softmax; None if there are none.
     """
 
     is_compileable = True  # False would make transformers drop the mask that a hybrid's static softmax layers need
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, static: bool = False, max_cache_len: int | None = None):
+    def __init__(self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state = None
         self.seen_tokens = torch.tensor(0) if static else 0  # as in transformers' layers: no recompilation by a tensor
         self.mixing = None  # a matrix, or packed decays
-        self.max_cache_len = max_cache_len  # of the static layer that this one stands for
+        self.max_cache_len = max_cache_len
+        self.softmax = softmax
         self.padded = None  # the last call with padding: its real tokens, and the columns there were after it
 
     def count(self, hidden_states: torch.Tensor) -> None:
@@ -1830,18 +2016,26 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.mixing, self.padded = None, None, None
         self.seen_tokens *= 0
+        if self.softmax is not None:
+            self.softmax.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.state is not None:
             self.state.select(beam_idx)
+        if self.softmax is not None:
+            self.softmax.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state.repeat(repeats)
+        if self.softmax is not None:
+            self.softmax.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.state is not None:
             self.state.select(indices)
+        if self.softmax is not None:
+            self.softmax.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly; at most one block of them."""
@@ -1857,6 +2051,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
+        if self.softmax is not None:
+            self.softmax.crop(tokens_to_remove)
 
 
 class MHLADynamicCache(DynamicCache):
@@ -1868,8 +2064,11 @@ class MHLADynamicCache(DynamicCache):
             layer.crop(tokens_to_remove)
 
 
-def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACacheLayer | None:
-    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache."""
+def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int, mixed: bool = False) -> MHLACacheLayer | None:
+    """The MHLA layer number `layer_idx` of a cache, put there at first use; None without a cache.
+
+    mixed: some heads of the layer keep softmax; their keys and values go into a layer such as the one that it replaces.
+    """
     if past_key_values is None:
         return None
     layers = past_key_values.layers
@@ -1884,7 +2083,10 @@ def mhla_cache_layer(past_key_values: Cache | None, layer_idx: int) -> MHLACache
             "expected an empty cache or one that this model filled."
         )
     static = isinstance(layer, StaticLayer)
-    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=layer.max_cache_len if static else None)
+    length = layer.max_cache_len if static else None
+    if mixed and static and layer.is_initialized:  # with room for all heads
+        layer = type(layer)(max_cache_len=length)
+    layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if mixed else None)
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]
@@ -1938,7 +2140,9 @@ class Family:
 def language_family(base: str) -> Family:
     """A family of causal language models of transformers: a body and the heads on it, as far as it has them."""
     prefix = SPELLED.get(base) or "".join(map(str.capitalize, base.removesuffix("_text").split("_")))
-    defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax"}
+    defaults = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "rope": "near", "window": 6}
+    defaults |= {"num_decays": 1, "free_decay": True, "length_power": True, "feature_map": "softmax"}
+    defaults |= {"rope": "before"} if base.startswith("hunyuan") else {}  # see models/rotation.py
     return Family(base, tuple(prefix + head for head in HEADS), "models.converted", "text-generation", defaults)
 
 
@@ -2122,7 +2326,10 @@ class MHLAPreTrainedMixin:
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
         """As transformers; where the base's plan splits heads over processes, what `mhla` has by head is split alike."""
         if distributed_config is not None and distributed_config.tp_size > 1:
-            model._tp_plan |= split_heads_plan(model, distributed_config.tp_size)
+            size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
+            model._tp_plan |= split_heads_plan(model, size)
+            for core in (module.mhla for module in model.modules() if hasattr(module, "softmax_heads")):
+                core.heads = core.heads.of_rank(rank, size)
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -2344,6 +2551,145 @@ def overlay_named(name: str, families: tuple[Family, ...], model_mixin: type, at
     )
 
 
+# mhla_hf/models/rotation.py
+
+@dataclass(frozen=True)
+class RotationLayout:
+    """Which dimensions of a head the base rotates together, where they are, and how it hands cosines and sines on.
+
+    pairs: dimensions 2i and 2i + 1 are rotated by angle i; otherwise dimensions i and i + R/2, as in Llama.
+    repeated: cos and sin hold each angle twice in a row; otherwise all angles, and then all again.
+    backward: dimensions are rotated by minus the angle.
+    last: the rotated dimensions are the last R of a head; otherwise the first R.
+    """
+
+    pairs: bool = False
+    repeated: bool = False
+    backward: bool = False
+    last: bool = False
+
+
+HALVES, LAST_HALVES = RotationLayout(), RotationLayout(last=True)
+PAIRS, REPEATED_PAIRS = RotationLayout(pairs=True), RotationLayout(pairs=True, repeated=True)
+ROTATION_LAYOUTS = {  # by model type; `HALVES` or, in latent attention, `LAST_HALVES` for all others
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), REPEATED_PAIRS),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text"), PAIRS),
+    "deepseek_v2": RotationLayout(pairs=True, last=True),
+    "nanochat": RotationLayout(backward=True),
+}
+SCALED_AFTER = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # by learned weights, after the rotation
+NEVER_ROTATED = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "nemotron_h")
+# Types that rotate in sliding layers only, and types that do so only if they have sliding layers.
+SLIDING_ROTATED, SLIDING_ROTATED_IF_ANY = ("afmoe", "cohere2", "cohere2_moe"), ("exaone4", "exaone_moe", "kolibri1")
+
+
+def rotated_type(config) -> str:
+    """The model type of the base, of its own configuration or of a converted model's."""
+    return getattr(config, "base_model_type", None) or config.model_type
+
+
+def rotation_layout(attention) -> RotationLayout:
+    """How the base rotates.
+
+    Args:
+        attention: an attention module of transformers.
+
+    Raises:
+        ValueError: q and k of this type are no longer a rotation of what they were.
+    """
+    latent, kind = hasattr(attention, "qk_rope_head_dim"), rotated_type(attention.config)
+    if kind in SCALED_AFTER:
+        what = "it scales q and k by learned weights after their rotation"
+        raise ValueError(f"rope: got 'near' for {kind}, expected 'before': {what}.")
+    return ROTATION_LAYOUTS.get(kind, LAST_HALVES if latent else HALVES)
+
+
+def is_rotated(attention: nn.Module) -> bool:
+    """Whether the forward of this attention module applies the rotation that it is given."""
+    kind = rotated_type(attention.config)
+    if kind in NEVER_ROTATED:
+        return False
+    if kind in SLIDING_ROTATED:
+        sliding = getattr(attention, "is_local_attention", attention.sliding_window is not None)
+        return sliding or getattr(attention, "force_rope", False)
+    if kind in SLIDING_ROTATED_IF_ANY:
+        return attention.sliding_window is None or attention.is_sliding
+    return bool(getattr(attention, "use_rope", True))
+
+
+def is_rotation(value) -> bool:
+    """Whether an argument is a rotation: a pair of tensors (cos, sin), or one complex tensor."""
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The rotation of one call of an attention module, in the form that `unrotate` takes.
+
+    If the base scales its rotation, as YaRN does, cos and sin come divided by the square of the scale: `unrotate` then
+    undoes both.
+
+    Args:
+        attention: an attention module of transformers.
+        args: positional arguments of the call, after `hidden_states`.
+        kwargs: keyword arguments of the call; "position_embeddings" is None in layers without rotation.
+
+    Returns:
+        `[B or 1, T, 1, R]` for R rotated dimensions of a head: R/2 cosines and R/2 sines; None if this module does not
+        rotate. In the dtype of the base's cos and sin, but at least fp32.
+
+    Raises:
+        ValueError: the module rotates, but not by an argument.
+    """
+    given = next((x for x in args if is_rotation(x)), None)
+    given = kwargs.get("position_embeddings", given)
+    if not is_rotated(attention) or (given is None and "position_embeddings" in kwargs):
+        return None
+    if not is_rotation(given):
+        what = "its attention is not given the cosines and sines of its rotation as `position_embeddings`"
+        raise ValueError(f"rope: got 'near' for {rotated_type(attention.config)}, expected 'before': {what}.")
+    cos, sin = distinct_angles(given, rotation_layout(attention))
+    scale = cos.square() + sin.square()
+    return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
+
+
+def distinct_angles(given, layout: RotationLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[B or 1, T, R/2]`, at least in fp32, of what `is_rotation` finds: each angle once."""
+    if isinstance(given, torch.Tensor):
+        return given.real, given.imag
+    if layout.repeated:
+        cos, sin = (x[..., ::2] for x in given)
+    else:
+        cos, sin = (x[..., : x.shape[-1] // 2] for x in given)
+    dtype = torch.promote_types(cos.dtype, torch.float32)
+    return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
+
+
+def unrotate(x: torch.Tensor, angles: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
+    """Undo the rotation of queries or keys.
+
+    Where the base permutes dimensions as it rotates them (`rope_interleave`), they stay permuted, those of q and of k alike.
+
+    Args:
+        x: `[B, T, H, K]` as rotated, floating point.
+        angles: `[B or 1, T, 1, R]` of `rotation_angles`; None, or a width of 0, returns x as it is.
+        layout: of `rotation_layout`.
+
+    Returns:
+        `[B, T, H, K]` in the dtype of x.
+    """
+    if angles is None or not angles.shape[-1]:
+        return x
+    width, rest = angles.shape[-1], x.shape[-1] - angles.shape[-1]
+    kept, turned = x.split((rest, width), -1) if layout.last else reversed(x.split((width, rest), -1))
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if layout.pairs else turned.chunk(2, -1)
+    cos, sin = angles.to(x).chunk(2, -1)
+    back = (a * cos + b * sin, b * cos - a * sin)
+    back = (torch.stack(back, -1).flatten(-2),) if layout.pairs else back
+    return torch.cat((kept, *back) if layout.last else (*back, kept), -1)
+
+
 # mhla_hf/models/attention.py
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
@@ -2362,14 +2708,65 @@ def mhla_attention(module, query, key, value, attention_mask, scaling=None, drop
             raise ValueError(f"{name}: it came for an MHLA layer, which cannot do it; expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)
     cache = kwargs.get("mhla_cache")
     options = {"hidden_states": kwargs.get("mhla_hidden_states"), "cache": cache, "scale": scaling}
-    options |= {"rotate": kwargs["mhla_rotate"]} if "mhla_rotate" in kwargs else {}
-    borders = kwargs.get("cu_seq_lens_q") if cache is None else None
-    o = module.mhla(q, k, v, starts=starts, key_mask=key_mask, cu_seqlens=borders, **options)
-    return o.contiguous(), None  # as some bases view it
+    options |= {name: kwargs[f"mhla_{name}"] for name in ("rotate", "angles") if f"mhla_{name}" in kwargs}
+    options |= {"starts": starts, "key_mask": key_mask}
+    options["cu_seqlens"] = kwargs.get("cu_seq_lens_q") if cache is None else None
+    heads = getattr(module.mhla, "heads", None)
+    if heads is None:
+        o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        return o.contiguous(), None  # as some bases view it
+    outputs = {}
+    if heads.counts[True]:
+        parts = [heads.part(x, True, 1) for x in (query, key, value)]
+        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+        outputs[True] = module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **others)
+    if heads.counts[False]:
+        parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
+        outputs[False] = module.mhla(*parts, **options)
+    elif module.training and torch.is_grad_enabled():  # optimizers of several processes wait for each other's gradients
+        what = "expected fewer processes for training, so that each has an MHLA head in every layer"
+        raise ValueError(f"tp_size: got a process with softmax heads alone in layer {module.layer_idx}, {what}.")
+    return heads.join(outputs, 2), None
+
+
+class SoftmaxHeads(nn.Module):
+    """The heads of an MHLA layer that keep softmax: they go to the attention function that the model's configuration names.
+
+    It stands where that function expects an attention module, of which it has what such functions read.
+
+    Args:
+        attention: the attention module of transformers.
+        config: the model's configuration, which users change, not the module's own.
+    """
+
+    def __init__(self, attention: nn.Module, config):
+        super().__init__()
+        self.config = config
+        self.layer_idx = attention.layer_idx
+        self.is_causal = True
+        self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
+        base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
+        self.eager = sys.modules[base.__module__].eager_attention_forward  # every modeling file has its own
+
+    def forward(self, query, key, value, attention_mask, cache, scaling, dropout, **kwargs) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: `[B, H, T, K]`. key, value: `[B, G, T, K]`, of the same heads.
+            attention_mask: as the base's attention function takes it.
+            cache: the `MHLACacheLayer` of the layer, which holds the keys and values before these; or None.
+            scaling, dropout, kwargs: as the base hands them to its attention function.
+
+        Returns:
+            `[B, T, H, K]`.
+        """
+        if cache is not None:
+            key, value = cache.softmax.update(key, value)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+        return attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
 
 
 def padding_mask(*args, q_length, q_offset=0, attention_mask: torch.Tensor | None = None, **kwargs):
@@ -2389,9 +2786,12 @@ class MHLAMixer:
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         """As the base, with the layer's own cache in place of keys and values, whatever the base calls the cache."""
-        name = find_cache(kwargs)
-        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx) if name is not None else None
-        output = super().forward(hidden_states, *args, mhla_cache=cache, mhla_hidden_states=hidden_states, **kwargs)
+        name, mixed = find_cache(kwargs), hasattr(self, "softmax_heads")
+        cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
+        added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
+        if self.reads_unrotated:
+            added["mhla_angles"] = rotation_angles(self, args, kwargs)
+        output = super().forward(hidden_states, *args, **added, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
         return output
@@ -2410,16 +2810,40 @@ def install_mhla(model: nn.Module, settings: MHLASettings, core_class: type[nn.M
     """
     config = model.config
     attentions = softmax_attentions(model)
-    chosen = settings.resolve_layers(config.num_hidden_layers)
+    chosen, kept = settings.resolve_layers(config.num_hidden_layers), settings.softmax_heads or {}
     widths = {"hidden_size": config.hidden_size, "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
     for index in chosen:
         attention = attentions[index]
         core = core_class(settings, **attention_sizes(attention, config), **widths)
         mixed = overlay_class(type(attention), MHLAMixer, "models.converted")
+        attention.reads_unrotated = settings.rope == "near"
+        if attention.reads_unrotated:
+            core.unrotate = partial(unrotate, layout=rotation_layout(attention))
         swap_attention(attention, mixed, core, ATTENTION_NAME)
-    if set(chosen) == set(attentions):  # a base may have layers without attention
+        if str(index) in kept:
+            keep_softmax_heads(attention, config, kept[str(index)])
+    if set(chosen) == set(attentions) and not kept:  # a base may have layers without attention
         set_attention_function(config, ATTENTION_NAME)
     prepare_inner_body(model, pass_padding)
+
+
+def keep_softmax_heads(attention: nn.Module, config, heads: Sequence[int]) -> None:
+    """Give KV heads of an MHLA attention module their softmax back, in place.
+
+    Args:
+        attention: the module.
+        config: the model's configuration.
+        heads: indices of KV heads, not all of the module's.
+
+    Raises:
+        ValueError: there are no such heads, or they are all.
+    """
+    count = attention.mhla.num_kv_heads
+    if max(heads) >= count or len(heads) >= count:
+        what = f"expected some of 0 to {count - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, {what}.")
+    attention.mhla.heads = HeadSplit(heads, count)
+    attention.softmax_heads = SoftmaxHeads(attention, config)
 
 
 def pass_padding(body: nn.Module, args: tuple, kwargs: dict, names: tuple):

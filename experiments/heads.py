@@ -1,0 +1,271 @@
+"""What a conversion keeps of a real model, by position.
+
+Every form is fitted on one text, keeps some KV heads by gates of its own, and is judged on other texts by its KL to the
+original and its perplexity at different places of long rows, and by recall: the mean log-probability of the second copy of
+half a row. Bytes are those of one sequence's cache in bf16, state and window counted. "window" is a conversion whose far
+part is off, which is what DuoAttention keeps: the same form, with heads of its own, as many or as many as its bytes allow.
+"""
+
+import argparse
+import functools
+import gzip
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mhla_hf.checkpoints.files import file_aside
+from mhla_hf.cli import script
+from mhla_hf.convert import convert
+from mhla_hf.convert.fit import GateFit, OutputFit, repeated_half
+from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.convert.sizes import sizes_of_layers
+from mhla_hf.convert.teacher import mhla_layers
+
+from .rows import add_rows, made
+
+LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: rows
+PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}
+OFF = -100.0  # the balance of a far part that is off
+TOLD = (1024, 4096, 8192, 32768)  # tokens at which bytes are told
+PART = 512  # tokens whose logits are held at once
+FORMS = {  # settings beside the defaults; whether the far part is on
+    "MHLA": ({"feature_map": "exp"}, True),
+    "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
+    "two decays": ({"feature_map": "exp", "num_decays": 2}, True),
+    "four decays": ({"feature_map": "exp", "num_decays": 4}, True),
+    "window": ({}, False),
+    "window of 2, MHLA": ({"feature_map": "exp", "window": 2}, True),
+    "window of 2": ({"window": 2}, False),
+}
+
+
+def read_text(file):
+    """A text file, which may be compressed."""
+    opened = gzip.open if str(file).endswith(".gz") else open
+    with opened(file, "rt", encoding="utf-8") as text:
+        return text.read()[:1_300_000]
+
+
+def load(folder):
+    """The softmax original in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def fit(model_folder, fit_text, work, form, seed):
+    """Parameters and gates of a form, made once: {"mhla": state dict, "gates": [G * layers]}."""
+    file = Path(work) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
+    if file.exists():
+        return torch.load(file)
+    settings, far = FORMS[form]
+    model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+    rows = read_rows(model, tokenizer, fit_text, seed, False)
+    convert(model, layers="all", **settings)
+    began = time.monotonic()
+    if far:
+        fitted = OutputFit(model, steps=len(rows.fit))
+        for ids in rows.fit:
+            fitted.step(ids)
+    else:
+        switch_off(model)
+    gates = GateFit(model, rows.gates)
+    for _ in range(GATE_STEPS):
+        gates.step()
+    made = {"mhla": {name: x for name, x in model.state_dict().items() if ".mhla." in name}}
+    made |= {"gates": gates.gates.detach().clone(), "seconds": time.monotonic() - began}
+    with file_aside(file) as aside:
+        torch.save(made, aside)
+    return made
+
+
+def switch_off(model):
+    """No far part."""
+    for attention in mhla_layers(model).values():
+        attention.mhla.mixing.balance.data.fill_(OFF)
+
+
+def count_bytes(model_folder, settings, heads, far):
+    """Bytes of one sequence's cache in bf16 at `TOLD` tokens, with so many softmax heads and with softmax in all.
+
+    Without a far part neither summaries nor angles are counted.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_folder, trust_remote_code=False), dtype=torch.bfloat16
+        ).eval()
+    convert(model, layers="all", **settings, **({} if far else {"rope": "before"}))
+    sizes = sizes_of_layers(model).values()
+    total = sum(size.heads for size in sizes)
+    token, state = (sum(column) / total for column in zip(*((size.token, size.state) for size in sizes), strict=True))
+    if not far:
+        core = mhla_layers(model)[0].mhla
+        state -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
+    own = {str(n): round(heads * token * n + (total - heads) * state) for n in TOLD}
+    return {"bytes": own, "whole_bytes": {str(n): round(total * token * n) for n in TOLD}}
+
+
+def make_row(given, job):
+    """One form on one text."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    work, heads, far = Path(given["work"]), job["heads"], FORMS[job["form"]][1]
+    parts = fit(given["model"], given["fit"], work, job["form"], job["seed"])
+    model = load(given["model"])
+    convert(model, layers="all", **FORMS[job["form"]][0])
+    model.load_state_dict(parts["mhla"], strict=False)
+    row = {
+        **job,
+        "far": far,
+        "seconds": parts["seconds"],
+        **count_bytes(given["model"], FORMS[job["form"]][0], heads, far),
+    }
+    gates = GateFit.__new__(GateFit)
+    gates.sizes = {index: attention.mhla.num_kv_heads for index, attention in mhla_layers(model).items()}
+    gates.gates = parts["gates"]
+    if heads:
+        give_softmax_back(model, gates.largest(heads))
+    text = next(text for text in given["texts"] if Path(text).name == job["text"])
+    ids = rows_of(given["model"], text)
+    return row | judge(model, ids, teacher_states(given["model"], text, work, ids))
+
+
+def rows_of(model_folder, text):
+    """{length: rows `[N, length]`} of a text, one behind the other."""
+    tokenizer, rows, first = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False), {}, 2048
+    ids = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids[0]
+    for length, count in LENGTHS.items():
+        rows[length] = ids[first : first + count * length].view(count, length)
+        first += count * length
+    return rows
+
+
+@torch.no_grad()
+def teacher_states(model_folder, text, work, rows):
+    """The original's last hidden states of all rows and of their repeated halves, kept in a file."""
+    file = work / f"teacher-{Path(text).name}.pt"
+    if file.exists():
+        return torch.load(file)
+    model, states = load(model_folder), {}
+    for length, ids in rows.items():
+        for kind, tokens in (("plain", ids), ("repeated", repeated_half(ids))):
+            states[length, kind] = [hidden(model, row) for row in tokens]
+    with file_aside(file) as aside:
+        torch.save(states, aside)
+    return states
+
+
+def hidden(model, ids):
+    """Last hidden states `[T, width]` of one row of token ids `[T]`."""
+    return model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def judge(model, rows, teacher):
+    """{"places": {place: [KL, perplexity, the original's]}, "recall": {length: [ours, the original's]}}."""
+    sums, recall = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}, {}
+    for length, group in rows.items():
+        scores = torch.zeros(2, dtype=torch.float64)
+        for ids, state in zip(group, teacher[length, "plain"], strict=True):
+            found = compare(model, ids, hidden(model, ids), state)
+            for name, (first, last) in PLACES.items():
+                if last <= length:
+                    part = found[first:last]
+                    sums[name] += torch.cat([part.sum(0), torch.tensor([len(part)])])
+        for ids, state in zip(repeated_half(group), teacher[length, "repeated"], strict=True):
+            found = compare(model, ids, hidden(model, ids), state)[length // 2 :]
+            scores -= found[:, 1:].mean(0) / len(group)
+        recall[str(length)] = scores.tolist()
+    places = {}
+    for name, (kl, own, theirs, count) in sums.items():
+        places[name] = [float(kl / count), math.exp(own / count), math.exp(theirs / count)]
+    return {"places": places, "recall": recall}
+
+
+def compare(model, ids, own, teacher):
+    """`[T - 1, 3]`, fp64: the KL to the original, the loss, and the original's loss, of each next token."""
+    head, parts = model.get_output_embeddings(), []
+    for first in range(0, len(ids) - 1, PART):
+        last = min(first + PART, len(ids) - 1)
+        log_p, log_q = (head(x[first:last]).float().log_softmax(-1) for x in (teacher, own))
+        target = ids[first + 1 : last + 1, None]
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        parts.append(torch.stack([kl, *(-x.gather(-1, target)[:, 0] for x in (log_q, log_p))], 1).double())
+    return torch.cat(parts)
+
+
+def jobs_of(given):
+    """Each row that is asked for: FORM:HEADS[:SEEDS] on every text."""
+    for wanted in given["rows"]:
+        form, heads, *seeds = wanted.split(":")
+        for seed in range(int(seeds[0]) if seeds else 1):
+            for text in given["texts"]:
+                yield {"form": form, "heads": int(heads), "seed": seed, "text": Path(text).name}
+
+
+def describe(row):
+    """One line of the log."""
+    places = " ".join(f"{kl:.4f} ({own / theirs - 1:+.1%})" for kl, own, theirs in row["places"].values())
+    recall = " ".join(f"{own:.3f} ({theirs:.3f})" for own, theirs in row["recall"].values())
+    return (
+        f"{row['form']}, {row['heads']} heads, seed {row['seed']}, {Path(row['text']).name}: {places}; recall {recall}"
+    )
+
+
+def render_heads(record):
+    """A table for each text: means over the seeds."""
+    tables = []
+    for text in dict.fromkeys(row["text"] for row in record["rows"]):
+        groups = {}
+        for row in record["rows"]:
+            if row["text"] == text:
+                groups.setdefault((row["form"], row["heads"]), []).append(row)
+        places = [f"KL, {name}" for name in PLACES]
+        names = [*(f"MiB at {n // 1024}k" for n in TOLD[1:]), *places]
+        names += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
+        lines = [f"| {Path(text).name} | seeds | " + " | ".join(names) + " |", "|---|---:" + "|---:" * len(names) + "|"]
+        first = next(iter(groups.values()))[0]
+        theirs = [first["places"]["4k to 8k"][2], *(x[1] for x in first["recall"].values())]
+        whole = [f"{first['whole_bytes'][str(n)] / 2**20:.1f}" for n in TOLD[1:]]
+        cells = [*whole, *["0"] * len(places), f"{theirs[0]:.2f}", *(f"{x:.3f}" for x in theirs[1:])]
+        lines.append("| softmax | | " + " | ".join(cells) + " |")
+        for (form, heads), rows in groups.items():
+
+            def mean(get, rows=rows):
+                return sum(map(get, rows)) / len(rows)
+
+            cells = [f"{rows[0]['bytes'][str(n)] / 2**20:.1f}" for n in TOLD[1:]]
+            cells += [f"{mean(lambda row, name=name: row['places'][name][0]):.4f}" for name in PLACES]
+            cells.append(f"{mean(lambda row: row['places']['4k to 8k'][1]):.2f}")
+            cells += [f"{mean(lambda row, n=n: row['recall'][str(n)][0]):.3f}" for n in LENGTHS]
+            lines.append(f"| {form}, {heads} heads | {len(rows)} | " + " | ".join(cells) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join([*tables, made(record)])
+
+
+def main():
+    """Run it."""
+    parser = argparse.ArgumentParser("heads", description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="folder of a softmax language model")
+    parser.add_argument("--fit", required=True, help="text to learn from")
+    parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
+    parser.add_argument(
+        "--rows", nargs="+", required=True, metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
+    )
+    parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
+    parser.add_argument("--out", default="docs/language/heads.json")
+    given = vars(parser.parse_args())
+    Path(given["work"]).mkdir(parents=True, exist_ok=True)
+    command = shlex.join(
+        ["python", "-m", "experiments.heads", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
+    )
+    make = functools.partial(make_row, given)
+    record = add_rows(given["out"], make, list(jobs_of(given)), describe, workers=1, command=command)
+    print(render_heads(record))
+
+
+if __name__ == "__main__":
+    script(main, "heads")
