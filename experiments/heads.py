@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mhla_hf.checkpoints.files import file_aside
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
-from mhla_hf.convert.fit import GateFit, OutputFit, repeated_half
+from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates, repeated_half
 from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.convert.sizes import sizes_of_layers
 from mhla_hf.convert.teacher import mhla_layers
@@ -31,7 +31,7 @@ from .rows import add_rows, made
 LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: rows
 PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}
 OFF = -100.0  # the balance of a far part that is off
-TOLD = (1024, 4096, 8192, 32768)  # tokens at which bytes are told
+BYTES_AT = (1024, 4096, 8192, 32768)  # tokens for which the size of the cache is given
 PART = 512  # tokens whose logits are held at once
 FORMS = {  # settings beside the defaults; whether the far part is on
     "MHLA": ({"feature_map": "exp"}, True),
@@ -57,7 +57,7 @@ def load(folder):
 
 
 def fit(model_folder, fit_text, work, form, seed):
-    """Parameters and gates of a form, made once: {"mhla": state dict, "gates": [G * layers]}."""
+    """Parameters and gates of a form, made once: {"mhla": state dict, "gates": {layer: [G]}, "seconds"}."""
     file = Path(work) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
@@ -75,11 +75,11 @@ def fit(model_folder, fit_text, work, form, seed):
     gates = GateFit(model, rows.gates)
     for _ in range(GATE_STEPS):
         gates.step()
-    made = {"mhla": {name: x for name, x in model.state_dict().items() if ".mhla." in name}}
-    made |= {"gates": gates.gates.detach().clone(), "seconds": time.monotonic() - began}
+    state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
+    result = {"mhla": state, "gates": gates.by_layer(), "seconds": time.monotonic() - began}
     with file_aside(file) as aside:
-        torch.save(made, aside)
-    return made
+        torch.save(result, aside)
+    return result
 
 
 def switch_off(model):
@@ -89,7 +89,7 @@ def switch_off(model):
 
 
 def count_bytes(model_folder, settings, heads, far):
-    """Bytes of one sequence's cache in bf16 at `TOLD` tokens, with so many softmax heads and with softmax in all.
+    """Bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with so many softmax heads and with softmax in all.
 
     Without a far part neither summaries nor angles are counted.
     """
@@ -104,33 +104,26 @@ def count_bytes(model_folder, settings, heads, far):
     if not far:
         core = mhla_layers(model)[0].mhla
         state -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
-    own = {str(n): round(heads * token * n + (total - heads) * state) for n in TOLD}
-    return {"bytes": own, "whole_bytes": {str(n): round(total * token * n) for n in TOLD}}
+    sizes = {str(n): round(heads * token * n + (total - heads) * state) for n in BYTES_AT}
+    return {"bytes": sizes, "whole_bytes": {str(n): round(total * token * n) for n in BYTES_AT}}
 
 
-def make_row(given, job):
+def make_row(arguments, job):
     """One form on one text."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    work, heads, far = Path(given["work"]), job["heads"], FORMS[job["form"]][1]
-    parts = fit(given["model"], given["fit"], work, job["form"], job["seed"])
-    model = load(given["model"])
+    work, heads, far = Path(arguments["work"]), job["heads"], FORMS[job["form"]][1]
+    parts = fit(arguments["model"], arguments["fit"], work, job["form"], job["seed"])
+    model = load(arguments["model"])
     convert(model, layers="all", **FORMS[job["form"]][0])
     model.load_state_dict(parts["mhla"], strict=False)
-    row = {
-        **job,
-        "far": far,
-        "seconds": parts["seconds"],
-        **count_bytes(given["model"], FORMS[job["form"]][0], heads, far),
-    }
-    gates = GateFit.__new__(GateFit)
-    gates.sizes = {index: attention.mhla.num_kv_heads for index, attention in mhla_layers(model).items()}
-    gates.gates = parts["gates"]
+    sizes = count_bytes(arguments["model"], FORMS[job["form"]][0], heads, far)
+    row = {**job, "far": far, "seconds": parts["seconds"], **sizes}
     if heads:
-        give_softmax_back(model, gates.largest(heads))
-    text = next(text for text in given["texts"] if Path(text).name == job["text"])
-    ids = rows_of(given["model"], text)
-    return row | judge(model, ids, teacher_states(given["model"], text, work, ids))
+        give_softmax_back(model, largest_gates(parts["gates"], heads))
+    text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
+    ids = rows_of(arguments["model"], text)
+    return row | judge(model, ids, teacher_states(arguments["model"], text, work, ids))
 
 
 def rows_of(model_folder, text):
@@ -170,39 +163,39 @@ def judge(model, rows, teacher):
     for length, group in rows.items():
         scores = torch.zeros(2, dtype=torch.float64)
         for ids, state in zip(group, teacher[length, "plain"], strict=True):
-            found = compare(model, ids, hidden(model, ids), state)
+            scored = compare(model, ids, hidden(model, ids), state)
             for name, (first, last) in PLACES.items():
                 if last <= length:
-                    part = found[first:last]
+                    part = scored[first:last]
                     sums[name] += torch.cat([part.sum(0), torch.tensor([len(part)])])
         for ids, state in zip(repeated_half(group), teacher[length, "repeated"], strict=True):
-            found = compare(model, ids, hidden(model, ids), state)[length // 2 :]
-            scores -= found[:, 1:].mean(0) / len(group)
+            scored = compare(model, ids, hidden(model, ids), state)[length // 2 :]
+            scores -= scored[:, 1:].mean(0) / len(group)
         recall[str(length)] = scores.tolist()
     places = {}
-    for name, (kl, own, theirs, count) in sums.items():
-        places[name] = [float(kl / count), math.exp(own / count), math.exp(theirs / count)]
+    for name, (kl, loss, teacher_loss, count) in sums.items():
+        places[name] = [float(kl / count), math.exp(loss / count), math.exp(teacher_loss / count)]
     return {"places": places, "recall": recall}
 
 
-def compare(model, ids, own, teacher):
+def compare(model, ids, student, teacher):
     """`[T - 1, 3]`, fp64: the KL to the original, the loss, and the original's loss, of each next token."""
     head, parts = model.get_output_embeddings(), []
     for first in range(0, len(ids) - 1, PART):
         last = min(first + PART, len(ids) - 1)
-        log_p, log_q = (head(x[first:last]).float().log_softmax(-1) for x in (teacher, own))
+        log_p, log_q = (head(x[first:last]).float().log_softmax(-1) for x in (teacher, student))
         target = ids[first + 1 : last + 1, None]
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         parts.append(torch.stack([kl, *(-x.gather(-1, target)[:, 0] for x in (log_q, log_p))], 1).double())
     return torch.cat(parts)
 
 
-def jobs_of(given):
+def jobs_of(arguments):
     """Each row that is asked for: FORM:HEADS[:SEEDS] on every text."""
-    for wanted in given["rows"]:
+    for wanted in arguments["rows"]:
         form, heads, *seeds = wanted.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):
-            for text in given["texts"]:
+            for text in arguments["texts"]:
                 yield {"form": form, "heads": int(heads), "seed": seed, "text": Path(text).name}
 
 
@@ -224,12 +217,12 @@ def render_heads(record):
             if row["text"] == text:
                 groups.setdefault((row["form"], row["heads"]), []).append(row)
         places = [f"KL, {name}" for name in PLACES]
-        names = [*(f"MiB at {n // 1024}k" for n in TOLD[1:]), *places]
+        names = [*(f"MiB at {n // 1024}k" for n in BYTES_AT[1:]), *places]
         names += ["perplexity 4k to 8k", *(f"recall at {n // 1024}k" for n in LENGTHS)]
         lines = [f"| {Path(text).name} | seeds | " + " | ".join(names) + " |", "|---|---:" + "|---:" * len(names) + "|"]
         first = next(iter(groups.values()))[0]
         theirs = [first["places"]["4k to 8k"][2], *(x[1] for x in first["recall"].values())]
-        whole = [f"{first['whole_bytes'][str(n)] / 2**20:.1f}" for n in TOLD[1:]]
+        whole = [f"{first['whole_bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
         cells = [*whole, *["0"] * len(places), f"{theirs[0]:.2f}", *(f"{x:.3f}" for x in theirs[1:])]
         lines.append("| softmax | | " + " | ".join(cells) + " |")
         for (form, heads), rows in groups.items():
@@ -237,7 +230,7 @@ def render_heads(record):
             def mean(get, rows=rows):
                 return sum(map(get, rows)) / len(rows)
 
-            cells = [f"{rows[0]['bytes'][str(n)] / 2**20:.1f}" for n in TOLD[1:]]
+            cells = [f"{rows[0]['bytes'][str(n)] / 2**20:.1f}" for n in BYTES_AT[1:]]
             cells += [f"{mean(lambda row, name=name: row['places'][name][0]):.4f}" for name in PLACES]
             cells.append(f"{mean(lambda row: row['places']['4k to 8k'][1]):.2f}")
             cells += [f"{mean(lambda row, n=n: row['recall'][str(n)][0]):.3f}" for n in LENGTHS]
@@ -257,13 +250,13 @@ def main():
     )
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
-    given = vars(parser.parse_args())
-    Path(given["work"]).mkdir(parents=True, exist_ok=True)
+    arguments = vars(parser.parse_args())
+    Path(arguments["work"]).mkdir(parents=True, exist_ok=True)
     command = shlex.join(
         ["python", "-m", "experiments.heads", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
     )
-    make = functools.partial(make_row, given)
-    record = add_rows(given["out"], make, list(jobs_of(given)), describe, workers=1, command=command)
+    make = functools.partial(make_row, arguments)
+    record = add_rows(arguments["out"], make, list(jobs_of(arguments)), describe, workers=1, command=command)
     print(render_heads(record))
 
 

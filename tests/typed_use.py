@@ -43,10 +43,9 @@ def models() -> None:
 def journey(model: torch.nn.Module, tokenizer: object, batches: list[torch.Tensor]) -> None:
     student = mhla_hf.convert(model, mhla_hf.MHLASettings(), layers="2/3", block_size=32)
     assert_type(student, torch.nn.Module)
-    mhla_hf.start_from_text(student, tokenizer, "train.txt", budget="64MiB")
-    assert_type(mhla_hf.calibrate(student, batches, steps=10), dict[str, Any])
-    assert_type(mhla_hf.choose_layers(student, batches, keep=2), dict[str, Any])
-    assert_type(mhla_hf.fit_decays(student, 2, batches), dict[str, Any])
+    assert_type(
+        mhla_hf.convert(model, tokenizer=tokenizer, text="train.txt", keep="64MiB", context=32768), torch.nn.Module
+    )
     trained = mhla_hf.distill(student, model, out=Path("out"), recipe="recipe.yaml", data="a.txt", tokenizer=tokenizer)
     assert_type(trained, torch.nn.Module)
     scores = mhla_hf.evaluate(["out", student], recipe="recall", settings={"lengths": [512]}, batch_size="auto")

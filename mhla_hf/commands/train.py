@@ -30,7 +30,7 @@ example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-A converted model usually needs distillation to recover its quality: mhla-hf distill.
+Without text, and for models other than language models, distillation recovers the quality: mhla-hf distill.
 """
 PLAN = """\
 example:

@@ -199,19 +199,10 @@ class GateFit:
         self.done += 1
         return float(kl.detach())
 
-    def values(self) -> dict[int, list[float]]:
-        """The gates of each layer, rounded."""
-        split = self.gates.detach().split(list(self.sizes.values()))
-        return {layer: [round(x, 3) for x in own.tolist()] for layer, own in zip(self.sizes, split, strict=True)}
-
-    def largest(self, count: int) -> dict[int, list[int]]:
-        """The `count` KV heads with the largest gates: {layer: [KV head, ...]}."""
-        heads = [(layer, head) for layer, size in self.sizes.items() for head in range(size)]
-        chosen = {}
-        for place in sorted(self.gates.detach().argsort(descending=True, stable=True)[:count].tolist()):
-            layer, head = heads[place]
-            chosen.setdefault(layer, []).append(head)
-        return chosen
+    def by_layer(self) -> dict[int, list[float]]:
+        """The gates of each layer: {layer: [gate of each KV head]}."""
+        gates = self.gates.detach().split(list(self.sizes.values()))
+        return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
 
     def state_dict(self) -> dict:
         """What `load_state_dict` needs to go on: gates, optimizer and steps done."""
@@ -222,3 +213,12 @@ class GateFit:
         self.done = state["done"]
         self.gates.data.copy_(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
+    """The `count` KV heads with the largest gates: {layer: [KV head, ...]}, from {layer: [gate of each KV head]}."""
+    heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
+    kept_heads = {}
+    for layer, head in sorted(sorted(heads, key=lambda place: -gates[place[0]][place[1]])[:count]):
+        kept_heads.setdefault(layer, []).append(head)
+    return kept_heads

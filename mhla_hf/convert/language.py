@@ -9,13 +9,13 @@ import torch
 from tqdm import tqdm
 
 from ..checkpoints.files import file_aside
-from ..checkpoints.fingerprint import hash_of
-from ..data import TokenRing, last_position, open_text
+from ..checkpoints.fingerprint import fingerprint_model, hash_of
+from ..data import TokenRing, open_text
 from ..models.attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
-from .fit import GateFit, OutputFit, repeated_half
+from .fit import GateFit, OutputFit, largest_gates, repeated_half
 from .sizes import LayerSizes, sizes_of_conversion
 from .teacher import log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family
@@ -25,7 +25,7 @@ ROW_TOKENS, FIT_ROWS, GATE_ROWS, HELD_OUT_ROWS = 1024, 28, 3, 2
 GATE_STEPS = 20
 MEASURED_POSITIONS = 256  # of a held-out row, at most
 SAVE_EVERY = 30.0  # seconds
-TOLD_LENGTHS = (4096, 32768)  # at which the report tells the bytes of the cache
+REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 WRITING_BATCH = 11  # rows that the model writes at once
 
@@ -42,9 +42,8 @@ def convert_with_text(
             f"text: came with {type(model).__name__}, which predicts no tokens, expected a ...ForCausalLM."
         )
     layers = "all" if layers is None and settings is None else layers
-    overrides = (
-        {"feature_map": "exp", **overrides} if settings is None else overrides
-    )  # bounded maps are for starts alone
+    if settings is None:  # unbounded features, which start from what the text shows
+        overrides = {"feature_map": "exp", **overrides}
     chosen = checked_settings(model, family, settings, layers, overrides)
     if chosen.local is None or chosen.softmax_heads:
         got = "local=None" if chosen.local is None else "softmax_heads"
@@ -80,10 +79,6 @@ class Rows:
     held_out: list[torch.Tensor]
     name: str
 
-    def digest(self) -> str:
-        """A hash of all of them."""
-        return hash_of([x.tolist() for part in (self.fit, self.gates, self.held_out) for x in part])
-
 
 def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
     """The rows of a conversion.
@@ -99,9 +94,7 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
         ValueError: the text is too short.
     """
     wanted = FIT_ROWS + GATE_ROWS + HELD_OUT_ROWS
-    length = int(
-        min(ROW_TOKENS, last_position(model.config), getattr(model.config, "max_position_embeddings", ROW_TOKENS))
-    )
+    length = min(ROW_TOKENS, getattr(model.config, "max_position_embeddings", ROW_TOKENS))
     if isinstance(text, str) and text == "self":
         rows, name = write_rows(model, tokenizer, wanted, length, seed, progress), "self"
     else:
@@ -235,8 +228,8 @@ def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progre
         What `model.config.mhla_measured` holds: plain values.
     """
     settings = MHLASettings.from_dict(model.config.mhla)
-    weights = float(next(model.parameters()).detach().double().sum())
-    checkpoint = Checkpoint(checkpoint, hash_of([rows.digest(), settings.to_dict(), seed, weights]))
+    identity = [[ids.tolist() for ids in (*rows.fit, *rows.gates)], settings.to_dict(), fingerprint_model(model)]
+    checkpoint = Checkpoint(checkpoint, hash_of(identity))
     teacher = TeacherScores(model, rows.held_out)
     report = {"text": rows.name, "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)), "seed": seed}
     report |= {"original": teacher.scores, "converted": teacher.compare(model)}
@@ -250,8 +243,8 @@ def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progre
         gates = GateFit(model, rows.gates)
         with tqdm(total=GATE_STEPS, desc="choose softmax heads", unit="step", disable=not progress) as bar:
             checkpoint.run("gates", gates, [()] * GATE_STEPS, bar)
-        report["gates"] = {str(layer): values for layer, values in gates.values().items()}
-        chosen = gates.largest(count)
+        report["gates"] = {str(layer): [round(x, 3) for x in values] for layer, values in gates.by_layer().items()}
+        chosen = largest_gates(gates.by_layer(), count)
         give_softmax_back(model, chosen)
         report["kept"] = teacher.compare(model)
     return report | {"softmax_heads": {str(layer): heads for layer, heads in chosen.items()}}
@@ -321,7 +314,7 @@ def give_softmax_back(model, chosen: dict[int, list[int]]) -> None:
 
 
 def cache_bytes(sizes: dict[int, LayerSizes], chosen: dict[str, list[int]]) -> dict[str, dict[str, int]]:
-    """Bytes of one sequence's cache in the MHLA layers of a model, at `TOLD_LENGTHS` tokens.
+    """Bytes of one sequence's cache in the MHLA layers of a model, at `REPORT_LENGTHS` tokens.
 
     Args:
         sizes: of `sizes_of_layers`.
@@ -330,10 +323,10 @@ def cache_bytes(sizes: dict[int, LayerSizes], chosen: dict[str, list[int]]) -> d
     Returns:
         For each length "softmax", with softmax in all heads, and "converted", the state and window of MHLA heads included.
     """
-    lengths = {str(length): {"softmax": 0, "converted": 0} for length in TOLD_LENGTHS}
+    lengths = {str(length): {"softmax": 0, "converted": 0} for length in REPORT_LENGTHS}
     for index, (heads, token, state) in sizes.items():
         share = len(chosen.get(str(index), ())) / heads
-        for length, told in lengths.items():
-            told["softmax"] += token * int(length)
-            told["converted"] += round(share * token * int(length) + (1 - share) * state)
+        for length, size in lengths.items():
+            size["softmax"] += token * int(length)
+            size["converted"] += round(share * token * int(length) + (1 - share) * state)
     return lengths

@@ -79,6 +79,7 @@ class SoftmaxHeads(nn.Module):
         self.config = config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
+        self.sinks = None  # layers that have some are not converted
         self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
         base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
         self.eager = sys.modules[base.__module__].eager_attention_forward  # every modeling file has its own
@@ -122,7 +123,7 @@ class MHLAMixer:
         cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
-            added["mhla_angles"] = rotation_angles(self, args, kwargs)
+            added["mhla_angles"] = rotation_angles(self, kwargs)
         output = super().forward(hidden_states, *args, **added, **kwargs)
         if cache is not None:
             cache.count(hidden_states)

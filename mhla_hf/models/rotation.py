@@ -75,14 +75,7 @@ def is_rotated(attention: nn.Module) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def is_rotation(value) -> bool:
-    """Whether an argument is a rotation: a pair of tensors (cos, sin), or one complex tensor."""
-    if isinstance(value, tuple):
-        return len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
-    return isinstance(value, torch.Tensor) and value.is_complex()
-
-
-def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+def rotation_angles(attention: nn.Module, kwargs: dict) -> torch.Tensor | None:
     """The rotation of one call of an attention module, in the form that `unrotate` takes.
 
     If the base scales its rotation, as YaRN does, cos and sin come divided by the square of the scale: `unrotate` then
@@ -90,8 +83,8 @@ def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Te
 
     Args:
         attention: an attention module of transformers.
-        args: positional arguments of the call, after `hidden_states`.
-        kwargs: keyword arguments of the call; "position_embeddings" is None in layers without rotation.
+        kwargs: keyword arguments of the call; "position_embeddings", (cos, sin) or one complex tensor, is None in layers
+            without rotation.
 
     Returns:
         `[B or 1, T, 1, R]` for R rotated dimensions of a head: R/2 cosines and R/2 sines; None if this module does not
@@ -100,26 +93,26 @@ def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Te
     Raises:
         ValueError: the module rotates, but not by an argument.
     """
-    given = next((x for x in args if is_rotation(x)), None)
-    given = kwargs.get("position_embeddings", given)
-    if not is_rotated(attention) or (given is None and "position_embeddings" in kwargs):
+    if not is_rotated(attention):
         return None
-    if not is_rotation(given):
+    if "position_embeddings" not in kwargs:
         what = "its attention is not given the cosines and sines of its rotation as `position_embeddings`"
         raise ValueError(f"rope: got 'near' for {rotated_type(attention.config)}, expected 'before': {what}.")
-    cos, sin = distinct_angles(given, rotation_layout(attention))
+    if (rotation := kwargs["position_embeddings"]) is None:
+        return None
+    cos, sin = distinct_angles(rotation, rotation_layout(attention))
     scale = cos.square() + sin.square()
     return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
 
 
-def distinct_angles(given, layout: RotationLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin `[B or 1, T, R/2]`, at least in fp32, of what `is_rotation` finds: each angle once."""
-    if isinstance(given, torch.Tensor):
-        return given.real, given.imag
+def distinct_angles(rotation, layout: RotationLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[B or 1, T, R/2]`, at least in fp32, of (cos, sin) or of one complex tensor: each angle once."""
+    if isinstance(rotation, torch.Tensor):
+        return rotation.real, rotation.imag
     if layout.repeated:
-        cos, sin = (x[..., ::2] for x in given)
+        cos, sin = (x[..., ::2] for x in rotation)
     else:
-        cos, sin = (x[..., : x.shape[-1] // 2] for x in given)
+        cos, sin = (x[..., : x.shape[-1] // 2] for x in rotation)
     dtype = torch.promote_types(cos.dtype, torch.float32)
     return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
 

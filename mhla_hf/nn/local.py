@@ -119,7 +119,7 @@ class DecayMHLA(MHLACore):
         return self.mixing.unpack(cache.mixing)
 
     def drops_window(self) -> bool:
-        """Whether this training step leaves the block before the open one to the far part."""
+        """Whether this training step leaves all blocks before the open one to the far part."""
         share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
         return share > 0 and float(torch.rand(())) < share
 

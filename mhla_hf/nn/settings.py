@@ -106,7 +106,7 @@ class MHLASettings:
             decays for all between, under one normalizer (language models only; needs "decay").
         window: blocks of the softmax of `local`, the open one included.
         sinks: first tokens of a sequence that stay in the softmax of `local`.
-        window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
+        window_dropout: how often, in training, all blocks before the open one are left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
         gate: multiply the output by silu(W x + b), starting at one.

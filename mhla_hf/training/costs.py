@@ -56,7 +56,8 @@ def activations_of(student, stage, number, checkpointed) -> int:
     core, width, layers = cores[0], config.hidden_size, config.num_hidden_layers
     heads = core.num_heads * core.q_map.head_dim + core.num_kv_heads * (core.k_map.head_dim + core.value_dim)
     if stage.loss == "transfer":  # the attentions alone: q, k and v, and the error of each output
-        return tokens * sum(mhla_activations(core) + number * heads + 12 * width for core in cores)
+        gradients = 3 * 4 * scores_in_window(core)  # of one core's scores, on their way back
+        return tokens * (gradients + sum(mhla_activations(one) + number * heads + 12 * width for one in cores))
     inner = getattr(config, "intermediate_size", None) or 4 * width
     inner *= getattr(config, "num_experts_per_tok", None) or 1
     # what two norms and the projections behind them read; an MLP's gate, up, activation and product; q, k and v
@@ -72,10 +73,16 @@ def mhla_activations(core) -> int:
     decays, block = core.settings.num_decays, core.settings.block_size
     kept = (2 + decays) * heads * features + 2 * groups * features + (3 * heads + groups) * value
     kept += 4.5 * decays * groups * features * (value + 1) / block  # states at the ends of blocks
-    if hasattr(core, "form"):  # scores within the window, and its keys and values
-        window = core.form.lag * block + core.form.sinks
-        kept += window * (heads + 2 * groups * value / block)
+    if hasattr(core, "form"):  # scores within the window and their mask, and its keys and values
+        scores = scores_in_window(core)
+        kept += 1.25 * scores + scores * 2 * groups * value / block / heads
     return round(4 * kept)
+
+
+def scores_in_window(core) -> int:
+    """Scores of the softmax window of an MHLA core, for one token."""
+    form = getattr(core, "form", None)
+    return 0 if form is None else core.num_heads * (form.lag * form.block_size + form.sinks)
 
 
 def logits_of(student, stage, number) -> int:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import mhla_hf
+from mhla_hf.convert.teacher import mhla_layers
 from mhla_hf.convert.transformers_models import REFUSED
 from mhla_hf.models.families import ENCODERS, LANGUAGE
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS
@@ -28,6 +29,41 @@ UNPACKED = ("afmoe", "bailing_hybrid", "granitemoehybrid", "kimi_linear", "lfm2_
 UNPACKED += ("jamba", "lara_mini", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
+def decoded(model, model_type):
+    """The logits of IDS, read in pieces through a cache."""
+    cache, parts = None, []
+    for begin, end in itertools.pairwise(STEPS.get(model_type, CUTS)):
+        output = model(IDS[:, begin:end], **{CACHE: cache}, use_cache=True)
+        cache = output[CACHE]
+        parts.append(output.logits)
+    return torch.cat(parts, 1)
+
+
+def padded_logits(model):
+    """The logits of IDS behind five tokens of padding."""
+    ids, mask = torch.nn.functional.pad(IDS, (5, 0)), torch.nn.functional.pad(torch.ones_like(IDS), (5, 0))
+    return model(ids, attention_mask=mask).logits[:, 5:]
+
+
+SAMPLED = ("cohere", "deepseek_v3", "gpt2", "llama", "mimo_v2_flash", "phi3", "qwen3_next", "smollm3")
+WITH_HEADS = [
+    pytest.param(one, marks=[] if one in SAMPLED else pytest.mark.slow) for one in TYPES if one != "gpt_bigcode"
+]  # which has one KV head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", WITH_HEADS)
+def test_a_model_of_this_type_with_a_softmax_head_in_every_layer(model_type):
+    settings = {"layers": "all", "block_size": 8, "window": 2}
+    layers = mhla_layers(mhla_hf.convert(small_model_of(model_type), **settings))
+    heads = {index: [attention.mhla.num_kv_heads - 1] for index, attention in layers.items()}
+    model = shaken(mhla_hf.convert(small_model_of(model_type), softmax_heads=heads, **settings))
+    whole = model(IDS).logits
+    close = 1e-4 * max(1.0, float(whole.abs().max()))
+    assert (decoded(model, model_type) - whole).abs().max() <= close
+    assert (padded_logits(model) - whole).abs().max() <= close
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_converted_model_of_this_type(model_type, tmp_path):
@@ -39,18 +75,12 @@ def test_a_converted_model_of_this_type(model_type, tmp_path):
     close = 1e-4 * max(1.0, float(whole.abs().max()))
     assert (whole - softmax).abs().max() > 1e-3, "the MHLA layers change nothing"
 
-    cache, parts = None, []
-    for begin, end in itertools.pairwise(STEPS.get(model_type, CUTS)):
-        output = model(IDS[:, begin:end], **{CACHE: cache}, use_cache=True)
-        cache = output[CACHE]
-        parts.append(output.logits)
-    assert (torch.cat(parts, 1) - whole).abs().max() <= close
+    assert (decoded(model, model_type) - whole).abs().max() <= close
 
     later = torch.cat([IDS[:, :-1], IDS[:, -1:] % 50 + 4], 1)
     assert (model(later).logits - whole)[:, :-1].abs().max() <= close
 
-    padded, mask = torch.nn.functional.pad(IDS, (5, 0)), torch.nn.functional.pad(torch.ones_like(IDS), (5, 0))
-    assert (model(padded, attention_mask=mask).logits[:, 5:] - whole).abs().max() <= close
+    assert (padded_logits(model) - whole).abs().max() <= close
 
     if model_type not in UNPACKED:
         places = torch.cat([torch.arange(BORDER), torch.arange(40 - BORDER)])[None]

@@ -114,20 +114,24 @@ CACHES = {
     "decay": ({"mixing_form": "decay"}, "kept as 2 running summaries"),
     "local": ({"mixing_form": "decay", "local": "softmax"}, "all between through 2 running summaries"),
 }
-CHOICE = {"kept": [3], "layers": [1, 2], "single": [{"layer": i, "kl": 0.01 * i, "recall": 0.5} for i in (1, 2, 3)]}
+SCORES = {"perplexity": 16.4, "recall": -0.24}
+MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
+MEASURED |= {"kept": {"kl": 0.0107, **SCORES}, "softmax_heads": {"7": [0, 2]}}
+MEASURED |= {"cache_bytes": {"4096": {"softmax": 2**20, "converted": 2**19}}}
 
 
 @pytest.mark.parametrize("form", CACHES)
-def test_what_decoding_keeps_and_which_layers_kept_softmax(tmp_path, form):
+def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
     changes, said = CACHES[form]
     mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
     edit(mine / "config.json", lambda config: config.update(dtype="bfloat16") or config["mhla"].update(changes))
     if form == "local":
-        edit(mine / "config.json", lambda config: config.update(mhla_measured={"choice": CHOICE}))
+        edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED))
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
     assert said in text and ("cache grows with the text" in text) is (form == "hedgehog")
-    assert ("| 3 (kept) | 0.0300 | 0.5000 |" in text) is (form == "local")
+    for line in ("| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"):
+        assert (line in text) is (form == "local")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 2bdcc6729b7e
+sha256: c87a2bf1526c
 """
 
 from collections.abc import Sequence
@@ -208,7 +208,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "2bdcc6729b7e"
+NAMESPACE = "c87a2bf1526c"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -1475,7 +1475,7 @@ class MHLASettings:
             decays for all between, under one normalizer (language models only; needs "decay").
         window: blocks of the softmax of `local`, the open one included.
         sinks: first tokens of a sequence that stay in the softmax of `local`.
-        window_dropout: how often, in training, the block before the open one is left to the far part, 0 to 1.
+        window_dropout: how often, in training, all blocks before the open one are left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
         gate: multiply the output by silu(W x + b), starting at one.
@@ -1923,7 +1923,7 @@ class DecayMHLA(MHLACore):
         return self.mixing.unpack(cache.mixing)
 
     def drops_window(self) -> bool:
-        """Whether this training step leaves the block before the open one to the far part."""
+        """Whether this training step leaves all blocks before the open one to the far part."""
         share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
         return share > 0 and float(torch.rand(())) < share
 
@@ -2617,14 +2617,7 @@ def is_rotated(attention: nn.Module) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def is_rotation(value) -> bool:
-    """Whether an argument is a rotation: a pair of tensors (cos, sin), or one complex tensor."""
-    if isinstance(value, tuple):
-        return len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
-    return isinstance(value, torch.Tensor) and value.is_complex()
-
-
-def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+def rotation_angles(attention: nn.Module, kwargs: dict) -> torch.Tensor | None:
     """The rotation of one call of an attention module, in the form that `unrotate` takes.
 
     If the base scales its rotation, as YaRN does, cos and sin come divided by the square of the scale: `unrotate` then
@@ -2632,8 +2625,8 @@ def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Te
 
     Args:
         attention: an attention module of transformers.
-        args: positional arguments of the call, after `hidden_states`.
-        kwargs: keyword arguments of the call; "position_embeddings" is None in layers without rotation.
+        kwargs: keyword arguments of the call; "position_embeddings", (cos, sin) or one complex tensor, is None in layers
+            without rotation.
 
     Returns:
         `[B or 1, T, 1, R]` for R rotated dimensions of a head: R/2 cosines and R/2 sines; None if this module does not
@@ -2642,26 +2635,26 @@ def rotation_angles(attention: nn.Module, args: tuple, kwargs: dict) -> torch.Te
     Raises:
         ValueError: the module rotates, but not by an argument.
     """
-    given = next((x for x in args if is_rotation(x)), None)
-    given = kwargs.get("position_embeddings", given)
-    if not is_rotated(attention) or (given is None and "position_embeddings" in kwargs):
+    if not is_rotated(attention):
         return None
-    if not is_rotation(given):
+    if "position_embeddings" not in kwargs:
         what = "its attention is not given the cosines and sines of its rotation as `position_embeddings`"
         raise ValueError(f"rope: got 'near' for {rotated_type(attention.config)}, expected 'before': {what}.")
-    cos, sin = distinct_angles(given, rotation_layout(attention))
+    if (rotation := kwargs["position_embeddings"]) is None:
+        return None
+    cos, sin = distinct_angles(rotation, rotation_layout(attention))
     scale = cos.square() + sin.square()
     return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
 
 
-def distinct_angles(given, layout: RotationLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin `[B or 1, T, R/2]`, at least in fp32, of what `is_rotation` finds: each angle once."""
-    if isinstance(given, torch.Tensor):
-        return given.real, given.imag
+def distinct_angles(rotation, layout: RotationLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[B or 1, T, R/2]`, at least in fp32, of (cos, sin) or of one complex tensor: each angle once."""
+    if isinstance(rotation, torch.Tensor):
+        return rotation.real, rotation.imag
     if layout.repeated:
-        cos, sin = (x[..., ::2] for x in given)
+        cos, sin = (x[..., ::2] for x in rotation)
     else:
-        cos, sin = (x[..., : x.shape[-1] // 2] for x in given)
+        cos, sin = (x[..., : x.shape[-1] // 2] for x in rotation)
     dtype = torch.promote_types(cos.dtype, torch.float32)
     return cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
 
@@ -2747,6 +2740,7 @@ class SoftmaxHeads(nn.Module):
         self.config = config
         self.layer_idx = attention.layer_idx
         self.is_causal = True
+        self.sinks = None  # layers that have some are not converted
         self.num_key_value_groups = getattr(attention, "num_key_value_groups", 1)
         base = next(cls for cls in type(attention).__mro__ if calls_interface(cls))
         self.eager = sys.modules[base.__module__].eager_attention_forward  # every modeling file has its own
@@ -2790,7 +2784,7 @@ class MHLAMixer:
         cache = mhla_cache_layer(kwargs.pop(name), self.layer_idx, mixed) if name is not None else None
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         if self.reads_unrotated:
-            added["mhla_angles"] = rotation_angles(self, args, kwargs)
+            added["mhla_angles"] = rotation_angles(self, kwargs)
         output = super().forward(hidden_states, *args, **added, **kwargs)
         if cache is not None:
             cache.count(hidden_states)
