@@ -1,13 +1,13 @@
 """The demo in miniature: killed in the middle, gone on with, run again, and what it refuses."""
 
 import contextlib
+import importlib
 import io
 import json
 import math
 import multiprocessing
 import shutil
 import statistics
-import sys
 import time
 
 import pytest
@@ -50,8 +50,8 @@ def journey(tmp_path_factory):
     journey = Journey(tmp_path_factory.mktemp("journey"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "LEAST", 0)  # the text comes once
-        patch.setattr(sys.modules["mhla_hf.convert.language"], "FIT_ROWS", 4)
-        patch.setattr(sys.modules["mhla_hf.convert.language"], "GATE_STEPS", 4)
+        for name in ("FIT_ROWS", "GATE_STEPS"):
+            patch.setattr(importlib.import_module("mhla_hf.convert.language"), name, 4)
         yield run_killed(journey)
 
 
