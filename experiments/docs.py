@@ -33,7 +33,7 @@ from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
 from .rows import made
 from .serving import render_serving
-from .speed import render_speed, speed_table
+from .speed import prefill_table, render_speed, speed_table
 from .studies.rank import render_random_rank
 from .studies.report import render_study
 from .studies.scaling import render_scaling
@@ -123,13 +123,15 @@ def render_cache(lengths):
 def draw_gains(place):
     """The first picture of the README, from what was measured."""
     speed = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
+    heads = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"][0]
     demo = json.loads((ROOT / "model_cards/results/demo.json").read_text(encoding="utf-8"))["over_seeds"]["models"]
-    kept = kept_bytes([row["length"] for row in speed])
-    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in speed}
+    kept = {int(length): (heads["whole_bytes"][length], size) for length, size in heads["bytes"].items()}
+    alone = [row for row in speed if row["batch"] == 1]
+    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in alone}
     models = {name: demo[name] for name in ("teacher", "hybrid", "mhla", "linear")}
     titles = (
-        "Time per new token\n0.9 M Llama, one CPU thread",
-        "Cache of one layer\nof the size of Llama-3.2-1B's, bf16",
+        "Time per new token\nSmolLM2-135M, two CPU threads, bf16",
+        f"Cache\nSmolLM2-135M, {heads['heads']} of 90 KV heads keep softmax, bf16",
         "Recall (and bits per byte)\n0.9 M Llama, the demo's, 512 tokens",
     )
     plot_gains(place, time, kept, models, titles)
@@ -156,6 +158,10 @@ def render_gpu(record):
     kernels = "Largest relative error of output and gradients of every kind of call, against the definition in fp64:"
     language = "Four layers of the size of Llama-3.2-1B's, a batch of 16, bf16, decoding in CUDA graphs:"
     parts = [f"{made_by(record)} {render_bench(record)}", language, speed_table(record["language"])]
+    prefill = [row for row in record["language"] if "failed" not in row]
+    parts.append(
+        prefill_table([{**row, **{name: row[name]["prefill"] for name in ("MHLA", "softmax")}} for row in prefill])
+    )
     return "\n\n".join([*parts, kernels, render_kernels(record["kernels"])])
 
 

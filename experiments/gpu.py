@@ -19,7 +19,7 @@ from mhla_hf.cli import script
 
 from .docs import ROOT, render_gpu, write_documents
 from .paper_shapes import Window, model_cases, paper_cases, target_cases
-from .speed import LENGTHS, make_models, measure
+from .speed import LENGTHS, SMOLLM2, make_models, measure_decoding, measure_prefill
 
 PLACE = ROOT / "docs" / "bench" / "gpu.json"
 LIMIT = 480  # seconds after which no further case is begun
@@ -30,8 +30,9 @@ SEQUENCE, LONG, GRID, VIDEO = (
     Blocks.grid((8, 12), (2, 3)),
     Blocks.grid((3, 7, 9), (2, 3, 4)),
 )
-LANGUAGE = {  # four layers with the heads of Llama-3.2-1B
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+LANGUAGE = SMOLLM2 | {  # four layers with the heads of Llama-3.2-1B
+    "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
 }  # fmt: skip
 CAUSAL = {"causal": True, "normalize": False}
 # name -> blocks, what `inputs` is told, options of `mhla`
@@ -134,15 +135,18 @@ def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
     return rows
 
 
-def time_language(device, settings=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch.bfloat16):
+def time_language(device, sizes=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch.bfloat16):
     """A row per length: a converted language model beside its base, as `experiments.speed` times them."""
-    rows, models = [], make_models(max(lengths), **settings)
+    rows = []
+    models = {name: model.to(device, dtype) for name, model in make_models(sizes, max(lengths)).items()}
     for length in tqdm(lengths, desc="language model"):
         try:
-            timed = {name: measure(model.to(device, dtype), length, batch) for name, model in models.items()}
-            rows.append({"length": length, **timed})
+            timed = measure_decoding(models, length, batch)
+            for name, model in models.items():
+                timed[name]["prefill"] = measure_prefill(model, length)
+            rows.append({"length": length, "batch": batch, **timed})
         except Exception as error:
-            rows.append({"length": length, "failed": why(error)})
+            rows.append({"length": length, "batch": batch, "failed": why(error)})
     return rows
 
 

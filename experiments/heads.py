@@ -118,9 +118,10 @@ def make_row(arguments, job):
     convert(model, layers="all", **FORMS[job["form"]][0])
     model.load_state_dict(parts["mhla"], strict=False)
     sizes = count_bytes(arguments["model"], FORMS[job["form"]][0], heads, far)
-    row = {**job, "far": far, "seconds": parts["seconds"], **sizes}
+    kept_heads = largest_gates(parts["gates"], heads)
+    row = {**job, "far": far, "seconds": parts["seconds"], **sizes, "softmax_heads": kept_heads}
     if heads:
-        give_softmax_back(model, largest_gates(parts["gates"], heads))
+        give_softmax_back(model, kept_heads)
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
     ids = rows_of(arguments["model"], text)
     return row | judge(model, ids, teacher_states(arguments["model"], text, work, ids))

@@ -40,7 +40,7 @@ def whole_seeds(rows, count):
 def made(record):
     """How it was measured."""
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-    return f"`{record['command']}`, {record['hardware']}, {versions}, fp32."
+    return f"`{record['command']}`, {record['hardware']}, {versions}, {record.get('dtype', 'fp32')}."
 
 
 def number(values, form):

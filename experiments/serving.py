@@ -17,11 +17,21 @@ from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.serving import ContinuousBatch
 from mhla_hf.speed import cache_bytes
+from mhla_hf.training.recipe import read_recipe
 
+from .demo.journey import RECIPES
 from .rows import made
-from .speed import FORM, make_models
+from .speed import make_models
 
 LENGTHS, NEW, ROOM = (32, 512), 64, 1024
+FORM = {
+    "window": 2,
+    "feature_map": "hedgehog",
+    "num_decays": 2,
+    "free_decay": False,
+    "length_power": False,
+    "rope": "before",
+}
 ALONE, TOGETHER, COMPILED = "one by one, `generate`", "together", "together, compiled"
 
 
@@ -45,8 +55,10 @@ def answer_together(batch, prompts):
 
 def measure(count):
     """One row of the table for each model and way: new tokens per second, and bytes kept by a slot."""
-    source, models = random.Random(0), make_models(ROOM)
-    models["MHLA, softmax in every third layer"] = convert(make_models(ROOM)["softmax"], layers="2/3", **FORM).eval()
+    sizes = read_recipe(RECIPES / "demo_teacher.yaml").settings
+    source, models = random.Random(0), make_models(sizes, ROOM, **FORM)
+    hybrid = convert(make_models(sizes, ROOM)["softmax"], layers="2/3", **FORM).eval()
+    models["MHLA, softmax in every third layer"] = hybrid
     prompts = [[source.randrange(256) for _ in range(source.randint(*LENGTHS))] for _ in range(count)]
     rows = []
     for name, model in models.items():

@@ -1,12 +1,14 @@
-"""What a converted language model costs against its length: python -m experiments.speed (docs/language.md)
+"""What decoding and prefill cost a converted language model against its length: python -m experiments.speed
 
-A Llama of the demo's size and its conversion with default settings in all layers, random weights, batch 1, fp32: prefill per
-token, at once and in chunks of 2,048 tokens as `generate(prefill_chunk_size=2048)` feeds them, and one more token by a
-compiled model with a static cache.
+A Llama with the sizes of SmolLM2-135M and its conversion, with softmax in the KV heads that docs/language/heads.json kept,
+random weights, bf16: prefill per token, and one more token by a compiled model with a static cache. Beyond `PREFILLED`
+tokens the cache is filled with random keys and values, which cost a step as much as real ones.
 """
 
 import argparse
 import copy
+import itertools
+import json
 import time
 from pathlib import Path
 
@@ -17,114 +19,167 @@ from mhla_hf.checkpoints.files import write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
+from mhla_hf.models.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
-from mhla_hf.training.recipe import read_recipe
+from mhla_hf.speed import cache_bytes
 
-from .demo.journey import RECIPES
 from .rows import made
 
-LENGTHS, CHUNK, STEPS, ROUNDS = (512, 2048, 8192, 32768), 2048, 32, 5
-
-FORM = {
-    "window": 2,
-    "feature_map": "hedgehog",
-    "num_decays": 2,
-    "free_decay": False,
-    "length_power": False,
-    "rope": "before",
-}
+LENGTHS, BATCHES, PREFILL = (512, 8192, 32768), (1, 16), (512, 2048, 8192)
+STEPS, ROUNDS, PREFILLED = 8, 4, 512
+SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+HEADS = Path("docs/language/heads.json")
 
 
-def make_models(longest, **changes):
-    """{"softmax": the base, "MHLA": its conversion}. changes: of the base's configuration."""
+def make_models(sizes, longest, **settings):
+    """{"softmax": a Llama of these sizes, "MHLA": its conversion}. settings: of `convert`."""
     torch.manual_seed(0)
-    settings = read_recipe(RECIPES / "demo_teacher.yaml").settings | {"max_position_embeddings": 2 * longest} | changes
-    base = LlamaForCausalLM(LlamaConfig(**settings)).eval()
-    return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all", **FORM).eval()}
+    base = LlamaForCausalLM(LlamaConfig(**sizes | {"max_position_embeddings": 2 * longest})).eval()
+    return {"softmax": base, "MHLA": convert(copy.deepcopy(base), layers="all", **settings).eval()}
 
 
-def fastest(function, rounds, device):
-    """Seconds of the fastest call."""
-    best = float("inf")
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return best
+def kept_heads():
+    """The KV heads that the first row of docs/language/heads.json kept: {layer: [KV head, ...]}."""
+    return next(row["softmax_heads"] for row in json.loads(HEADS.read_text(encoding="utf-8"))["rows"] if row["far"])
+
+
+def synchronize(device):
+    """Wait until the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @torch.no_grad()
-def measure(model, length, batch=1):
-    """{"at once", "in chunks": microseconds per token of prefill; "next token": milliseconds, of the whole batch}."""
-    device = model.device
-    ids = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+def measure_prefill(model, length, batch=1):
+    """Microseconds per token of a forward pass that fills a cache; the fastest of a few."""
+    ids, best = random_ids(model, length, batch), float("inf")
+    for _ in range(max(1, min(ROUNDS, 10_000 // length))):
+        begun = time.perf_counter()
+        forward_cached(model, ids, logits_to_keep=1)
+        synchronize(model.device)
+        best = min(best, time.perf_counter() - begun)
+    return 1e6 * best / length / batch
 
-    def prefill(chunk):
-        cache = None
-        for part in ids.split(chunk, 1):
-            _, cache = forward_cached(model, part, cache, logits_to_keep=1)
 
-    rounds = max(1, min(ROUNDS, 50_000 // length))
-    row = {
-        what: 1e6 * fastest(lambda size=size: prefill(size), rounds, device) / length / batch
-        for what, size in SIZES.items()
-    }
+def random_ids(model, length, batch):
+    """Token ids `[batch, length]`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def fill_cache(model, length, batch, room):
+    """A static cache of `length` tokens, and room for more: the first of them read by the model, the others random."""
+    cache = StaticCache(config=model.config, max_cache_len=length + room)
+    first = min(length, PREFILLED)
+    forward_cached(model, random_ids(model, first, batch), cache, logits_to_keep=1)
+    for layer in cache.layers:
+        if isinstance(layer, MHLACacheLayer):
+            layer.seen_tokens.add_(length - first)
+            layer = layer.softmax
+        if layer is not None and length > first:
+            shape = batch, layer.num_heads, length - first
+            keys, values = (torch.randn(*shape, x.shape[-1]).to(x) for x in (layer.keys, layer.values))
+            layer.update(keys, values)
+    return cache
+
+
+@torch.no_grad()
+def measure_decoding(models, length, batch):
+    """What one decoding step of a whole batch costs.
+
+    Returns:
+        {name: {"next token": milliseconds, of the fastest of some rounds by turns, "bytes": of weights and cache}}.
+    """
     torch.compiler.reset()
-    cache = StaticCache(config=model.config, max_cache_len=length + STEPS * (ROUNDS + 1))
-    forward_cached(model, ids, cache, logits_to_keep=1)
-    mode = "reduce-overhead" if device.type == "cuda" else None  # CUDA graphs
-    name = cache_argument(model)
-    compiled, place = torch.compile(model, fullgraph=True, dynamic=False, mode=mode), [length]
+    rows, steps = {}, {}
+    for name, model in models.items():
+        cache = fill_cache(model, length, batch, STEPS * (ROUNDS + 1))
+        weights = sum(x.numel() * x.element_size() for x in model.parameters())
+        rows[name] = {"next token": float("inf"), "bytes": weights + cache_bytes(cache)}
+        mode = "reduce-overhead" if model.device.type == "cuda" else None  # CUDA graphs
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+        steps[name] = decoder(compiled, {cache_argument(model): cache}, random_ids(model, 1, batch), length)
+        steps[name]()  # compiles
+    for _ in range(ROUNDS):
+        for name, decode in steps.items():
+            begun = time.perf_counter()
+            decode()
+            synchronize(models[name].device)
+            seconds = (time.perf_counter() - begun) / STEPS
+            rows[name]["next token"] = min(rows[name]["next token"], 1e3 * seconds)
+    return rows
+
+
+def decoder(compiled, cache, ids, length):
+    """A function that decodes `STEPS` more tokens each time."""
+    place = [length]
 
     def decode():
         for _ in range(STEPS):
-            compiled(ids[:, -1:], **{name: cache}, position_ids=torch.tensor([place], device=device))
+            compiled(ids, **cache, position_ids=torch.tensor([place], device=ids.device))
             place[0] += 1
 
-    decode()  # compiles
-    return row | {"next token": 1e3 * fastest(decode, ROUNDS, device) / STEPS}
-
-
-SIZES = {"at once": 1 << 62, "in chunks": CHUNK}
+    return decode
 
 
 def speed_table(rows):
-    """A line for each length; of one that failed, why."""
-    whats = {"at once": "prefill, µs per token", "in chunks": f"in chunks of {CHUNK:,}", "next token": "next token, ms"}
-    lines = [
-        "| tokens | " + " | ".join(f"{name}: {said}" for said in whats.values() for name in ("MHLA", "softmax")) + " |",
-        "|---:" * (1 + 2 * len(whats)) + "|",
-    ]
+    """A line for each length and batch; of one that failed, why."""
+    names = ["MHLA: next token, ms", "softmax: next token, ms", "times faster", "bytes read: times fewer"]
+    lines = ["| tokens | batch | " + " | ".join(names) + " |", "|---:" * (2 + len(names)) + "|"]
     for row in rows:
-        cells = [f"{row[name][what]:.3g}" for what in whats for name in ("MHLA", "softmax")] if "MHLA" in row else []
-        lines.append(f"| {row['length']:,} | {' | '.join(cells or [row['failed']])} |")
+        if "failed" in row:
+            cells = [row["failed"]]
+        else:
+            ours, theirs = row["MHLA"], row["softmax"]
+            cells = [f"{x['next token']:.3g}" for x in (ours, theirs)]
+            cells += [f"{theirs[what] / ours[what]:.2f}" for what in ("next token", "bytes")]
+        lines.append(f"| {row['length']:,} | {row['batch']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def prefill_table(rows):
+    """A line for each length."""
+    lines = ["| tokens | MHLA: prefill, µs per token | softmax: prefill, µs per token |", "|---:" * 3 + "|"]
+    for row in rows:
+        lines.append(f"| {row['length']:,} | {row['MHLA']:.3g} | {row['softmax']:.3g} |")
     return "\n".join(lines)
 
 
 def render_speed(record):
-    """The table, and how it was measured."""
-    return f"{speed_table(record['rows'])}\n\n{made(record)}"
+    """The tables, and how they were measured."""
+    return "\n\n".join([speed_table(record["rows"]), prefill_table(record["prefill"]), made(record)])
 
 
-def run(out, lengths=LENGTHS, command=None):
-    """Measure every length into the JSON file `out`, one thread."""
-    torch.set_num_threads(1)
-    models = make_models(max(lengths))
-    rows = [
-        {"length": length, **{name: measure(model, length) for name, model in models.items()}} for length in lengths
-    ]
-    record = {**describe_run(command, "cpu"), "rows": rows}
-    write_json(Path(out), record)
+def run(out, lengths, batches, prefill, threads, sizes=SMOLLM2, **settings):
+    """Measure into the JSON file `out`. settings: of `convert`."""
+    torch.set_num_threads(threads)
+    models = make_models(sizes, max(lengths), **settings)
+    models = {name: model.bfloat16() for name, model in models.items()}
+    record = {**describe_run("python -m experiments.speed", "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
+    for length in prefill:
+        timed = {name: measure_prefill(model, length) for name, model in models.items()}
+        record["prefill"].append({"length": length, **timed})
+        print(record["prefill"][-1], flush=True)
+    for batch, length in itertools.product(batches, lengths):
+        record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
+        print(record["rows"][-1], flush=True)
+        write_json(Path(out), record)
     return record
 
 
 def main():
     """Run it."""
     parser = argparse.ArgumentParser("python -m experiments.speed", description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
+    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, help="tokens of a prompt")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", default="docs/language/speed.json", help="JSON file to write")
-    print(render_speed(run(parser.parse_args().out, command="python -m experiments.speed")))
+    arguments = vars(parser.parse_args())
+    print(render_speed(run(**arguments, softmax_heads=kept_heads(), feature_map="exp")))
 
 
 if __name__ == "__main__":

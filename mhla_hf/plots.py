@@ -26,6 +26,21 @@ STYLE = {
 }
 
 
+def draw_heads(measured: dict) -> str:
+    """The KV heads that a conversion kept, as text: a line for each KV head, a column for each layer.
+
+    measured: `config.mhla_measured` of a conversion that chose by gates.
+    """
+    gates, kept = measured["gates"], measured["softmax_heads"]
+    layers = range(max(map(int, gates)) + 1)
+    lines = ["layer " + "".join(str(layer % 10) for layer in layers)]
+    for head in range(max(map(len, gates.values()))):
+        heads = {layer: head in kept.get(str(layer), ()) for layer in layers if head < len(gates.get(str(layer), ()))}
+        marks = "".join({True: "#", False: ".", None: " "}[heads.get(layer)] for layer in layers)
+        lines.append(f"KV {head:<3}{marks}".rstrip())
+    return "\n".join(lines)
+
+
 @contextlib.contextmanager
 def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, note="", **options):
     """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`.

@@ -108,7 +108,7 @@ def plot_gains(path, time, kept, models, titles):
         path: PNG to write.
         titles: of the three panels; each says which model it is about.
         time: tokens in the context -> milliseconds of the next token, (softmax, MHLA).
-        kept: the same for the bytes of one layer.
+        kept: the same for the bytes of the cache.
         models: model -> its measures, as results.json has them.
     """
     with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
@@ -118,7 +118,7 @@ def plot_gains(path, time, kept, models, titles):
             (middle, mebibytes, titles[1], "MiB"),
         )
         for axes, values, title, unit in panels:
-            for place, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "MHLA in all layers"))):
+            for place, (name, label) in enumerate((("teacher", "softmax"), ("mhla", "converted"))):
                 y = [pair[place] for pair in values.values()]
                 axes.plot(list(values), y, color=COLORS[name], marker="o", label=label)
                 axes.annotate(

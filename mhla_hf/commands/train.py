@@ -142,18 +142,17 @@ def run_convert(
 def render_conversion(out, measured):
     """What a conversion with text measured, as a page of text."""
     from ..evaluation.records import render_rows
+    from ..plots import draw_heads
 
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
     rows = [[names[key], *scores_of(measured[key])] for key in names if key in measured]
-    heads = [
-        f"  layer {layer}: KV heads {', '.join(map(str, own))}" for layer, own in measured["softmax_heads"].items()
-    ]
     caches = [
         f"cache at {int(tokens):,} tokens: {told['converted'] / 2**20:,.1f} MiB of {told['softmax'] / 2**20:,.1f}"
         for tokens, told in measured["cache_bytes"].items()
     ]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
-    return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, "softmax stays in", *(heads or ["  no head"])])
+    heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
+    return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
 
 
 def scores_of(scores):

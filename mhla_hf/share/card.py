@@ -18,6 +18,7 @@ from ..checkpoints.load import one_sentence
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, format_score, render_table
+from ..plots import draw_heads
 from . import facts as known
 from .facts import TEACHER, Facts, Person, make_facts, part_of, read_folder
 
@@ -144,6 +145,7 @@ def render_card(facts: Facts) -> str:
             score=format_score,
             absent=known.not_measured(facts.records),
             measured=_measured(columns),
+            draw_heads=draw_heads,
         )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

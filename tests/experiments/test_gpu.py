@@ -47,10 +47,12 @@ def test_a_language_model_by_length_and_what_failed(monkeypatch):
     monkeypatch.setattr(speed, "STEPS", 2)
     monkeypatch.setattr(speed, "ROUNDS", 1)
     monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
-    monkeypatch.setattr(gpu, "measure", lambda model, length, batch: speed.measure(model, 96 // (length < 200), batch))
-    rows = gpu.time_language("cpu", {}, (96, 200), 2, torch.float32)
+    prefill = gpu.measure_prefill
+    monkeypatch.setattr(gpu, "measure_prefill", lambda model, length: prefill(model, 96 // (length < 200)))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rows = gpu.time_language("cpu", sizes, (96, 200), 2, torch.float32)
     assert all(value > 0 for value in rows[0]["MHLA"].values()) and rows[1]["failed"].startswith("failed: ZeroDivision")
-    assert "| 200 | failed: ZeroDivision" in speed.speed_table(rows)
+    assert "| 200 | 2 | failed: ZeroDivision" in speed.speed_table(rows)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

@@ -2,14 +2,41 @@
 
 import json
 
+import pytest
+
 from experiments import speed
 
+TINY = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 3, "num_key_value_heads": 3}
 
-def test_measured_and_rendered(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "STEPS", 2)
-    monkeypatch.setattr(speed, "ROUNDS", 1)
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One short round, without a compiler."""
+    for name, value in {"STEPS": 2, "ROUNDS": 1, "PREFILLED": 80}.items():
+        monkeypatch.setattr(speed, name, value)
     monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
-    record = speed.run(tmp_path / "speed.json", (96, 160))
+
+
+def test_measured_and_rendered(quick, tmp_path):
+    settings = {"softmax_heads": {"1": [2]}, "block_size": 8}
+    record = speed.run(tmp_path / "speed.json", (96, 1600), (1, 2), (96,), 1, TINY, **settings)
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
-    assert all(value > 0 for row in record["rows"] for name in ("MHLA", "softmax") for value in row[name].values())
-    assert "| 160 | " in speed.render_speed({**record, "command": "c"})
+    assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]
+    assert all(row[name]["next token"] > 0 for row in record["rows"] for name in ("MHLA", "softmax"))
+    tables = speed.render_speed(record)
+    assert "| 1,600 | 2 | " in tables and tables.endswith("bf16.")
+
+
+def test_a_step_reads_weights_and_a_full_cache(quick):
+    models = speed.make_models(TINY, 1600, softmax_heads={"1": [2]}, block_size=8)
+    cache = speed.fill_cache(models["MHLA"], 1600, 2, 1)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [1600, 1600]
+    assert int(cache.layers[1].softmax.get_seq_length()) == 1600
+    assert cache.layers[1].softmax.keys.shape == (2, 1, 1601, 16)
+    rows = speed.measure_decoding(models, 1600, 2)
+    token = 2 * 2 * 16 * 4  # bytes: keys and values of one head of two rows, fp32
+    weights = sum(x.numel() for x in models["softmax"].parameters()) * 4
+    room = speed.STEPS * (speed.ROUNDS + 1)
+    assert 0 <= rows["softmax"]["bytes"] - weights - 6 * token * (1600 + room) < 100
+    assert rows["MHLA"]["bytes"] < rows["softmax"]["bytes"] / 2

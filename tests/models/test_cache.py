@@ -5,9 +5,13 @@ import copy
 import accelerate
 import pytest
 import torch
-from ops_cases import distance
-from small_models import CACHE, MODELS, converted_model, scratch_model, softmax_model, tokens
-from transformers import DynamicCache
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import distance, generated
+from small_models import CACHE, MODELS, converted_model, scratch_model, shaken, softmax_model, tokens
+from transformers import DynamicCache, StaticCache
+
+from mhla_hf import convert
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -201,3 +205,59 @@ def test_masks_that_hide_more_than_padding_are_refused(model):
     torch.testing.assert_close(full_logits(model, ids, causal.expand(2, 1, 9, 9)), full_logits(model, ids), **CLOSE)
     with pytest.raises(ValueError, match="hide more than padding"):
         full_logits(model, ids, blocks.expand(2, 1, 9, 9))
+
+
+def head_outputs(model, ids, mask):
+    """What each query head of the only layer gives: `[B, T, H, K]`."""
+    attention, seen = model.model.layers[0].self_attn, []
+    with attention.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0])):
+        model(ids, attention_mask=mask, use_cache=False)
+    return seen[0].unflatten(-1, (-1, attention.head_dim))
+
+
+@generated(25)
+@given(data=st.data())
+@torch.no_grad()
+def test_generated_mixtures_of_heads(data):
+    """Each head is as in a model of its kind alone; rows fed in pieces and cropped are the rows in one pass, unpadded."""
+    groups, share, length = (data.draw(st.integers(*limits)) for limits in ((2, 4), (1, 3), (2, 70)))
+    kept = data.draw(st.sets(st.integers(0, groups - 1), min_size=1, max_size=groups - 1))
+    window, block_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 16]))
+    heads = groups * share
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 8 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+    base = softmax_model(attn_implementation="eager", **sizes)  # softmax over all T x T scores
+    settings = {"layers": "all", "window": window, "block_size": block_size, "feature_map": "exp"}
+    every, mixed = (copy.deepcopy(base) for _ in range(2))
+    shaken(convert(every, **settings))
+    shaken(convert(mixed, softmax_heads={0: sorted(kept)}, **settings))
+    mixed.set_attn_implementation(data.draw(st.sampled_from(["eager", "sdpa"])))
+
+    ids, mask = tokens(2, length, seed=groups), torch.ones(2, length, dtype=torch.long)
+    hidden = data.draw(st.integers(0, length - 1))
+    mask[1, :hidden] = 0
+    whole = {model: head_outputs(model, ids, mask) for model in (base, every, mixed)}
+    for head in range(heads):
+        alone = whole[base if head // share in kept else every]
+        for row, first in enumerate((0, hidden)):
+            assert distance(whole[mixed][row, first:, head], alone[row, first:, head]) <= 1e-5
+
+    expected = mixed(ids, attention_mask=mask, use_cache=False).logits
+    static = data.draw(st.booleans())
+    cache = StaticCache(mixed.config, max_cache_len=length) if static else DynamicCache(config=mixed.config)
+    fed, furthest = 0, 0
+    while fed < length:
+        end = data.draw(st.integers(fed + 1, length))
+        logits = mixed(ids[:, fed:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True).logits
+        for row, first in enumerate((0, hidden)):
+            first = max(first, fed)
+            assert first >= end or distance(logits[row, first - fed :], expected[row, first:end]) <= 1e-5
+        fed, furthest = end, max(furthest, end)
+        back = data.draw(st.integers(0, min(block_size - (furthest - fed), max(fed - hidden, 0))))
+        if back and fed < length and not static:
+            cache.crop(-back)
+            fed -= back
