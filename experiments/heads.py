@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mhla_hf.checkpoints.files import file_aside
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
-from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates, repeated_half
+from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates
 from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.convert.sizes import sizes_of_layers
 from mhla_hf.convert.teacher import mhla_layers
@@ -35,9 +35,10 @@ BYTES_AT = (1024, 4096, 8192, 32768)  # tokens for which the size of the cache i
 PART = 512  # tokens whose logits are held at once
 FORMS = {  # settings beside the defaults; whether the far part is on
     "MHLA": ({"feature_map": "exp"}, True),
+    "MHLA, own text": ({"feature_map": "exp"}, True),
+    "MHLA, no text": ({}, True),
     "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
     "two decays": ({"feature_map": "exp", "num_decays": 2}, True),
-    "four decays": ({"feature_map": "exp", "num_decays": 4}, True),
     "window": ({}, False),
     "window of 2, MHLA": ({"feature_map": "exp", "window": 2}, True),
     "window of 2": ({"window": 2}, False),
@@ -63,15 +64,15 @@ def fit(model_folder, fit_text, work, form, seed):
         return torch.load(file)
     settings, far = FORMS[form]
     model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
-    rows = read_rows(model, tokenizer, fit_text, seed, False)
-    convert(model, layers="all", **settings)
     began = time.monotonic()
-    if far:
+    rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else fit_text, seed, False)
+    convert(model, layers="all", **settings)
+    if not far:
+        switch_off(model)
+    elif form != "MHLA, no text":
         fitted = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
             fitted.step(ids)
-    else:
-        switch_off(model)
     gates = GateFit(model, rows.gates)
     for _ in range(GATE_STEPS):
         gates.step()
@@ -150,6 +151,11 @@ def teacher_states(model_folder, text, work, rows):
     with file_aside(file) as aside:
         torch.save(states, aside)
     return states
+
+
+def repeated_half(ids):
+    """The first half of each row `[N, T]`, twice: what comes a second time can be recalled."""
+    return torch.cat(2 * [ids[:, : ids.shape[1] // 2]], 1)
 
 
 def hidden(model, ids):

@@ -142,10 +142,10 @@ class GatedCore(nn.Module):
         return gate * causal_softmax(q, k, v, scale) + (1 - gate) * self.core(q, k, v, scale=scale, **options)
 
 
-def repeated_half(ids: torch.Tensor) -> torch.Tensor:
-    """The first half of each row `[B, T]`, twice: what comes a second time can be recalled."""
-    half = ids[:, : ids.shape[1] // 2]
-    return torch.cat([half, half], 1)
+def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The beginning of each row `[B, T]`, as much as has room, twice: what comes a second time can be recalled."""
+    room = getattr(model.config, "max_position_embeddings", 2 * ids.shape[1]) // 2
+    return torch.cat(2 * [ids[:, :room]], 1)
 
 
 def compared_positions(length: int, second_half: bool) -> torch.Tensor:
@@ -158,8 +158,8 @@ def compared_positions(length: int, second_half: bool) -> torch.Tensor:
 class GateFit:
     """A gate for each KV head of every MHLA layer, learning against the KL to the softmax original.
 
-    Every row is read as it is and with its first half repeated, so that recall counts. The loss is the KL plus
-    `GATE_PENALTY` times the sum of all gates.
+    Every row is read as it is and twice over, so that recall counts. The loss is the KL plus `GATE_PENALTY` times the sum of
+    all gates.
 
     Args:
         model: a converted language model whose MHLA heads have learned, in eval mode.
@@ -173,7 +173,7 @@ class GateFit:
         self.optimizer = torch.optim.Adam([self.gates], lr=GATE_LR, betas=GATE_BETAS, eps=GATE_EPS)
         self.examples = []
         for ids in rows:
-            for row, second_half in ((ids, False), (repeated_half(ids), True)):
+            for row, second_half in ((ids, False), (read_twice(model, ids), True)):
                 positions = compared_positions(row.shape[1], second_half)
                 with torch.no_grad(), softmax_instead(model):
                     self.examples.append((row, positions, log_probabilities(model, row, positions).half()))

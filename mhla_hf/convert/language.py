@@ -15,13 +15,14 @@ from ..models.attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import LANGUAGE
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
-from .fit import GateFit, OutputFit, largest_gates, repeated_half
+from .fit import GateFit, OutputFit, compared_positions, largest_gates, read_twice
 from .sizes import LayerSizes, sizes_of_conversion
 from .teacher import log_probabilities, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family
 
 logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, FIT_ROWS, GATE_ROWS, HELD_OUT_ROWS = 1024, 28, 3, 2
+LONG_TOKENS, LONG_ROWS = 4096, 5  # the last of FIT_ROWS: recall far back needs them, but they take time
 GATE_STEPS = 20
 MEASURED_POSITIONS = 256  # of a held-out row, at most
 SAVE_EVERY = 30.0  # seconds
@@ -81,7 +82,9 @@ class Rows:
 
 
 def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
-    """The rows of a conversion.
+    """The rows of a conversion, of `ROW_TOKENS` tokens; the last `LONG_ROWS` to learn outputs from are of `LONG_TOKENS`.
+
+    Rows are shorter where the model has fewer positions or the text fewer tokens.
 
     Args:
         model: a causal language model; with `text="self"` still the softmax one.
@@ -93,20 +96,23 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
     Raises:
         ValueError: the text is too short.
     """
-    wanted = FIT_ROWS + GATE_ROWS + HELD_OUT_ROWS
-    length = min(ROW_TOKENS, getattr(model.config, "max_position_embeddings", ROW_TOKENS))
+    positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
+    length, long = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
+    long_rows = LONG_ROWS if long > length else 0
+    total = HELD_OUT_ROWS + GATE_ROWS + FIT_ROWS
+    count = long_rows + -(-(total - long_rows) // (long // length))
     if isinstance(text, str) and text == "self":
-        rows, name = write_rows(model, tokenizer, wanted, length, seed, progress), "self"
+        rows, name = write_rows(model, tokenizer, count, long, seed, progress), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
-        if isinstance(source, TokenRing):
-            length = min(length, len(source.tokens) // 6)
-            wanted = min(wanted, len(source.tokens) // max(length, 1))
-        rows, name = source.reader(max(length, 1), seed, 0).take(wanted)[0], source.name
-    rows = list(rows.split(1))
-    held_out = min(HELD_OUT_ROWS, len(rows) // 6)
-    gates = min(GATE_ROWS, len(rows) // 6)
-    return Rows(rows[held_out + gates :], rows[held_out : held_out + gates], rows[:held_out], name)
+        if isinstance(source, TokenRing) and len(source.tokens) < count * long:
+            long = length = max(min(length, len(source.tokens) // 6), 1)
+            long_rows, count = 0, min(total, len(source.tokens) // length)
+        rows, name = source.reader(long, seed, 0).take(count)[0], source.name
+    short = list(rows[long_rows:, : long // length * length].reshape(-1, 1, length))
+    held_out = min(HELD_OUT_ROWS, len(short) // 6)
+    gates = held_out + min(GATE_ROWS, len(short) // 6)
+    return Rows([*short[gates:], *rows[:long_rows, None]], short[held_out:gates], short[:held_out], name)
 
 
 @torch.no_grad()
@@ -258,7 +264,7 @@ class TeacherScores:
         rows: token ids `[1, T]` each.
 
     Attributes:
-        scores: "perplexity", and "recall": the mean log-probability of the second copy of half a row.
+        scores: "perplexity", and "recall": the mean log-probability of a row that is read a second time.
     """
 
     def __init__(self, model, rows: list[torch.Tensor]):
@@ -281,10 +287,10 @@ class TeacherScores:
         losses, recalls = [], []
         for ids, x in zip(self.rows, predicted, strict=True):
             losses.append(-x.float().gather(-1, ids[:, self.positions + 1, None].to(x.device)))
-            row, half = repeated_half(ids), ids.shape[1] // 2
-            copy = log_probabilities(model, row, half + torch.arange(half - 1)[:: -(-half // MEASURED_POSITIONS)])
-            targets = row[:, half + 1 :: -(-half // MEASURED_POSITIONS), None]
-            recalls.append(copy.gather(-1, targets.to(copy.device)).mean())
+            row = read_twice(model, ids)
+            positions = compared_positions(row.shape[1], True)
+            copy = log_probabilities(model, row, positions - 1)
+            recalls.append(copy.gather(-1, row[:, positions, None].to(copy.device)).mean())
         perplexity = torch.cat(losses, 1).mean().exp()
         return {"perplexity": round(float(perplexity), 3), "recall": round(float(sum(recalls)) / len(recalls), 4)}
 
