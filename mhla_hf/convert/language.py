@@ -22,7 +22,7 @@ from .transformers_models import checked_settings, convert_in_place, convertible
 
 logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, FIT_ROWS, GATE_ROWS, HELD_OUT_ROWS = 1024, 28, 3, 2
-LONG_TOKENS, LONG_ROWS = 4096, 5  # the last of FIT_ROWS: recall far back needs them, but they take time
+LONG_TOKENS, LONG_ROWS = 4096, 5  # of FIT_ROWS: recall far back needs them, but they take time
 GATE_STEPS = 20
 MEASURED_POSITIONS = 256  # of a held-out row, at most
 SAVE_EVERY = 30.0  # seconds
@@ -82,7 +82,7 @@ class Rows:
 
 
 def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
-    """The rows of a conversion, of `ROW_TOKENS` tokens; the last `LONG_ROWS` to learn outputs from are of `LONG_TOKENS`.
+    """The rows of a conversion, of `ROW_TOKENS` tokens; to learn outputs from, `LONG_ROWS` of them are of `LONG_TOKENS`.
 
     Rows are shorter where the model has fewer positions or the text fewer tokens.
 
@@ -112,7 +112,10 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
     short = list(rows[long_rows:, : long // length * length].reshape(-1, 1, length))
     held_out = min(HELD_OUT_ROWS, len(short) // 6)
     gates = held_out + min(GATE_ROWS, len(short) // 6)
-    return Rows([*short[gates:], *rows[:long_rows, None]], short[held_out:gates], short[:held_out], name)
+    fit, last = short[gates:], len(short) - gates - 2 * (long_rows - 1)
+    for number, row in enumerate(rows[:long_rows, None]):  # two short rows between two long ones
+        fit.insert(max(last, 0) + 3 * number, row)
+    return Rows(fit, short[held_out:gates], short[:held_out], name)
 
 
 @torch.no_grad()
