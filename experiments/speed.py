@@ -9,6 +9,8 @@ import argparse
 import copy
 import itertools
 import json
+import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -144,7 +146,7 @@ def prefill_table(rows):
     """A line for each length."""
     lines = ["| tokens | MHLA: prefill, µs per token | softmax: prefill, µs per token |", "|---:" * 3 + "|"]
     for row in rows:
-        lines.append(f"| {row['length']:,} | {row['MHLA']:.3g} | {row['softmax']:.3g} |")
+        lines.append(f"| {row['length']:,} | {row['MHLA']:,.0f} | {row['softmax']:,.0f} |")
     return "\n".join(lines)
 
 
@@ -158,7 +160,8 @@ def run(out, lengths, batches, prefill, threads, sizes=SMOLLM2, **settings):
     torch.set_num_threads(threads)
     models = make_models(sizes, max(lengths), **settings)
     models = {name: model.bfloat16() for name, model in models.items()}
-    record = {**describe_run("python -m experiments.speed", "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
+    command = shlex.join(["python", "-m", "experiments.speed", *sys.argv[1:]])
+    record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": []}
     for length in prefill:
         timed = {name: measure_prefill(model, length) for name, model in models.items()}
         record["prefill"].append({"length": length, **timed})

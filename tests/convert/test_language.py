@@ -16,7 +16,7 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.convert import kl_to_teacher
 from mhla_hf.convert.fit import GateFit, OutputFit
-from mhla_hf.convert.language import Checkpoint, count_kept_heads, parse_size
+from mhla_hf.convert.language import Checkpoint, count_kept_heads, parse_size, read_rows
 from mhla_hf.convert.sizes import sizes_of_conversion
 from mhla_hf.convert.teacher import mhla_layers, softmax_instead
 
@@ -112,6 +112,23 @@ def test_its_own_text_and_a_list_of_texts(teacher):
     mhla_hf.convert(model, tokenizer=tokenizer, text=texts, keep="9%", **SMALL)
     assert model.config.mhla_measured["text"] == "a list of texts"
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "size", "fit", "others"),
+    [
+        (8192, 50_000, 15 * [1024] + 4 * [4096, 1024, 1024] + [4096], 5),
+        (2048, 50_000, 15 * [1024] + 4 * [2048, 1024, 1024] + [2048], 5),
+        (512, 50_000, 28 * [512], 5),
+        (8192, 6_000, 4 * [1000], 2),  # a short text
+    ],
+)
+def test_rows_are_passages_of_their_own(positions, size, fit, others):
+    model = softmax_model(vocab_size=size, hidden_size=4, num_hidden_layers=1, max_position_embeddings=positions)
+    rows = read_rows(model, None, torch.arange(size), 0, False)
+    assert [ids.shape[1] for ids in rows.fit] == fit and len(rows.gates + rows.held_out) == others
+    every = torch.cat([*rows.fit, *rows.gates, *rows.held_out], 1)
+    assert len(every.unique()) == every.numel()
 
 
 def test_what_keep_means(teacher):
