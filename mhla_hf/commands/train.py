@@ -82,6 +82,12 @@ def convert_options(add):
         help='"all", "2/3" or indices such as 1,2,4 (default: all; with --text none of a language model: 2/3)',
     )
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
+    add(
+        "--effort",
+        type=float,
+        default=1.0,
+        help="of learning: 0.5 takes half of the time and is less exact (default: 1)",
+    )
     dtype_option(add)
     add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
@@ -89,7 +95,7 @@ def convert_options(add):
 
 
 def run_convert(
-    model, out, text, keep, context, layers, settings, dtype, seed, revision, overwrite, progress, **_
+    model, out, text, keep, context, layers, settings, effort, dtype, seed, revision, overwrite, progress, **_
 ):  # fmt: skip
     settings, layers, keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
     check_new_folder(out, overwrite)
@@ -127,7 +133,14 @@ def run_convert(
     torch.manual_seed(seed)
     learning, checkpoint = {}, Path(f"{out}.part")
     if kind not in KINDS and text != "none":
-        learning = {"tokenizer": tools, "text": text or "self", "keep": keep, "context": context, "seed": seed}
+        learning = {
+            "tokenizer": tools,
+            "text": text or "self",
+            "keep": keep,
+            "context": context,
+            "effort": effort,
+            "seed": seed,
+        }
         learning |= {"checkpoint": checkpoint, "progress": progress}
     config = convert(converted, layers=layers, **learning, **settings).config
     files = sentence_files(model, revision) if kind == "encoders" else {}

@@ -29,6 +29,7 @@ def convert(
     keep: float | int | str = 1 / 6,
     context: int | None = None,
     layers: str | Sequence[int] | None = None,
+    effort: float = 1.0,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -58,6 +59,7 @@ def convert(
         context: tokens at which `keep` counts bytes; default: the model's positions.
         layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...) or a list of layer indices; wins over `settings`.
             Default: with `text` "all", without it "2/3" for language models.
+        effort: of learning, with `text`: 0.5 takes half of the rows and steps, so half of the time, and is less exact.
         seed: of the choice of passages of `text`, and of what the model writes.
         checkpoint: file in which a conversion with text notes how far it is; the same call goes on there.
         progress: show bars on stderr.
@@ -70,7 +72,14 @@ def convert(
     """
     if text is not None:
         language = importlib.import_module(".language", __package__)  # imports what reads text
-        options = {"keep": keep, "context": context, "seed": seed, "checkpoint": checkpoint, "progress": progress}
+        options = {
+            "keep": keep,
+            "context": context,
+            "effort": effort,
+            "seed": seed,
+            "checkpoint": checkpoint,
+            "progress": progress,
+        }
         return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **options)
     if is_of_diffusers(model):
         diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers

@@ -32,8 +32,9 @@ WRITING_BATCH = 11  # rows that the model writes at once
 
 
 def convert_with_text(
-    model, settings, layers, overrides: dict, tokenizer, text, *, keep, context, seed: int, checkpoint, progress: bool
-):
+    model, settings, layers, overrides: dict, tokenizer, text, *, keep, context, effort: float, seed: int, checkpoint,
+    progress: bool,
+):  # fmt: skip
     """The work of `convert` for a language model with text; arguments as there."""
     family = convertible_family(model)
     if family not in LANGUAGE:
@@ -49,19 +50,22 @@ def convert_with_text(
     if chosen.local is None or chosen.softmax_heads:
         got = "local=None" if chosen.local is None else "softmax_heads"
         raise ValueError(f'text: came with {got}, expected local="softmax" and no softmax_heads, which it chooses.')
+    if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
+        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
     context = model.config.max_position_embeddings if context is None else context
     sizes = sizes_of_conversion(model, chosen)
     count, began, training = count_kept_heads(sizes, keep, context), time.monotonic(), model.training
     model.eval()
     try:
-        rows = read_rows(model, tokenizer, text, seed, progress)
+        rows = read_rows(model, tokenizer, text, seed, progress, effort)
         least = (chosen.window + 1) * chosen.block_size
         if not rows.gates or rows.fit[0].shape[1] <= least:
             what = f"expected at least 6 rows of more than {least} tokens, the window and one block"
             got = f"{len(rows.fit)} rows of {rows.fit[0].shape[1]} tokens"
             raise ValueError(f"text: got {got}, {what}.")
         convert_in_place(model, settings, layers, overrides)
-        report = learn_from_rows(model, rows, count, seed, checkpoint, progress)
+        gate_steps = max(1, round(GATE_STEPS * effort))
+        report = learn_from_rows(model, rows, count, gate_steps, seed, checkpoint, progress)
         report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"])
         model.config.mhla_measured = report | {"seconds": round(time.monotonic() - began)}
     finally:
@@ -81,7 +85,7 @@ class Rows:
     name: str
 
 
-def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
+def read_rows(model, tokenizer, text, seed: int, progress: bool, effort: float = 1.0) -> Rows:
     """The rows of a conversion, of `ROW_TOKENS` tokens; to learn outputs from, `LONG_ROWS` of them are of `LONG_TOKENS`.
 
     Rows are shorter where the model has fewer positions or the text fewer tokens.
@@ -92,14 +96,15 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
         text: as `data.open_text` takes it, or "self".
         seed: of the choice of passages, and of what the model writes.
         progress: show a bar.
+        effort: multiplies the number of rows that outputs are learned from.
 
     Raises:
         ValueError: the text is too short.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     length, long = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
-    long_rows = LONG_ROWS if long > length else 0
-    total = HELD_OUT_ROWS + GATE_ROWS + FIT_ROWS
+    long_rows = round(LONG_ROWS * effort) if long > length else 0
+    total = HELD_OUT_ROWS + GATE_ROWS + max(1, round(FIT_ROWS * effort))
     count = long_rows + -(-(total - long_rows) // (long // length))
     if isinstance(text, str) and text == "self":
         rows, name = write_rows(model, tokenizer, count, long, seed, progress), "self"
@@ -109,9 +114,9 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool) -> Rows:
             long = length = max(min(length, len(source.tokens) // 6), 1)
             long_rows, count = 0, min(total, len(source.tokens) // length)
         rows, name = source.reader(long, seed, 0).take(count)[0], source.name
-    short = list(rows[long_rows:, : long // length * length].reshape(-1, 1, length))
+    short = list(rows[long_rows:, : long // length * length].reshape(-1, 1, length))[: total - long_rows]
     held_out = min(HELD_OUT_ROWS, len(short) // 6)
-    gates = held_out + min(GATE_ROWS, len(short) // 6)
+    gates = held_out + min(GATE_ROWS, len(short) // 5)
     fit, last = short[gates:], len(short) - gates - 2 * (long_rows - 1)
     for number, row in enumerate(rows[:long_rows, None]):  # two short rows between two long ones
         fit.insert(max(last, 0) + 3 * number, row)
@@ -223,13 +228,14 @@ class Checkpoint:
                     torch.save(self.content, aside)
 
 
-def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progress: bool) -> dict:
+def learn_from_rows(model, rows: Rows, count: int, gate_steps: int, seed: int, checkpoint, progress: bool) -> dict:
     """Fit the MHLA heads of a model that was just converted, choose its softmax heads, and measure it; in place.
 
     Args:
         model: in eval mode.
         rows: of `read_rows`.
         count: KV heads that keep softmax.
+        gate_steps: steps in which gates choose them.
         checkpoint: file of `Checkpoint`, or None.
         progress: show bars.
 
@@ -250,8 +256,8 @@ def learn_from_rows(model, rows: Rows, count: int, seed: int, checkpoint, progre
     chosen = {}
     if count:
         gates = GateFit(model, rows.gates)
-        with tqdm(total=GATE_STEPS, desc="choose softmax heads", unit="step", disable=not progress) as bar:
-            checkpoint.run("gates", gates, [()] * GATE_STEPS, bar)
+        with tqdm(total=gate_steps, desc="choose softmax heads", unit="step", disable=not progress) as bar:
+            checkpoint.run("gates", gates, [()] * gate_steps, bar)
         report["gates"] = {str(layer): [round(x, 3) for x in values] for layer, values in gates.by_layer().items()}
         chosen = largest_gates(gates.by_layer(), count)
         give_softmax_back(model, chosen)

@@ -115,17 +115,18 @@ def test_its_own_text_and_a_list_of_texts(teacher):
 
 
 @pytest.mark.parametrize(
-    ("positions", "size", "fit", "others"),
+    ("positions", "size", "effort", "fit", "others"),
     [
-        (8192, 50_000, 15 * [1024] + 4 * [4096, 1024, 1024] + [4096], 5),
-        (2048, 50_000, 15 * [1024] + 4 * [2048, 1024, 1024] + [2048], 5),
-        (512, 50_000, 28 * [512], 5),
-        (8192, 6_000, 4 * [1000], 2),  # a short text
+        (8192, 50_000, 1, 15 * [1024] + 4 * [4096, 1024, 1024] + [4096], 5),
+        (8192, 50_000, 0.5, 10 * [1024] + [4096, 1024, 1024, 4096], 5),
+        (2048, 50_000, 1, 15 * [1024] + 4 * [2048, 1024, 1024] + [2048], 5),
+        (512, 50_000, 1, 28 * [512], 5),
+        (8192, 6_000, 1, 4 * [1000], 2),  # a short text
     ],
 )
-def test_rows_are_passages_of_their_own(positions, size, fit, others):
+def test_rows_are_passages_of_their_own(positions, size, effort, fit, others):
     model = softmax_model(vocab_size=size, hidden_size=4, num_hidden_layers=1, max_position_embeddings=positions)
-    rows = read_rows(model, None, torch.arange(size), 0, False)
+    rows = read_rows(model, None, torch.arange(size), 0, False, effort)
     assert [ids.shape[1] for ids in rows.fit] == fit and len(rows.gates + rows.held_out) == others
     every = torch.cat([*rows.fit, *rows.gates, *rows.held_out], 1)
     assert len(every.unique()) == every.numel()
@@ -194,6 +195,8 @@ def test_what_is_refused(teacher):
         mhla_hf.convert(model, text=TEXT, softmax_heads={0: [1]}, **SMALL)
     with refused("keep: got 12"):
         mhla_hf.convert(model, text=TEXT, keep=12, **SMALL)
+    with refused("effort: got 0, expected a number above 0"):
+        mhla_hf.convert(model, text=TEXT, effort=0, **SMALL)
     with refused("text: came with LlamaModel, which predicts no tokens"):
         mhla_hf.convert(model.model, text=TEXT, **SMALL)
     with refused("softmax_heads: got layer 7"):
