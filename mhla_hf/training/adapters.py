@@ -1,8 +1,11 @@
-"""A conversion as a small PEFT adapter: LoRA on the base's projections, and the MHLA modules whole, without the base.
+"""A conversion as a small PEFT adapter: the MHLA modules whole, and LoRA on the base's projections, without the base.
 
-    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # model: converted; train it with anything
-    mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
+    mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
+    mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # the MHLA modules alone
     peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: softmax, this or a fine-tune of it
+
+    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; train it with anything
+    mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
 
 What is loaded is a `PeftModel`: `set_adapter`, `merge_and_unload` and several adapters side by side are PEFT's.
 """
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import hf_hub_download
+from safetensors.torch import save_file
 
 from ..checkpoints.files import read_json, write_json
 from ..checkpoints.load import one_sentence, optional, register_family
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 SETTINGS_FILE = "mhla.json"
+NO_LORA = "dummy-target-modules"  # of PEFT: no module is targeted
 FILES = (SETTINGS_FILE, "adapter_config.json", "adapter_model.safetensors")
 # two bases of a type differ in one of these
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -49,16 +54,32 @@ def adapter_config(model: torch.nn.Module, **lora: object) -> "LoraConfig":
     return import_peft(model).LoraConfig(modules_to_save=saved, **{"task_type": None, **lora})
 
 
-def save_adapter(peft_model: "PeftModel", folder: str | Path) -> None:
-    """Save the active adapters of a `PeftModel` and the settings of the conversion that they stand on.
+def save_adapter(model: "torch.nn.Module | PeftModel", folder: str | Path) -> None:
+    """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
-    peft_model: made by `get_peft_model(model, adapter_config(model))`. TypeError: it is none.
+    Args:
+        model: a converted language model, whose MHLA modules are saved; or the `PeftModel` that
+            `get_peft_model(model, adapter_config(model))` made, whose active adapters are saved.
+        folder: where to write; the files are those of a PEFT adapter, and mhla.json.
+
+    Raises:
+        TypeError: the model is neither.
     """
-    config = getattr(getattr(peft_model, "base_model", None), "config", None)
-    if not hasattr(peft_model, "peft_config") or getattr(config, "mhla", None) is None:
-        raise TypeError(f"peft_model: got {type(peft_model).__name__}, expected a PeftModel of a converted model.")
-    peft_model.save_pretrained(folder)
+    mounted = hasattr(model, "peft_config")
+    config = getattr(getattr(model, "base_model", None) if mounted else model, "config", None)
+    if getattr(config, "mhla", None) is None:
+        raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
+    if mounted:
+        model.save_pretrained(folder)
+    else:
+        lora = adapter_config(model, target_modules=NO_LORA, base_model_name_or_path=config.name_or_path or None)
+        lora.inference_mode = True
+        lora.save_pretrained(folder)
+        weights = {name: x.contiguous() for name, x in model.state_dict().items() if ".mhla." in name}
+        file = Path(folder, FILES[-1])
+        save_file({f"base_model.model.{name}": x for name, x in weights.items()}, file, {"format": "pt"})
     noted = {"base_model_type": config.base_model_type, "sizes": sizes_of(config), "mhla": config.mhla}
+    noted["measured"] = getattr(config, "mhla_measured", None)
     write_json(Path(folder, SETTINGS_FILE), noted)
 
 
@@ -110,6 +131,8 @@ def load_adapter(
     settings = MHLASettings.from_dict(noted["mhla"])
     if getattr(base.config, "mhla", None) is None:
         convert(base, settings)
+        if noted.get("measured"):
+            base.config.mhla_measured = noted["measured"]
     elif MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: was converted with other settings than {str(source)!r}, expected the same.")
     if mounted:

@@ -71,6 +71,26 @@ def test_mounted_in_another_process_on_the_base_and_on_a_fine_tune(tmp_path):
     assert all(".lora_" in name or ".mhla." in name for name in held)
 
 
+@torch.no_grad()
+def test_mhla_modules_alone(tmp_path):
+    """Of a conversion that kept some heads, without LoRA; the model that was saved stays as it was."""
+    ids, settings = tokens(2, 60, seed=5), {"block_size": 8, "window": 2, "layers": "all", "softmax_heads": {0: [1]}}
+    model = mhla_hf.convert(softmax_model(), **settings)
+    for name, x in model.named_parameters():
+        if ".mhla." in name:
+            x += 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(len(name)))
+    model.config.mhla_measured = {"kl": 0.5}
+    names = list(model.state_dict())
+    mhla_hf.save_adapter(model, tmp_path)
+    assert list(model.state_dict()) == names
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    assert held and all(".mhla." in name for name in held)
+    mounted = mhla_hf.load_adapter(softmax_model(), tmp_path)
+    assert torch.equal(mounted(ids).logits, model.eval()(ids).logits)
+    assert mounted.config.mhla_measured == {"kl": 0.5}
+    assert torch.equal(mounted.merge_and_unload()(ids).logits, model(ids).logits)
+
+
 def test_an_adapter_is_small_beside_a_base_of_usual_size():
     """Counted on no data: the heads and widths of Llama-3.2-1B."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 128_256}
@@ -120,7 +140,7 @@ def test_peft_knows_the_targets_of_converted_models():
 def test_bad_input(tmp_path):
     with refused("expected a language model with MHLA layers", kind=TypeError):
         mhla_hf.adapter_config(softmax_model())
-    with refused("peft_model: got LlamaForCausalLM", kind=TypeError):
+    with refused("model: got LlamaForCausalLM", kind=TypeError):
         mhla_hf.save_adapter(softmax_model(), tmp_path)
     with refused("has no mhla.json"):
         mhla_hf.load_adapter(softmax_model(), tmp_path)
