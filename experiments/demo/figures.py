@@ -1,5 +1,7 @@
 """How the demo's students learned, what they cost on held-out text, and how time grows with length."""
 
+import math
+
 from mhla_hf.plots import COLORS, drawing
 
 LABELS = {
@@ -99,6 +101,55 @@ def plot_speed(path, rows, converted, note):
             low, high = axes.get_ylim()
             axes.set_ylim(low / 1.6, high * 1.2)
         grid[0][0].legend(loc="upper left")
+
+
+def plot_journey(path, results, measured, width):
+    """Perplexity by position, the map of heads, and cache and decoding time by length, of the real model.
+
+    Args:
+        path: PNG to write.
+        results: what the demo's results.json holds.
+        measured: `config.mhla_measured` of the converted model.
+        width: tokens of a bin of positions.
+    """
+    colors = dict(
+        zip(results["models"], (COLORS[name] for name in ("teacher", "control", "linear", "mhla")), strict=True)
+    )
+    with drawing(path, 2, 2, figsize=(12, 7.6)) as (_, ((quality, heads), (cache, time))):
+        for name, scores in results["models"].items():
+            ends = [min(width * (place + 1), results["length"]) for place in range(len(scores["loss"]))]
+            quality.plot(ends, [math.exp(x) for x in scores["loss"]], color=colors[name], marker="o", label=name)
+            lengths = list(map(int, scores["cache"]))
+            mebibytes = [size / 2**20 for size in scores["cache"].values()]
+            cache.plot(lengths, mebibytes, color=colors[name], marker="o", label=name)
+        quality.set(title="Held-out text", xlabel="up to this position", ylabel="perplexity, lower is better")
+        quality.grid(True)
+        quality.legend(loc="best")
+        _by_length(cache, lengths, "Cache of one sequence, bf16", "MiB")
+        lengths = list(map(int, results["decoding"]))
+        for name in next(iter(results["decoding"].values()), ()):
+            steps = [times[name] for times in results["decoding"].values()]
+            time.plot(lengths, steps, color=colors[name], marker="o", label=name)
+        _by_length(time, lengths, "One more token, fp32, not compiled", "milliseconds")
+        _map_heads(heads, measured)
+
+
+def _map_heads(axes, measured):
+    """Gates of the KV heads, by layer, and a mark on those that keep softmax."""
+    gates = list(measured["gates"].values())
+    groups = max(map(len, gates))
+    values = [[gate[group] if group < len(gate) else math.nan for gate in gates] for group in range(groups)]
+    axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    marks = [
+        (place, head)
+        for place, layer in enumerate(measured["gates"])
+        for head in measured["softmax_heads"].get(layer, ())
+    ]
+    if marks:
+        axes.plot(*zip(*marks, strict=True), "s", color=COLORS["linear"], markersize=5)
+    axes.set_xticks(range(0, len(gates), 5), list(measured["gates"])[::5])
+    axes.set_yticks(range(groups))
+    axes.set(title="KV heads that keep softmax (marked)", xlabel="layer", ylabel="KV head")
 
 
 def plot_gains(path, time, kept, models, titles):

