@@ -28,7 +28,7 @@ MEASURED_POSITIONS = 256  # of a held-out row, at most
 SAVE_EVERY = 30.0  # seconds
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-WRITING_BATCH = 11  # rows that the model writes at once
+WRITING_BATCH = 16  # rows that the model writes at once
 
 
 def convert_with_text(
@@ -107,7 +107,11 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool, effort: float =
     total = HELD_OUT_ROWS + GATE_ROWS + max(1, round(FIT_ROWS * effort))
     count = long_rows + -(-(total - long_rows) // (long // length))
     if isinstance(text, str) and text == "self":
-        rows, name = write_rows(model, tokenizer, count, long, seed, progress), "self"
+        written = write_rows(model, tokenizer, count * long // length, length, seed, progress)
+        rows, name = (
+            written[:, : long // length * length].reshape(count, -1),
+            "self",
+        )  # a long row is several short ones
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
         if isinstance(source, TokenRing) and len(source.tokens) < count * long:
