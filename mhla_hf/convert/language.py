@@ -107,11 +107,9 @@ def read_rows(model, tokenizer, text, seed: int, progress: bool, effort: float =
     total = HELD_OUT_ROWS + GATE_ROWS + max(1, round(FIT_ROWS * effort))
     count = long_rows + -(-(total - long_rows) // (long // length))
     if isinstance(text, str) and text == "self":
-        written = write_rows(model, tokenizer, count * long // length, length, seed, progress)
-        rows, name = (
-            written[:, : long // length * length].reshape(count, -1),
-            "self",
-        )  # a long row is several short ones
+        # A long row is several short ones: to write it at once would take longer.
+        written = write_rows(model, tokenizer, count * (long // length), length, seed, progress)
+        rows, name = written.view(count, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
         if isinstance(source, TokenRing) and len(source.tokens) < count * long:
