@@ -19,7 +19,7 @@ from mhla_hf.serving import ContinuousBatch
 from mhla_hf.speed import cache_bytes
 from mhla_hf.training.recipe import read_recipe
 
-from .demo.journey import RECIPES
+from .demo.toy import RECIPES
 from .rows import made
 from .speed import make_models
 
