@@ -1,5 +1,8 @@
 """What the stages of a recipe take: memory and operations, counted without weights."""
 
+from torch import nn
+
+from .output_head import CHUNK, GPU_CHUNK
 from .trainable import choose_trainable
 
 
@@ -86,8 +89,16 @@ def scores_in_window(core) -> int:
 
 
 def logits_of(student, stage, number) -> int:
-    """Bytes of the student's logits, of their gradient, in chunks and whole, and of the teacher's; "transfer" makes none."""
+    """Bytes of the logits that exist at a time and of what the loss makes of them; "transfer" makes none.
+
+    Where the head is a linear layer they are those of a chunk, in fp32, with the hidden states and their gradient.
+    """
     if stage.loss == "transfer":
         return 0
-    copies = 4 if stage.loss == "logits" and not stage.top_k else 3
-    return copies * stage.batch_size // stage.grad_accum * stage.seq_len * student.config.vocab_size * number
+    tokens, vocab = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
+    teacher = stage.loss == "logits"
+    copies = 4 if teacher and not stage.top_k else 3
+    if type(student.get_output_embeddings()) is nn.Linear:
+        rows = min(tokens, max(1, (CHUNK["cpu"] if number == 4 else GPU_CHUNK) // vocab))
+        return 4 * copies * rows * vocab + 4 * (2 + teacher) * tokens * student.config.hidden_size
+    return copies * tokens * vocab * number

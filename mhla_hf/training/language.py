@@ -56,15 +56,11 @@ class DistillStep(Objective):
         if self.found is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
             found = [find_head(model, ids) for model in models]
-            name = f"stage {self.stage.name!r}"
-            reasons = [f"{type(model).__name__}: {head}" for model, head in zip(models, found, strict=True)
-                       if isinstance(head, str)]  # fmt: skip
-            if reasons:
-                logger.info("%s: takes the logits of whole batches. %s", name, "; ".join(reasons))
-                self.found = (None, None)
-            else:
-                logger.info("%s: takes the loss in chunks of the vocabulary's logits", name)
-                self.found = (found[0], found[-1])
+            named = [(type(model).__name__, head) for model, head in zip(models, found, strict=True)]
+            reasons = [f"{name}: {head}" for name, head in named if isinstance(head, str)]
+            way = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
+            logger.info("stage %r: computes its loss %s", self.stage.name, way)
+            self.found = (None, None) if reasons else (found[0], found[-1])
         return self.found
 
 
