@@ -91,14 +91,13 @@ def scores_in_window(core) -> int:
 def logits_of(student, stage, number) -> int:
     """Bytes of the logits that exist at a time and of what the loss makes of them; "transfer" makes none.
 
-    Where the head is a linear layer they are those of a chunk, in fp32, with the hidden states and their gradient.
+    Behind a linear head they are those of a chunk, in fp32; else those of one part of a batch.
     """
     if stage.loss == "transfer":
         return 0
     tokens, vocab = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
-    teacher = stage.loss == "logits"
-    copies = 4 if teacher and not stage.top_k else 3
-    if type(student.get_output_embeddings()) is nn.Linear:
-        rows = min(tokens, max(1, (CHUNK["cpu"] if number == 4 else GPU_CHUNK) // vocab))
-        return 4 * copies * rows * vocab + 4 * (2 + teacher) * tokens * student.config.hidden_size
-    return copies * tokens * vocab * number
+    whole = stage.loss == "logits" and not stage.top_k
+    if type(student.get_output_embeddings()) is not nn.Linear:
+        return (4 if whole else 3) * tokens * vocab * number
+    rows = min(tokens, max(1, (CHUNK["cpu"] if number == 4 else GPU_CHUNK) // vocab))
+    return (12 if whole else 9) * 4 * rows * vocab

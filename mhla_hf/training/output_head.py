@@ -4,7 +4,6 @@ import contextlib
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 PROBE = 4  # tokens
@@ -61,7 +60,7 @@ def find_head(model, ids) -> OutputHead | str:
 
 
 def run_body(model, head, ids):
-    """The output of `model` for ids `[B, L]`, without its logits, and the hidden states `[B, L, width]` that its head reads."""
+    """The output of `model` for ids `[B, L]`, its logits left out, and what its head reads, `[B, L, width]`."""
     inputs = []
 
     def keep(hidden):

@@ -117,7 +117,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(lab, monkeypatch):
     student = lab.student(teacher, mixing_form="decay", local="softmax", softmax_heads={"0": [1]}).train()
     _, want = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
     calls = []
-    student.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    student.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     set_gradient_checkpointing(student, True)
     _, gradients = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
     assert len(calls) == 3  # the probe's, the forward pass and the one that repeats it
