@@ -1,5 +1,8 @@
 """What the stages of a recipe take: memory and operations, counted without weights."""
 
+from torch import nn
+
+from .output_head import CHUNK, GPU_CHUNK
 from .trainable import choose_trainable
 
 
@@ -86,8 +89,15 @@ def scores_in_window(core) -> int:
 
 
 def logits_of(student, stage, number) -> int:
-    """Bytes of the student's logits, of their gradient, in chunks and whole, and of the teacher's; "transfer" makes none."""
+    """Bytes of the logits that exist at a time and of what the loss makes of them; "transfer" makes none.
+
+    Behind a linear head they are those of a chunk, in fp32; else those of one part of a batch.
+    """
     if stage.loss == "transfer":
         return 0
-    copies = 4 if stage.loss == "logits" and not stage.top_k else 3
-    return copies * stage.batch_size // stage.grad_accum * stage.seq_len * student.config.vocab_size * number
+    tokens, vocab = stage.batch_size // stage.grad_accum * stage.seq_len, student.config.vocab_size
+    whole = stage.loss == "logits" and not stage.top_k
+    if type(student.get_output_embeddings()) is not nn.Linear:
+        return (4 if whole else 3) * tokens * vocab * number
+    rows = min(tokens, max(1, (CHUNK["cpu"] if number == 4 else GPU_CHUNK) // vocab))
+    return (12 if whole else 9) * 4 * rows * vocab

@@ -1,23 +1,25 @@
 """The task of causal language models: text cut into full sequences, and the losses on it."""
 
+import logging
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..data import last_position, open_text
+from .output_head import find_head, run_body, sum_in_chunks
 from .tasks import Objective, Task
 from .teach import RECORD, TaughtText, likeliest_tokens
 
+logger = logging.getLogger("mhla_hf")
 NO_LABEL = -100
-CHUNK = {"cpu": 1 << 18}
-GPU_CHUNK = 1 << 25
 TINY = 1e-8  # what is left to all other tokens at least
 
 
 class DistillStep(Objective):
     """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
+
+    found = None  # the output heads, see `heads`
 
     def forward(self, ids, labels, *rest):
         """Of ids and labels, int64 `[B, L]`; with "stored" the teacher's likeliest tokens and their log-probabilities
@@ -32,34 +34,65 @@ class DistillStep(Objective):
                 lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
             )
             return loss, {"loss": loss.detach()}
+        student, teacher = self.heads(ids)
+        known, teach = [x.flatten(0, 1) for x in known], None
         if self.stage.loss == "logits":
             with torch.no_grad():
-                logits = self.teacher(input_ids=ids, use_cache=False).logits
-            known = likeliest_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
-        output = self.student(input_ids=ids, use_cache=False)
+                known = [_run(self.teacher, teacher, ids)[1].flatten(0, 1)]
+            top_k, logits_of = self.stage.top_k, teacher or (lambda logits: logits)
+            teach = lambda x: likeliest_tokens(logits_of(x), top_k) if top_k else [logits_of(x)]  # noqa: E731
+        output, hidden = _run(self.student, student, ids)
         targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), NO_LABEL)], dim=1).flatten()
-        known = [x.flatten(0, 1) for x in known]
-        kl, ce = next_token(output.logits.flatten(0, 1), targets, known, self.stage.temperature) * token_share
-        loss, logs = (kl + self.stage.ce_weight * ce, {"kl": kl.detach()}) if known else (ce, {})
+        weight = self.stage.ce_weight if known else 1.0
+        options = {"temperature": self.stage.temperature, "ce_weight": weight, "head": student, "teach": teach}
+        loss, kl, ce = next_token(hidden.flatten(0, 1), targets, known, **options) * token_share
+        logs = {"ce": ce.detach()} | ({"kl": kl.detach()} if known else {})
         if getattr(output, "aux_loss", None) is not None:
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
-        return loss, {"loss": loss.detach(), "ce": ce.detach(), **logs}
+        return loss, {"loss": loss.detach(), **logs}
+
+    def heads(self, ids):
+        """The output heads of student and teacher, if both can be taken apart, else None for both; the log says which."""
+        if self.found is None:
+            models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
+            found = [find_head(model, ids) for model in models]
+            named = [(type(model).__name__, head) for model, head in zip(models, found, strict=True)]
+            reasons = [f"{name}: {head}" for name, head in named if isinstance(head, str)]
+            way = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
+            logger.info("stage %r: computes its loss %s", self.stage.name, way)
+            self.found = (None, None) if reasons else (found[0], found[-1])
+        return self.found
 
 
-def next_token(student, targets, known=(), temperature=1.0):
-    """[T^2 * KL(teacher / T, student / T), cross-entropy], summed over the tokens with a target, fp32.
+def _run(model, head, ids):
+    """The model's output and its hidden states, or without a `head` its logits."""
+    if head is not None:
+        return run_body(model, head, ids)
+    output = model(input_ids=ids, use_cache=False)
+    return output, output.logits
 
-    Worked off in chunks, which the backward pass computes again: nothing of the size of all logits is made in fp32.
+
+def next_token(student, targets, known=(), *, temperature=1.0, ce_weight=0.0, head=None, teach=None):
+    """[T^2 * KL(teacher / T, student / T) + ce_weight * cross-entropy, KL, cross-entropy], summed over the tokens with a
+    target, fp32. Only the first has a gradient.
+
+    Worked off in chunks: nothing of the size of all logits is made, but the logits themselves where there is no `head`.
 
     Args:
-        student: logits `[N, vocabulary]`. targets: int64 `[N]`, -100 for none.
+        student: logits `[N, vocabulary]`, or with `head`, an `OutputHead`, the hidden states `[N, width]` that it reads.
+        targets: int64 `[N]`, -100 for none.
         known: of the teacher, its logits `[N, vocabulary]`; or its likeliest tokens and their log-probabilities `[N, k]`,
             against which all other tokens count as one; or nothing, and the KL is 0.
+        teach: makes those of the rows of a chunk of `known`, if `known` is something else, such as hidden states.
     """
-    rows = max(1, CHUNK.get(student.device.type, GPU_CHUNK) // student.shape[-1])
-    parts = zip(*(x.split(rows) for x in (student, targets, *known)), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return sum(checkpoint(_next_token_of_chunk, temperature, *part, **options) for part in parts)
+
+    def loss(logits, targets, *known):
+        with torch.no_grad():
+            known = teach(*known) if teach else known
+        kl, ce = _next_token_of_chunk(temperature, logits, targets, *known)
+        return torch.stack([kl + ce_weight * ce, kl, ce])
+
+    return sum_in_chunks(student, head, loss, (targets, *known))
 
 
 def _next_token_of_chunk(temperature, student, targets, *known):
@@ -77,7 +110,7 @@ def _next_token_of_chunk(temperature, student, targets, *known):
         kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
     else:
         kl = torch.zeros_like(log_q[:, 0])
-    return torch.stack([(kl * (targets != NO_LABEL)).sum(), ce])
+    return (kl * (targets != NO_LABEL)).sum(), ce
 
 
 class LanguageTask(Task):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import mhla_hf
-from mhla_hf.training import language
+from mhla_hf.training import output_head
 from mhla_hf.training.language import DistillStep, next_token
 from mhla_hf.training.loop import Stage, distill
 from mhla_hf.training.teach import likeliest_tokens
@@ -87,13 +87,14 @@ def test_missing_extra_is_named_with_its_command(lab, tmp_path, monkeypatch, mis
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("kl", "ce"), [(1.0, 0.0), (1.0, 0.3), (0.0, 1.0)])
 def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
-    monkeypatch.setitem(language.CHUNK, "cpu", 50)  # 3 rows of 11 at a time, the last chunk ragged
+    monkeypatch.setitem(output_head.CHUNK, "cpu", 50)  # 3 rows of 11 at a time, the last chunk ragged
     student = torch.randn(11, 13, requires_grad=True)
     teacher = torch.randn(11, 13) if kl else None
     targets = torch.randint(0, 13, (11,))
     targets[[2, 10]] = -100
-    kl_sum, ce_sum = next_token(student, targets, (teacher,) if kl else (), temperature)
-    (grad,) = torch.autograd.grad(3 * (kl * kl_sum + ce * ce_sum), student)
+    options = {"temperature": temperature, "ce_weight": ce}
+    loss, kl_sum, ce_sum = next_token(student, targets, (teacher,) if kl else (), **options)
+    (grad,) = torch.autograd.grad(3 * loss, student)
 
     log_q, live = (student / temperature).log_softmax(-1), (targets != -100)
     want_ce = F.cross_entropy(student, targets, reduction="sum")
@@ -104,7 +105,8 @@ def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
     (want_grad,) = torch.autograd.grad(3 * (kl * want_kl + ce * want_ce), student)
     torch.testing.assert_close((kl_sum, ce_sum), (want_kl, want_ce), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
-    nothing = next_token(student, torch.full((11,), -100), (teacher,) if kl else (), temperature).sum()
+    torch.testing.assert_close(loss, kl_sum + ce * ce_sum)
+    nothing = next_token(student, torch.full((11,), -100), (teacher,) if kl else (), **options)[0]
     assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
 
 
@@ -112,9 +114,9 @@ def test_likeliest_tokens_with_all_others_as_one():
     """Where the others are one token, that is the whole KL."""
     student, teacher = torch.randn(11, 13, requires_grad=True), torch.randn(11, 13)
     targets = torch.randint(0, 13, (11,)).index_fill(0, torch.tensor([2]), -100)
-    sums = [next_token(student, targets, known) for known in ([teacher], likeliest_tokens(teacher, 12))]
+    sums = [next_token(student, targets, known, ce_weight=1.0) for known in ([teacher], likeliest_tokens(teacher, 12))]
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
-    grads = [torch.autograd.grad(both.sum(), student)[0] for both in sums]
+    grads = [torch.autograd.grad(both[0], student)[0] for both in sums]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 

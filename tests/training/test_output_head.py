@@ -1,0 +1,154 @@
+"""The loss in chunks of logits, taken behind the output head, against the loss of whole logits: values and gradients."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from small_models import softmax_model
+from small_types import small_model_of
+from torch import nn
+
+import mhla_hf
+from mhla_hf.models.transformers_api import set_gradient_checkpointing
+from mhla_hf.training import output_head
+from mhla_hf.training.adapters import adapter_config
+from mhla_hf.training.language import DistillStep
+from mhla_hf.training.loop import Stage
+from mhla_hf.training.output_head import find_head, run_body
+from mhla_hf.training.teach import likeliest_tokens
+
+VOCAB, LENGTH = 64, 24
+STAGES = [
+    {"loss": "lm"},
+    {"loss": "logits"},
+    {"loss": "logits", "ce_weight": 0.3, "temperature": 2.0},
+    {"loss": "logits", "ce_weight": 0.3, "top_k": 8},
+    {"loss": "stored", "ce_weight": 0.3},
+]
+TYPES = {  # with what is special about their heads made to matter
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 0.7},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},  # its head has a bias
+    "gpt2": {},
+}
+
+
+def model_of(model_type, **values):
+    model = small_model_of(model_type)
+    for name, value in values.items():
+        assert hasattr(model.config, name)
+        setattr(model.config, name, value)
+        if hasattr(model, name):
+            setattr(model, name, value)
+    return model
+
+
+def results(student, teacher, values, chunked, monkeypatch):
+    """Loss, logs and the gradient of every parameter."""
+    stage = Stage("s", steps=1, lr=1e-3, seq_len=LENGTH, batch_size=3, **values)
+    random = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (3, LENGTH), generator=random)
+    labels = ids.clone()
+    labels[0, :7] = labels[2, 15:] = -100
+    with torch.no_grad():
+        known = likeliest_tokens(teacher(input_ids=ids).logits, 8) if stage.loss == "stored" else ()
+    step = DistillStep(student, teacher, stage)
+    if not chunked:
+        step.found = (None, None)
+    else:
+        monkeypatch.setitem(output_head.CHUNK, "cpu", 7 * VOCAB)  # the last chunk is ragged
+    student.zero_grad()
+    loss, logs = step(ids, labels, *known, 1 / 50, 1 / 3)
+    (3 * loss).backward()
+    assert (step.found[0] is not None) == chunked
+    gradients = {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach(), **logs}, gradients
+
+
+def assert_equal_ways(student, teacher, values, monkeypatch):
+    (logs, gradients), (want_logs, want) = (
+        results(student, teacher, values, chunked, monkeypatch) for chunked in (True, False)
+    )
+    torch.testing.assert_close(logs, want_logs, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == want.keys()
+    assert sum(x.abs().sum() for x in want.values()) > 0
+    torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", STAGES, ids=lambda values: "-".join(map(str, values.values())))
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_whole_logits(model_type, values, monkeypatch):
+    teacher = model_of(model_type, **TYPES[model_type])
+    student = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    assert_equal_ways(student, teacher, values, monkeypatch)
+
+
+def test_a_routers_loss_stays(monkeypatch):
+    student = softmax_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    assert_equal_ways(student, None, {"loss": "lm"}, monkeypatch)
+
+
+@pytest.mark.parametrize("trained", ["head", "frozen head"])
+def test_only_what_learns_gets_a_gradient(lab, trained, monkeypatch):
+    teacher = lab.teacher(tie_word_embeddings=False)
+    student = lab.student(teacher)
+    student.lm_head.weight.requires_grad_(trained == "head")
+    student.model.requires_grad_(trained != "head")
+    assert_equal_ways(student, teacher, {"loss": "logits"}, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
+def test_an_adapter_learns_the_same(lab, monkeypatch):
+    peft = pytest.importorskip("peft")
+    teacher = lab.teacher()
+    student = peft.get_peft_model(lab.student(teacher), adapter_config(lab.student(teacher), r=4))
+    assert_equal_ways(student, teacher, {"loss": "logits"}, monkeypatch)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(lab, monkeypatch):
+    """Of a model where some heads keep softmax."""
+    teacher = lab.teacher(num_key_value_heads=2)
+    student = lab.student(teacher, mixing_form="decay", local="softmax", softmax_heads={"0": [1]}).train()
+    _, want = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
+    calls = []
+    student.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    set_gradient_checkpointing(student, True)
+    _, gradients = results(student, teacher, {"loss": "logits"}, True, monkeypatch)
+    assert len(calls) == 3  # the probe's, the forward pass and the one that repeats it
+    torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-7)
+
+
+class Doubled(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: setattr(model, "lm_head", Doubled(32, VOCAB)), "is a Doubled, not a torch.nn.Linear"),
+        (lambda model: setattr(model.config, "logits_scaling", 2.0), "more than a scaled or soft-capped output"),
+    ],
+)
+def test_other_heads_are_taken_whole_and_the_log_says_why(lab, caplog, change, words):
+    student = lab.student(lab.teacher())
+    change(student)
+    step, ids = DistillStep(student, None, lab.lm()[0]), lab.tokens()[:96].view(2, 48)
+    caplog.set_level(logging.INFO, "mhla_hf")
+    losses = [step(ids, ids, 1 / 94, 1 / 2)[0] for _ in range(2)]
+    torch.testing.assert_close(losses[0], student(input_ids=ids, labels=ids).loss)
+    assert losses[0] == losses[1] and words in caplog.text and len(caplog.records) == 1
+
+
+def test_finding_a_head_leaves_random_generators_and_the_model(lab):
+    student, ids = lab.dropped().train(), lab.tokens()[:96].view(2, 48)
+    before = torch.get_rng_state()
+    head = find_head(student, ids)
+    assert torch.equal(torch.get_rng_state(), before) and "forward" not in vars(student.lm_head)
+    student.eval()
+    torch.testing.assert_close(head(run_body(student, head, ids)[1]), student(input_ids=ids).logits)
