@@ -16,7 +16,7 @@ RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval]'
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,eval,peft]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
@@ -29,7 +29,7 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	touch $@
 
-demo: $(VENV)/.demo  ## train, convert, distill, judge, load elsewhere: everything lands in out/
+demo: $(VENV)/.demo  ## SmolLM2 converted, judged, drawn, loaded elsewhere: everything lands in out/
 	$(BIN)/python -m experiments.demo $(ARGS)
 
 demo-images: $(VENV)/.demo  ## softmax, plain linear attention and MHLA learn digits: out/images

@@ -26,7 +26,8 @@ from mhla_hf.training.recipe import read_recipe, recipe_names
 from . import digits_dit, digits_vit
 from .costs import costs_table
 from .demo.figures import plot_gains
-from .demo.report import render_report, render_short
+from .demo.journey import render_short
+from .demo.report import render_report
 from .encoder import render_encoder
 from .heads import render_heads
 from .kvpress_rows import render as render_kvpress
@@ -41,7 +42,10 @@ from .studies.scaling import render_scaling
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- (\w+) ([\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-DOCUMENTS = tuple(name for name in ("README.md", *PAGES) if TABLE.search((ROOT / name).read_text(encoding="utf-8")))
+ADAPTER_CARD = "model_cards/checkpoints/smollm2-135m-instruct-mhla/README.md"
+DOCUMENTS = tuple(
+    name for name in ("README.md", ADAPTER_CARD, *PAGES) if TABLE.search((ROOT / name).read_text(encoding="utf-8"))
+)
 UNMEASURED = (
     "Not measured yet: no GPU was at hand. `make gpu`, on a machine with one, fills this part; no speed is claimed."
 )
@@ -123,18 +127,22 @@ def render_cache(lengths):
 def draw_gains(place):
     """The first picture of the README, from what was measured."""
     speed = json.loads((ROOT / "docs/language/speed.json").read_text(encoding="utf-8"))["rows"]
-    heads = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"][0]
-    demo = json.loads((ROOT / "model_cards/results/demo.json").read_text(encoding="utf-8"))["over_seeds"]["models"]
+    rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
+    heads = next(row for row in rows if row["far"])
     kept = {int(length): (heads["whole_bytes"][length], size) for length, size in heads["bytes"].items()}
     alone = [row for row in speed if row["batch"] == 1]
     time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in alone}
-    models = {name: demo[name] for name in ("teacher", "hybrid", "mhla", "linear")}
+    quality, forms = {}, {("MHLA", 15): "converted", ("window", 0): "window alone"}
+    for row in rows:
+        if row["text"].startswith("wiki") and row["seed"] == 0 and (label := forms.get((row["form"], row["heads"]))):
+            quality["softmax"] = {place: scores[2] for place, scores in row["places"].items()}
+            quality[label] = {place: scores[1] for place, scores in row["places"].items()}
     titles = (
-        "Time per new token\nSmolLM2-135M, two CPU threads, bf16",
-        f"Cache\nSmolLM2-135M, {heads['heads']} of 90 KV heads keep softmax, bf16",
-        "Recall (and bits per byte)\n0.9 M Llama, the demo's, 512 tokens",
+        "Time per new token\nSmolLM2-135M, two CPU threads",
+        f"Cache\n{heads['heads']} of 90 KV heads keep softmax, bf16",
+        "Perplexity by position\nWikiText-2 test, one seed",
     )
-    plot_gains(place, time, kept, models, titles)
+    plot_gains(place, time, kept, quality, titles)
 
 
 def made_by(record):
@@ -179,7 +187,7 @@ KINDS = {
     "serving": render_serving,
     "plan": lambda record: f"```text\n{render_plan(record)}\n```",
     "costs": lambda record: costs_table(record["rows"]),
-    "demo_short": lambda record: f"{render_short(record)}\n\n{made(record)}",
+    "journey": lambda record: f"{render_short(record)}\n\n{made(record)}",
     "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "digits_vit": lambda record: digits_vit.table(record["over_seeds"]),
     "digits_dit": lambda record: f"```text\n{digits_dit.render(record['over_seeds'])}\n```",

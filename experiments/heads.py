@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from mhla_hf import save_adapter
 from mhla_hf.checkpoints.files import file_aside
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
@@ -255,6 +256,7 @@ def main():
     parser.add_argument(
         "--rows", nargs="+", required=True, metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
     )
+    parser.add_argument("--adapter", help="folder for the first of --rows, seed 0, as an adapter")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
     arguments = vars(parser.parse_args())
@@ -262,9 +264,28 @@ def main():
     command = shlex.join(
         ["python", "-m", "experiments.heads", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
     )
-    make = functools.partial(make_row, arguments)
+    make, adapter = functools.partial(make_row, arguments), arguments.pop("adapter")
     record = add_rows(arguments["out"], make, list(jobs_of(arguments)), describe, workers=1, command=command)
     print(render_heads(record))
+    if adapter:
+        write_adapter(arguments, next(jobs_of(arguments)), adapter)
+
+
+def write_adapter(arguments, job, folder):
+    """Save what one form learned and the heads that it keeps, in bf16."""
+    parts, model = (
+        fit(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["seed"]),
+        load(arguments["model"]),
+    )
+    convert(model, layers="all", **FORMS[job["form"]][0])
+    model.load_state_dict(parts["mhla"], strict=False)
+    kept_heads = largest_gates(parts["gates"], job["heads"])
+    give_softmax_back(model, kept_heads)
+    gates = {str(layer): [round(x, 3) for x in values] for layer, values in parts["gates"].items()}
+    heads = {str(layer): heads for layer, heads in kept_heads.items()}
+    measured = {"text": Path(arguments["fit"]).name, "seed": job["seed"], "gates": gates, "softmax_heads": heads}
+    model.config.mhla_measured = measured
+    save_adapter(model.to(torch.bfloat16), folder)
 
 
 if __name__ == "__main__":

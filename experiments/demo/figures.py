@@ -152,15 +152,15 @@ def _map_heads(axes, measured):
     axes.set(title="KV heads that keep softmax (marked)", xlabel="layer", ylabel="KV head")
 
 
-def plot_gains(path, time, kept, models, titles):
+def plot_gains(path, time, kept, quality, titles):
     """What a conversion gains with length, and what it keeps of quality.
 
     Args:
         path: PNG to write.
-        titles: of the three panels; each says which model it is about.
-        time: tokens in the context -> milliseconds of the next token, (softmax, MHLA).
+        time: {tokens in the context: milliseconds of the next token, (softmax, MHLA)}.
         kept: the same for the bytes of the cache.
-        models: model -> its measures, as results.json has them.
+        quality: {model: {place in a row: perplexity}}; the first is softmax, the second the converted model.
+        titles: of the three panels.
     """
     with drawing(path, 1, 3, figsize=(11.5, 3.8), width_ratios=(1, 1, 1.15)) as (_, ((left, middle, right),)):
         mebibytes = {length: [value / 2**20 for value in pair] for length, pair in kept.items()}
@@ -178,15 +178,11 @@ def plot_gains(path, time, kept, models, titles):
                 )  # fmt: skip
             _by_length(axes, values, title, unit)
         left.legend(loc="upper left")
-        for place, (name, measures) in enumerate(models.items()):
-            recall, bits = measures["recall_far"]["mean"], measures["over_teacher_percent"]["mean"]
-            right.bar(place, recall, color=COLORS[name], width=0.7, zorder=2)
-            said = f"{recall:.2f}" + ("" if place == 0 else f"\n({bits:+.1f} %)".replace("-", "\N{MINUS SIGN}"))
-            right.annotate(said, (place, recall), xytext=(0, 4), textcoords="offset points", ha="center", va="bottom")
-        labels = LABELS | {"mhla": "MHLA in\u00a0all\u00a0layers"}
-        right.set_xticks(range(len(models)), [labels[name].replace(" ", "\n", 1) for name in models])
-        right.tick_params(axis="x", length=0)
-        right.set(title=titles[2], ylabel="lookups answered", ylim=(0, 1.25))
+        for name, (label, places) in zip(("teacher", "mhla", "linear"), quality.items(), strict=False):
+            right.plot(list(places), list(places.values()), color=COLORS[name], marker="o", label=label)
+        right.grid(True)
+        right.set(title=titles[2], xlabel="tokens in the context", ylabel="perplexity, lower is better", ylim=(0, None))
+        right.legend(loc="lower right", fontsize=9)
 
 
 def _by_length(axes, lengths, title, unit):

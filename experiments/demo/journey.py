@@ -323,3 +323,16 @@ def render_journey(results):
     heads = "heads: a sixth of the KV heads, chosen by gates, keeps softmax."
     title = f"What each writes behind {min(PROMPT_TOKENS, length // 2):,} tokens:"
     return "\n\n".join([render_rows(names, rows, left=1), f"{how} {heads}", title, *written])
+
+
+def render_short(results):
+    """README's table: a line for each model, no wider than 90 columns."""
+    length = results["length"]
+    titles = ["", "perplexity ↓", f"beyond {length // 2:,} ↓", "KL ↓", "recall ↑", "MiB at 4k ↓", "at 32k ↓"]
+    lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+    for name, scores in results["models"].items():
+        loss, sizes = scores["loss"], [scores["cache"][n] / 2**20 for n in ("4096", "32768")]
+        cells = [f"{math.exp(statistics.fmean(part)):.2f}" for part in (loss, loss[len(loss) // 2 :])]
+        cells += [f"{statistics.fmean(scores['kl']):.4f}", f"{scores['recall']:.3f}", *(f"{x:.1f}" for x in sizes)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -155,17 +155,6 @@ def render_report(results):
     return "\n\n".join(notes)
 
 
-def render_short(results):
-    """The README's table: a line for each model, no wider than 90 columns."""
-    titles = {"bits_per_byte": "bits per byte ↓", "over_teacher_percent": "over teacher ↓", "recall_far": "recall ↑"}
-    lines = [f"| | {' | '.join(titles.values())} |", "|---" + "|---:" * len(titles) + "|"]
-    forms = {"bits_per_byte": "{:.3f}", "over_teacher_percent": "{:+.1f} %", "recall_far": "{:.2f}"}
-    for model, measures in results["models"].items():
-        means = {key: measures[key] | {"stderr": None} for key in titles}
-        lines.append(f"| {LABELS[model]} | {' | '.join(_cell(means[key], forms[key]) for key in titles)} |")
-    return "\n".join(lines)
-
-
 def _cell(measure, form):
     if measure is None or measure["mean"] is None:
         return "" if measure is None else "never"

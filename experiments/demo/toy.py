@@ -383,7 +383,7 @@ class _Demo:
             base_model=hub_id,
             license=self.license,
             compared={label: self.folder(name, 0) for label, name in others.items() if name in self.models},
-            about="Made by `make demo ARGS=--toy`, which shows the whole journey on a small machine; too small to be useful.",
+            about="Made by `make demo ARGS=--toy`, the whole journey on a small machine; too small to be useful.",
         )
         check_card(folder)
         self.say(f"{folder}/README.md: every number checked against the files beside it")

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from experiments.docs import DOCUMENTS, PAGES, ROOT, TABLE, render
+from experiments.docs import ADAPTER_CARD, DOCUMENTS, PAGES, ROOT, TABLE, render
 from mhla_hf.cli import build_parser
 from mhla_hf.planning import advise
 from mhla_hf.training.recipe import STAGE_TYPES, Options, Recipe
 
-DOCUMENTED = ("README.md", "CONTRIBUTING.md", "conversion/README.md", *PAGES)
+DOCUMENTED = ("README.md", ADAPTER_CARD, "CONTRIBUTING.md", "conversion/README.md", *PAGES)
 TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in DOCUMENTED}
 LONGEST = 1200  # words of a page that somebody wrote
 
