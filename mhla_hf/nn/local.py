@@ -5,7 +5,8 @@ from math import log
 
 import torch
 
-from ..ops.local import LocalForm, local_attention
+from ..ops.decays import LocalForm
+from ..ops.local import local_attention
 from ..ops.local_state import LocalState, continue_local
 from .core import MHLACore, check_causal, move_tokens, padding_first, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing

@@ -6,7 +6,8 @@ The operator is opaque to torch.compile, one call for all lengths. Its gradients
 
 import torch
 
-from ..torch_local import LocalForm, near_and_far
+from ..decays import LocalForm
+from ..torch_local import near_and_far
 from .check import known_fault
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
 from .register import registered_operator

@@ -13,11 +13,10 @@ from torch._dynamo.utils import counters
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops import api
-from mhla_hf.ops.decays import Decays
+from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
-from mhla_hf.ops.torch_local import LocalForm
 from mhla_hf.ops.triton import check, local
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
@@ -112,7 +111,7 @@ def test_gradients(name, padding, dtype):
 @pytest.mark.parametrize("cuts", [(50, 61, 83), (7, 8, 83)], ids=str)
 def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     """Left padding in the first piece, segments of two blocks, and a step of one token, which stays PyTorch."""
-    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 24)
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 24)
     inputs, starts = problem(WINDOW), torch.tensor([0, 5], device=DEVICE)
     want = exact(WINDOW, *inputs, starts=starts)
     assert distance(attend(WINDOW, *inputs, starts=starts), want) <= TOLERANCE[F32]
