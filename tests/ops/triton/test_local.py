@@ -163,7 +163,11 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
     right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
     wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
-    verdicts = {right: "agreed with fp64", wrong: "gave o off by 1.0e-02", failing: "failed on cpu with TypeEr"}
+    verdicts = {
+        right: "agreed with fp64",
+        wrong: "gave o with a relative error of 1.0e-02",
+        failing: "failed on cpu with TypeEr",
+    }
     for kernel, said in verdicts.items():
         monkeypatch.setattr(check, "FAULTS_FOUND", {})
         monkeypatch.setattr(local, "triton_near_and_far", kernel)
@@ -192,9 +196,9 @@ def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
         outputs.append(core.to(DEVICE, BF16)(*given))
     assert outputs[0].dtype == BF16 and distance(*outputs) <= TOLERANCE[BF16]
     (arguments,) = written
-    assert {x[0].dtype for x in arguments if isinstance(x, tuple)} == {BF16, *([F32] if output_norm else [])}
+    assert {x[0].dtype for x in arguments.values() if isinstance(x, tuple)} == {BF16, *([F32] if output_norm else [])}
 
 
 def test_refusals_name_the_reason():
-    with refused("impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64"):
+    with refused("impl: got 'triton', expected another one: the kernels compute in fp32, not in fp64"):
         attend(WINDOW, *(x.double() for x in problem(WINDOW)))
