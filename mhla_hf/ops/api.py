@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def mhla(
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
         raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
-    form = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
+    form: dict[str, Any] = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
     differentiable = (q, k, v, mixing, q_den, k_den)
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
     choice = choose_implementation(
@@ -83,10 +84,10 @@ def mhla(
         lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **form, masked=key_mask is not None, backward=backward)),
     )
     tensors = {"q_den": q_den, "k_den": k_den, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "starts": starts}
-    o = FORMS[choice](q, k, v, mixing, **form, **tensors, key_blocks=key_blocks, scale=scale)
+    o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **tensors)
     if not return_state:
         return o
-    return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
+    return o, state_after(q, k, v, blocks, normalize is not False, k_den, key_mask, starts)
 
 
 @torch.no_grad()
@@ -136,27 +137,30 @@ def state_after(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    block_size: int,
+    blocks: Blocks,
     normalize: bool,
     k_den: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> MHLAState:
     """Return the state of a decoder that has seen all tokens of k and v; arguments as in `mhla`."""
+    assert blocks.block_size is not None  # causal blocks are those of a sequence
     state = MHLAState.empty(
         q.shape[0],
         k.shape[2],
         q.shape[2],
         k.shape[3],
         v.shape[3],
-        block_size,
+        blocks.block_size,
         normalize=normalize,
         dtype=torch.promote_types(k.dtype, v.dtype),
         device=k.device,
         den_dim=None if k_den is None else k_den.shape[3],
     )
     if key_mask is not None:
-        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
+        is_key = key_mask[:, :, None, None]
+        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
+        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
     with torch.autocast(q.device.type, enabled=False):
         append_tokens(k, v, k_den, state, count_real_tokens(state, k.shape[1], starts))
     return state

@@ -93,7 +93,7 @@ class Blocks:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens in each of the M blocks, in block order."""
-        sizes = (1,)
+        sizes: tuple[int, ...] = (1,)
         for axis in range(len(self.shape)):
             sizes = tuple(outer * inner for outer in sizes for inner in self.axis_sizes(axis))
         return (self.prefix, *sizes) if self.prefix else sizes

@@ -31,7 +31,8 @@ class RowShards:
         block_size: Tokens per block, C.
         num_ranks: P.
 
-    Attributes (on the CPU, with M blocks in the row):
+    Attributes (tensors are on the CPU; the row has M blocks):
+        num_sequences: N.
         first_token: int64 [M + 1], the first token of each block, and the end of the row.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block.
@@ -46,6 +47,7 @@ class RowShards:
         borders = cu_seqlens.long().cpu()
         num_tokens = int(borders[-1])
         self.block_size = block_size
+        self.num_sequences = len(borders) - 1
         if num_tokens < num_ranks * block_size:
             expected = f"at least {num_ranks * block_size}, a block of {block_size} for each of {num_ranks} processes"
             raise ValueError(f"input_ids: got {num_tokens} tokens, expected {expected}.")
@@ -181,7 +183,7 @@ def sharded_local_attention(
     inputs = LocalInputs(
         q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id, sink_tokens, past
     )
-    if len(cu_seqlens) == 2:  # a single sequence, which is then computed in segments if no gradient is needed
+    if shards.num_sequences == 1:  # a single sequence, which is then computed in segments if no gradient is needed
         inputs.sequence_id = None
         if sink_tokens is not None:
             inputs.sink_tokens = SinkTokens(*(x[:, -1] for x in sink_tokens))
@@ -267,16 +269,16 @@ def sharded_causal_mhla(
     check_no_padding(starts=starts)
     shards, rank = shards_of(cu_seqlens, block_size, group)
     mover = shards.mover(rank, q.device)
-    q, k, v, q_den, k_den = (None if x is None else mover.align(x) for x in (q, k, v, q_den, k_den))
+    q, k, v = (mover.align(x) for x in (q, k, v))
     block_index, sequence_id = shards.block_index.to(q.device), shards.sequence_id.to(q.device)
     matrix = mixing_of_sequences(mixing(int(shards.block_index.max()) + 1), block_index, sequence_id)
-    options = {"shards": shards, "rank": rank, "group": group, "impl": impl}
-    o = sharded_sum(q, k, v, matrix, **options)
+    o = sharded_sum(q, k, v, matrix, shards=shards, rank=rank, group=group, impl=impl)
     if normalize:
         ones = torch.ones_like(v[..., :1])
-        q_den = q if q_den is None else q_den
-        k_den = k if k_den is None else k_den
-        o = divide_or_zero(o, sharded_sum(q_den, k_den, ones, matrix, **options)[..., 0])
+        q_den = q if q_den is None else mover.align(q_den)
+        k_den = k if k_den is None else mover.align(k_den)
+        den = sharded_sum(q_den, k_den, ones, matrix, shards=shards, rank=rank, group=group, impl=impl)
+        o = divide_or_zero(o, den[..., 0])
     return mover.take_back(o if unrounded else o.to(v.dtype))
 
 
@@ -305,6 +307,7 @@ def sharded_sum(
     blocks = Blocks.sequence(q.shape[1], shards.block_size)
     local_mixing = mixing[..., first:end, first:end]
     o = mhla(q, k, v, local_mixing, blocks=blocks, causal=True, normalize=False, unrounded=True, impl=impl)
+    assert isinstance(o, torch.Tensor)  # no state was asked for
     (heads,) = Heads.groups(q, o.dtype, one_by_one=False)
     cut = BlockCut(blocks, q.device)
     with torch.autocast(q.device.type, enabled=False):

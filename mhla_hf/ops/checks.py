@@ -186,6 +186,7 @@ def check_mixing(
     if causal:
         num_blocks = blocks.num_blocks
         if cu_seqlens is not None:
+            assert blocks.block_size is not None  # see `check_blocks`
             longest = int(cu_seqlens.diff().max()) if values_can_be_read(q.device) else 1
             num_blocks = (longest - 1) // blocks.block_size + 1
         check_mixing_shape(mixing, q, num_blocks)

@@ -53,6 +53,7 @@ class Decays:
 
     def length_scale(self, block: torch.Tensor, lag: int) -> torch.Tensor:
         """Return n^-power for query blocks with these indices, int of any shape -> [.., H]; needs a `power`."""
+        assert self.power is not None
         num_far = (block - lag + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
 

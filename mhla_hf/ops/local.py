@@ -190,7 +190,7 @@ def attend_local(
         last = segment.block_index[:, -1]
         last = last if end_block is None else torch.minimum(last, end_block)
         past = PastSums(advance(past, summaries, decays, form.lag, segment.block_index, last), last)
-    return torch.cat(outputs, 1), past.sums
+    return torch.cat(outputs, 1), None if past is None else past.sums
 
 
 def advance(

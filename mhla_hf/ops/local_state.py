@@ -225,6 +225,7 @@ def continue_local(
     )
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_local(inputs, (before + num_new - 1).clamp(min=0) // size)
+    assert running is not None  # `attend_local` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, form)

@@ -36,18 +36,20 @@ def mhla_reference(
         # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
         sees_any = visible.any(2)[:, :, None, None]  # [B, T, 1, 1]
         seen_by_any = visible.any(1)[:, :, None, None]  # [B, S, 1, 1]
-        q, q_den = (None if x is None else torch.where(sees_any, x, 0) for x in (q, q_den))
-        k, v, k_den = (None if x is None else torch.where(seen_by_any, x, 0) for x in (k, v, k_den))
+        q = torch.where(sees_any, q, 0)
+        k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
+        if q_den is not None and k_den is not None:
+            q_den, k_den = torch.where(sees_any, q_den, 0), torch.where(seen_by_any, k_den, 0)
         token_mixing = mixing.to(dtype).expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 
         weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q, k, dtype), 0)  # [B, H, T, S]
         o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
         if normalize == "official":
-            query, key = (q, k) if q_den is None else (q_den, k_den)
+            query, key = (q, k) if q_den is None or k_den is None else (q_den, k_den)
             o = divide_or_zero(o, official_denominator(query, key, mixing.to(dtype), blocks, scale))
         elif normalize:
-            if q_den is not None:
+            if q_den is not None and k_den is not None:
                 weight = torch.where(visible[:, None], token_mixing * scale * inner_products(q_den, k_den, dtype), 0)
             o = divide_or_zero(o, weight.sum(-1).transpose(1, 2))
         return o if unrounded else o.to(v.dtype)
@@ -78,10 +80,12 @@ def token_relations(
     if key_mask is not None:
         visible = visible & key_mask[:, None, :]
     if starts is not None:
+        assert blocks.block_size is not None  # causal blocks are those of a sequence
         starts = starts.to(q.device)
         visible = visible & (key_token[None, :] >= starts[:, None])[:, None, :]
         query_block = key_block = (token[None, :] - starts[:, None]).clamp(min=0) // blocks.block_size
     if cu_seqlens is not None:
+        assert blocks.block_size is not None
         borders = cu_seqlens.to(q.device, torch.int64)
         sequence_id = torch.searchsorted(borders, token, right=True) - 1
         visible = visible & (sequence_id[:, None] == sequence_id[None, :])

@@ -45,7 +45,7 @@ def blocked_backward(
         q_grad, k_grad, v_grad, mixing_grad = grads
         for heads in work.groups:
             num_grad, den_grad = heads.take(o_grad), None
-            if work.normalize:  # o = num / den
+            if o is not None and den is not None:  # o = num / den
                 num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
                 den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
             m = heads.take_mixing(mixing, work.scale)

@@ -90,7 +90,8 @@ def step_within_block(
         query = heads_first(q, sum_dtype)
         query_den = None if q_den is None else heads_first(q_den, sum_dtype)
         tokens = [heads_first(x, sum_dtype) for x in open_tokens]
-        prefix, prefix_z = (None if x is None else x[:, :, None] for x in (state.prefix, state.prefix_z))
+        prefix = state.prefix[:, :, None]
+        prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
         o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
         o = o[:, :, 0].transpose(1, 2)
     closing = offset + num_tokens == size
@@ -272,7 +273,7 @@ def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, b
     """Mix the prefix anew for rows, int64 [R], that have moved on to the open blocks `blocks`, int64 [R]."""
     prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
     state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
-    if prefix_z is not None:
+    if prefix_z is not None and state.prefix_z is not None:
         state.prefix_z[rows.to(state.prefix.device)] = prefix_z[:, :, 0]
     state.prefix_block = state.prefix_block.index_copy(0, rows, blocks)
 
@@ -344,7 +345,7 @@ def window_entries(
 ) -> list[tuple[str, torch.Tensor]]:
     """Return the names of the window fields with the new tokens that go into them."""
     entries = [("window_k", k), ("window_v", v)]
-    if state.window_k_den is not None:
+    if k_den is not None:
         entries.append(("window_k_den", k_den))
     return entries
 

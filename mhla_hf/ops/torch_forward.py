@@ -44,7 +44,7 @@ def blocked_forward(
         for heads in work.groups:
             m = heads.take_mixing(mixing, work.scale)
             head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, work.normalize)
-            if head_den is not None:
+            if head_den is not None and den is not None:
                 head_num = divide_or_zero(head_num, head_den)
                 heads.write(work.query_cut.merge(head_den[..., None]), den)
             heads.write(work.query_cut.merge(head_num), o)

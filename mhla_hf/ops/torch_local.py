@@ -180,6 +180,7 @@ def combine(
     Returns:
         [.., N, V].
     """
+    far_factor: torch.Tensor | float
     if balance is None:
         near, far_factor = torch.where(visible, score, 0) * total_weight, form.scale
     else:

@@ -30,18 +30,21 @@ def torch_mhla(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:
-        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
+        is_key = key_mask[:, :, None, None]
+        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
+        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
     back = None
     if starts is not None:
         source, back = shift_to_start(starts.to(q.device), q.shape[1])
     if cu_seqlens is not None:
+        assert blocks.block_size is not None  # causal blocks are those of a sequence
         source, back, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
         mixing = mixing_of_sequences(mixing, block_index, sequence_id)
         blocks = Blocks.sequence(source.shape[1], blocks.block_size)
     if back is not None:
-        q, k, v, q_den, k_den = (
-            None if x is None else MoveTokens.apply(x, source, back) for x in (q, k, v, q_den, k_den)
-        )
+        q, k, v = (MoveTokens.apply(x, source, back) for x in (q, k, v))
+        if q_den is not None:
+            q_den, k_den = (MoveTokens.apply(x, source, back) for x in (q_den, k_den))
     if causal:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
     key_blocks = blocks if key_blocks is None else key_blocks
@@ -51,7 +54,8 @@ def torch_mhla(
         mixing = RowScaleFree.apply(mixing, causal)
         form = (blocks, key_blocks, causal, False, scale, True)
         num = BlockedAttention.apply(q, k, v, mixing, form)
-        q, k = (q, k) if q_den is None else (q_den, k_den)
+        if q_den is not None and k_den is not None:
+            q, k = q_den, k_den
         if normalize == "official":
             with torch.autocast(q.device.type, enabled=False):
                 den = official_denominator(q, k, mixing.to(num.dtype), blocks, scale)
@@ -98,10 +102,11 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, o_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mixing, o, den = ctx.saved_tensors
         with torch.no_grad():
-            grads = blocked_backward(o_grad, *ctx.saved_tensors, ctx.form)
+            grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.form)
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
-            grads = [DifferentiableOnce.apply(x, o_grad, *ctx.saved_tensors[:4]) for x in grads]
+            grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
         return *grads, None
 
 

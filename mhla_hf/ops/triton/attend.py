@@ -37,7 +37,7 @@ def forward_kernel(
         group: Query heads per KV head.
         share: Query heads per state.
     """
-    num_v_tiles: constexpr = (V + BV - 1) // BV
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_v_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, CAUSAL
     )
@@ -89,7 +89,7 @@ def dq_kernel(
         o, inv: What `forward_kernel` wrote; None if not normalized.
         Others as in `forward_kernel`.
     """
-    num_k_tiles: constexpr = (K + BK - 1) // BK
+    num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     k_tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_k_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, CAUSAL
     )
@@ -145,7 +145,7 @@ def dkdv_kernel(
         num_heads: Number of KV heads, G.
         Others as in `forward_kernel`.
     """
-    num_tiles_of_both: constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
+    num_tiles_of_both: tl.constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
     tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_tiles_of_both, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, True
     )

@@ -46,7 +46,7 @@ def kernel_kind(
         backward: Whether gradients are needed.
     """
     # `not a <= b` and `concrete` turn symbolic sizes of torch.compile into plain Python values.
-    long_blocks = causal and not blocks.block_size <= CHUNK
+    long_blocks = causal and blocks.block_size is not None and not blocks.block_size <= CHUNK
     grouped = not q.shape[2] <= k.shape[2]
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (concrete(q.shape[3]), concrete(v.shape[3]), concrete(den_width))

@@ -235,6 +235,7 @@ def kernel_blocks(
     blocks = Blocks(tuple(numbers[:num_axes]), tuple(numbers[num_axes:-2]), block_size or None, prefix)
     size = blocks.block_size
     if edges is not None:
+        assert size is not None  # packed sequences have blocks of a fixed size
         return KernelBlocks(edges.shape[0], blocks.length, size, size, (edges, None, None))
     if size is None and blocks.contiguous and blocks.equal:
         size = blocks.length // blocks.num_blocks

@@ -39,7 +39,7 @@ def decode_kernel(
     The token is at `position` [B] and has already been written into the window. The window and prefix are those of
     `MHLAState`; `window_den` is the window of the keys that the denominator reads.
     """
-    num_v_tiles: constexpr = (V + BV - 1) // BV
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile, item = tl.program_id(0) % num_v_tiles, (tl.program_id(0) // num_v_tiles).to(tl.int64)
     row, head = item // num_heads, item % num_heads
     kv_head, token = head // group, tl.load(position + row)
@@ -176,7 +176,8 @@ def small_step(
     )
     outputs = []
     for t in range(num_tokens):
-        q_t, k_t, v_t, q_den_t, k_den_t = (None if x is None else x[:, t : t + 1] for x in (q, k, v, q_den, k_den))
+        q_t, k_t, v_t = (x[:, t : t + 1] for x in (q, k, v))
+        q_den_t, k_den_t = (None if x is None else x[:, t : t + 1] for x in (q_den, k_den))
         outputs.append(torch_step(q_t, k_t, v_t, mixing, state, 1.0, q_den_t, k_den_t, None, True, attend_one))
     exact = torch_mhla(
         q.double(),

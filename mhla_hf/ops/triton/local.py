@@ -94,7 +94,7 @@ def local_kernel(
         group: Query heads per KV head.
         lag, scale: As in `LocalForm`.
     """
-    num_v_tiles: constexpr = (V + BV - 1) // BV
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile, part, block, head, row = program_of(num_v_tiles, tl.cdiv(block_size, BT), num_blocks, num_heads)
     kv_head, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
     begin = block * block_size + part * BT
@@ -214,7 +214,7 @@ def local_forward(
     num_kv_heads, value_width = v.shape[2:]
     num_blocks, num_sinks, sink_stride = block_index.shape[1], 0, 0
     o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
-    if sink_k is not None:
+    if sink_k is not None and sink_v is not None and sink_valid is not None:
         num_sinks = sink_valid.shape[-1]
         if sink_valid.dim() == 3:  # sinks of each block
             sink_stride = num_sinks

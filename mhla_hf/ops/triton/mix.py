@@ -30,7 +30,7 @@ def mix_kernel(
     It also sums over `group` heads of s [B, .., N, X] and of mixing. TRIANGLE 1 takes the blocks j < i alone, 2 those with
     j > i, 0 all. `share` heads of p read the same head of s.
     """
-    num_x_tiles: constexpr = (X + BX - 1) // BX
+    num_x_tiles: tl.constexpr = (X + BX - 1) // BX
     program = tl.program_id(0)
     num_row_tiles = tl.cdiv(num_blocks, BM)
     x = program % num_x_tiles * BX + tl.arange(0, BX)

@@ -60,6 +60,7 @@ def triton_mhla(
     edges = None
     with torch.autocast(q.device.type, enabled=False):
         if cu_seqlens is not None:
+            assert blocks.block_size is not None  # causal blocks are those of a sequence
             source, _, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
             mixing = mixing_of_sequences(mixing, block_index, sequence_id)
             source = source.view(-1, blocks.block_size)  # [M, C], -1 where a block has no token
@@ -84,7 +85,8 @@ def triton_mhla(
             return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=True, scale=1.0, dtype=dtype)[0]
         plain_sum = {**shared, "normalize": False, "scale": 1.0, "dtype": torch.float32}
         num = TRITON_FORWARD(q, k, v, mixing, **plain_sum)[0]
-        q, k = (q, k) if q_den is None else (q_den, k_den)
+        if q_den is not None and k_den is not None:
+            q, k = q_den, k_den
         if normalize == "official":
             k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
             return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
@@ -214,7 +216,7 @@ class KernelCall:
             diagonal_grad: [B, H, M * chunks, K], the part of the diagonal's from within chunks; None if not causal.
         """
         grad = mix_states_grads(dstates, self.s, self.mixing.dim(), self.num_chunks)
-        if dstates_z is not None:
+        if dstates_z is not None and self.z is not None:
             grad = grad + mix_states_grads(dstates_z, self.z, self.mixing.dim(), self.num_chunks)
         if diagonal_grad is not None:
             diagonal_grad = diagonal_grad.unflatten(2, (-1, self.num_chunks)).sum((0, 3, 4))  # [H, M]

@@ -38,8 +38,8 @@ def summaries_kernel(
 
     Arguments as in `summaries`; `span` is the number of tokens in a part, and `group` heads of k and v are summed.
     """
-    num_v_tiles: constexpr = (V + BV - 1) // BV
-    num_k_tiles: constexpr = (K + BK - 1) // BK
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
+    num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     tile, part, block, head, row = program_of(num_v_tiles * num_k_tiles, num_parts, num_blocks, num_heads)
     k_lanes, v_lanes = tile // num_v_tiles * BK + tl.arange(0, BK), tile % num_v_tiles * BV + tl.arange(0, BV)
     low, high = block_range(block, row, tables, num_tokens, block_size)
