@@ -83,7 +83,13 @@ def mhla(
         lambda: triton_refusal(q, k, v, k_den),
         lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **form, masked=key_mask is not None, backward=backward)),
     )
-    tensors = {"q_den": q_den, "k_den": k_den, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "starts": starts}
+    tensors: dict[str, Any] = {
+        "q_den": q_den,
+        "k_den": k_den,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+        "starts": starts,
+    }
     o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **tensors)
     if not return_state:
         return o

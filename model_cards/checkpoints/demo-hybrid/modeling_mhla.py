@@ -6,10 +6,13 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: c87a2bf1526c
+sha256: c3a7b33621d9
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextlib import nullcontext
 from dataclasses import asdict
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from functools import partial
 from math import log
 from math import prod
 from pathlib import Path
+from typing import Any
+from typing import NamedTuple
+from typing import no_type_check
 import copy
 import functools
 import inspect
@@ -50,21 +56,174 @@ import torch.nn.functional as F
 import transformers
 
 
+# mhla_hf/ops/decays.py
+
+SCAN_GROUP = 8  # blocks per group of the two-level scan; blocks before a group arrive as one running sum
+
+
+@dataclass
+class Decays:
+    """R exponential decays per head, which together stand for a mixing matrix.
+
+    Query heads that share a KV head also share its rates, and so its running sums: query head h uses the rates of KV head
+    h // (H // G).
+
+    Args:
+        weight: [H, R], the weights w of the query heads.
+        log_rate: [G, R], log(lambda) of the KV heads, at most 0.
+        power: [H] or None. If set, the weights of a query block are divided by n^power, where n is the number of blocks
+            that are far from it. The sum over n blocks of features grows with n, while the sum of a softmax hardly does.
+    """
+
+    weight: torch.Tensor
+    log_rate: torch.Tensor
+    power: torch.Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> "Decays":
+        """Return the same decays in another dtype."""
+        power = None if self.power is None else self.power.to(dtype)
+        return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
+
+    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
+        """Materialize the mixing matrix, as the reference implementation and plots need it.
+
+        Args:
+            num_blocks: Number of rows and columns, M.
+            lag: The smallest block distance that counts as far; matters only with a `power`.
+
+        Returns:
+            [H, M, M], lower triangular.
+        """
+        log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
+        power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
+        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        block = torch.arange(num_blocks, device=matrix.device)
+        return matrix if self.power is None else matrix * self.length_scale(block, lag).T[..., None]
+
+    def length_scale(self, block: torch.Tensor, lag: int) -> torch.Tensor:
+        """Return n^-power for query blocks with these indices, int of any shape -> [.., H]; needs a `power`."""
+        assert self.power is not None
+        num_far = (block - lag + 1).clamp(min=1)
+        return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """The options of near and far attention that are fixed for a layer; `local.py` has the formula.
+
+    Args:
+        block_size: Tokens per block, C.
+        lag: Blocks in the window, the open block included: block i - lag is the nearest one that is far from block i.
+        sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
+        scale: Factor of q k^T.
+        normalize: Whether outputs are divided by the sum of the weights.
+        impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
+        unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
+    """
+
+    block_size: int
+    lag: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+    impl: str = "auto"
+    unrounded: bool = True
+
+
+def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply query features by the weight of each decay, so that one matmul mixes and reads all R running sums.
+
+    Args:
+        q_features: [B, G, M, N, K]; N enumerates the query heads of a KV head, and within each its tokens.
+        weight: [H, R], the weights of the decays.
+
+    Returns:
+        [B, G, M, N, R * K].
+    """
+    weight = weight.view(q_features.shape[1], 1, -1, 1, weight.shape[1], 1)  # [G, 1, H / G, 1, R, 1]
+    q_features = q_features.unflatten(3, (weight.shape[2], -1))[..., None, :]  # [B, G, M, H / G, C, 1, K]
+    return (q_features * weight).flatten(5).flatten(3, 4)
+
+
+def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """Return lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
+    return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
+
+
+def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the distances i - j between `count` blocks, int [count, count], on the device of `like`."""
+    block = torch.arange(count, device=like.device)
+    return block[:, None] - block[None, :]
+
+
+def decayed_sums(
+    summaries: torch.Tensor, log_rate: torch.Tensor, lag: int = 1, sequence_id: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the running sums of every block i: sum over j <= i - lag of lambda_r^(i - j) S_j.
+
+    The scan has two levels. Within a group of `SCAN_GROUP` blocks a small matrix computes the sums; what comes from earlier
+    groups is the sum of whole groups, of which there are an eighth as many, computed by another matrix.
+
+    Args:
+        summaries: [B, G, M, X], the flattened summary S of each block.
+        log_rate: [G, R], log(lambda).
+        lag: The smallest distance between a block and the blocks it sums.
+        sequence_id: int [M], the packed sequence that each block belongs to; a sum never crosses sequences.
+
+    Returns:
+        [B, G, M, R, X].
+    """
+    num_blocks, num_rates = summaries.shape[2], log_rate.shape[1]
+    num_groups = (num_blocks + SCAN_GROUP - 1) // SCAN_GROUP + 1  # never 1, which torch.compile would specialize on
+    offset = min(lag - 1, num_blocks)
+    padding = num_groups * SCAN_GROUP - num_blocks
+    summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
+    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # place i holds S_{i - lag + 1}
+
+    place, distance = torch.arange(SCAN_GROUP, device=summaries.device), block_distances(SCAN_GROUP, summaries)
+    within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
+    within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
+    to_group_end = powers(log_rate, SCAN_GROUP - 1 - place)[:, None]  # [G, 1, R, j]
+    group_distance = block_distances(num_groups, summaries)
+    across = powers(log_rate, SCAN_GROUP * (group_distance - 1).clamp(min=0)).masked_fill(group_distance < 1, 0)
+    from_group_start = powers(log_rate, place).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
+    if sequence_id is not None:
+        # Zero every path on which a summary would reach a block of another sequence. The padding values -1, -2, and -3
+        # differ from each other and from every sequence, so padding matches nothing.
+        pad = torch.nn.functional.pad
+        reader = pad(sequence_id, (0, padding), value=-1).view(num_groups, SCAN_GROUP)
+        source = pad(sequence_id[: num_blocks - offset], (offset, padding), value=-2).view(num_groups, SCAN_GROUP)
+        last = source[:, -1]
+        previous_last = torch.cat([last.new_full((1,), -3), last[:-1]])
+        within = within.masked_fill(reader[:, :, None, None] != source[:, None, None, :], 0)
+        to_group_end = to_group_end.masked_fill((source != last[:, None])[:, None], 0)
+        across = across.masked_fill(previous_last[:, None] != last[None, :], 0)
+        from_group_start = from_group_start.masked_fill((reader != previous_last[:, None])[..., None, None], 0)
+
+    group_sums = (to_group_end @ grouped).permute(0, 1, 3, 2, 4)  # [B, G, R, groups, X]
+    from_earlier = (across @ group_sums).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, groups, 1, R, X]
+    sums = (within.flatten(-3, -2) @ grouped).unflatten(3, (SCAN_GROUP, num_rates)) + from_group_start * from_earlier
+    return sums.flatten(2, 3)[:, :, :num_blocks] * torch.exp(lag * log_rate)[:, None, :, None]
+
+
 # mhla_hf/ops/state.py
 
 class RowState:
-    """A dataclass of tensors, [B, ..] each: what a decoder remembers of B rows. Methods that change it work in place."""
+    """Base class of decoder states: dataclasses whose tensors all have the batch as their first axis.
+
+    All methods that change a state work in place.
+    """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, by name."""
+        """Return all tensors by field name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the number of bytes that the tensors take."""
         return sum(value.nbytes for value in self.tensors().values())
 
     def leave_inference_mode(self) -> None:
-        """Tensors of inference mode cannot be written outside of it: copies can."""
+        """Replace tensors made in inference mode, which cannot be written outside of it, by ordinary copies."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         for name, value in self.tensors().items():
@@ -73,19 +232,25 @@ class RowState:
 
     @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
-        """Keep the rows of `index` (int64 [B'], repeats allowed), in that order; addresses stay where their number does."""
+        """Keep the rows listed in `index`, in that order.
+
+        As long as the number of rows stays the same, the tensors keep their addresses, which CUDA graphs rely on.
+
+        Args:
+            index: int64 [B'], the rows to keep; a row may appear several times.
+        """
         self.leave_inference_mode()
         for name, value in self.tensors().items():
-            chosen = value.index_select(0, index.to(value.device))
-            if chosen.shape == value.shape:
-                value.copy_(chosen)
+            selected = value.index_select(0, index.to(value.device))
+            if selected.shape == value.shape:
+                value.copy_(selected)
             else:
-                setattr(self, name, chosen)
+                setattr(self, name, selected)
 
     def repeat(self, times: int) -> None:
-        """Repeat every row `times` times, the copies side by side."""
-        rows = len(next(iter(self.tensors().values())))
-        self.select(torch.arange(rows).repeat_interleave(times))
+        """Repeat every row `times` times; the copies of a row are next to each other."""
+        num_rows = len(next(iter(self.tensors().values())))
+        self.select(torch.arange(num_rows).repeat_interleave(times))
 
 
 # mhla_hf/ops/checks.py
@@ -94,121 +259,169 @@ IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work on the device is being recorded for a CUDA graph, when no number can be read back."""
+    """Whether the current CUDA stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # mhla_hf/ops/reference.py
 
-def divide_or_zero(numerator, denominator):
-    """numerator [..., V] / denominator [...], and 0 where the denominator vanishes; finite in the backward pass too."""
-    dead = denominator.abs() < torch.finfo(denominator.dtype).tiny
-    quotient = numerator / torch.where(dead, 1, denominator)[..., None]
-    return torch.where(dead[..., None], 0, quotient)
+def divide_or_zero(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """Divide [..., V] by [...], with 0 where the denominator vanishes; the backward pass is finite there, too."""
+    vanishes = denominator.abs() < torch.finfo(denominator.dtype).tiny
+    quotient = numerator / torch.where(vanishes, 1, denominator)[..., None]
+    return torch.where(vanishes[..., None], 0, quotient)
 
 
 # mhla_hf/ops/torch_layout.py
 
 class MoveTokens(torch.autograd.Function):
-    """y[b, p] = x[b, source[b, p]], zeros where source is -1.
+    """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
-    `back` says the same of the way back, so the gradient is a gather too.
+    Called as `MoveTokens.apply(x, source, back)` with x [B, T, H, K], source int64 [B or 1, P], and back int64 [B or 1, T],
+    the gather in the opposite direction. With it the backward pass is a gather, too, instead of a slow scatter.
     """
 
     @staticmethod
-    def forward(ctx, x, source, back):
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(source, back)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         source, back = ctx.saved_tensors
-        return MoveTokens.apply(g, back, source), None, None
+        return MoveTokens.apply(grad, back, source), None, None
 
 
-def shift_to_start(starts, tokens):
-    """source and back [B, T] for `MoveTokens` that bring the first real token of each row to place 0."""
-    place, starts = torch.arange(tokens, device=starts.device), starts[:, None]
+def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `source` and `back` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
+    place, starts = torch.arange(num_tokens, device=starts.device), starts[:, None]
     source, back = place + starts, place - starts
-    return torch.where(source < tokens, source, -1), torch.where(back >= 0, back, -1)
+    return torch.where(source < num_tokens, source, -1), torch.where(back >= 0, back, -1)
 
 
-def align_sequences(cu_seqlens, tokens, size):
-    """How packed sequences are brought to block edges: source [1, M * C] and back [1, T] for `MoveTokens`, and of each of
-    those M blocks its place in its sequence and the sequence's number, int64 [M] (behind the last: a number of its own).
+def align_sequences(
+    cu_seqlens: torch.Tensor, num_tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute how to move packed sequences so that each begins at a block edge.
 
-    M is the most that so many sequences can need.
+    The number of blocks M depends only on the number of tokens and sequences, not on the values of `cu_seqlens`, which
+    therefore need not be read on the host: it is the most blocks that so many sequences can need.
+
+    Args:
+        cu_seqlens: int [N + 1], the borders of the sequences.
+        num_tokens: T.
+        block_size: C.
+
+    Returns:
+        source: int64 [1, M * C], for `MoveTokens`.
+        back: int64 [1, T], for `MoveTokens`.
+        block_index: int64 [M], the index of each block in its sequence.
+        sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
     """
-    edges = cu_seqlens.long()
-    last = ((edges.diff() + size - 1) // size).cumsum(0)
-    first = torch.nn.functional.pad(last, (1, 0))
-    token = torch.arange(tokens, device=edges.device)
-    sequence = torch.searchsorted(edges, token, right=True) - 1
-    back = first[sequence] * size + token - edges[sequence]
-    count = (tokens + (len(edges) - 1) * (size - 1)) // size
-    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
-    block = torch.arange(count, device=edges.device)
-    sequence = torch.searchsorted(last, block, right=True)
-    return source[None], back[None], block - first[sequence], sequence
+    borders = cu_seqlens.long()
+    last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
+    first_block = torch.nn.functional.pad(last_block, (1, 0))
+    token = torch.arange(num_tokens, device=borders.device)
+    token_sequence = torch.searchsorted(borders, token, right=True) - 1
+    back = first_block[token_sequence] * block_size + token - borders[token_sequence]
+    num_blocks = (num_tokens + (len(borders) - 1) * (block_size - 1)) // block_size
+    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, back, token)
+    block = torch.arange(num_blocks, device=borders.device)
+    sequence_id = torch.searchsorted(last_block, block, right=True)
+    return source[None], back[None], block - first_block[sequence_id], sequence_id
 
 
-def ring_slot(position, slots, sinks=0):
-    """Which of `slots` the token at `position` is in: the first `sinks` have their own, the others share a ring."""
-    return torch.where(position < sinks, position, sinks + position % (slots - sinks))
+def ring_slot(position: torch.Tensor, num_slots: int, sinks: int = 0) -> torch.Tensor:
+    """Return the slot that holds the token at `position`: the first `sinks` tokens keep their own, the rest share a ring."""
+    return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
 class TokenLayout:
-    """New tokens behind those that are held, each row laid out from the edge of its block `first` on.
+    """Lays out the new tokens of every row, after the tokens that a state holds, from a block edge on.
 
-    before: int64 [B], tokens that a row has seen, in `slots` as `ring_slot` says (0: nothing is held). count: int64 [B], how
-    many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of them there
-    are. All these may be on the CPU while tokens are on `device`.
+    All index tensors may be on the CPU while the tokens are on `device`.
+
+    Args:
+        before: int64 [B], the tokens that each row had seen. The state holds the last of them as `ring_slot` says.
+        num_new: int64 [B], how many of the new tokens are real. These are the last ones, since padding is on the left.
+        num_columns: The number of new tokens with padding, T.
+        first_block: int64 [B], the block of each row at which the layout begins.
+        num_blocks: The number of blocks in the layout, M.
+        block_size: Tokens per block, C.
+        num_slots: Slots of the state; 0 if it holds nothing.
+        device: The device of the tokens.
+        sinks: How many of the slots are for sink tokens.
+
+    Attributes:
+        blocks: int64 [B, M], the index of each block.
+        filled: bool [B, M * C], the places of the layout that hold a token.
     """
 
-    def __init__(self, before, count, steps, first, blocks, size, slots, device, sinks=0):
-        self.before, self.count, self.steps, self.first, self.size = before, count, steps, first * size, size
-        self.slots, self.sinks, self.device = slots, sinks, device
-        self.blocks = first[:, None] + torch.arange(blocks, device=first.device)  # [B, M]
-        position = self.first[:, None] + torch.arange(blocks * size, device=first.device)
-        token = (position - before[:, None] + (steps - count)[:, None]).clamp(min=0, max=steps - 1)
-        source = token
-        if slots:
-            source = torch.where(position < before[:, None], ring_slot(position, slots, sinks), token + slots)
-        self.token, self.source = token.to(device), source.to(device)
-        self.filled = (position < (before + count)[:, None]).to(device)
+    def __init__(
+        self,
+        before: torch.Tensor,
+        num_new: torch.Tensor,
+        num_columns: int,
+        first_block: torch.Tensor,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        device: torch.device,
+        sinks: int = 0,
+    ):
+        self.before = before
+        self.num_new = num_new
+        self.num_columns = num_columns
+        self.first_position = first_block * block_size
+        self.num_slots = num_slots
+        self.sinks = sinks
+        self.device = device
+        self.blocks = first_block[:, None] + torch.arange(num_blocks, device=first_block.device)
+        position = self.first_position[:, None] + torch.arange(num_blocks * block_size, device=first_block.device)
+        new_token = (position - before[:, None] + (num_columns - num_new)[:, None]).clamp(min=0, max=num_columns - 1)
+        source = new_token
+        if num_slots:  # slots and new tokens are concatenated, so new tokens come after `num_slots`
+            held_slot = ring_slot(position, num_slots, sinks)
+            source = torch.where(position < before[:, None], held_slot, new_token + num_slots)
+        self.new_token = new_token.to(device)
+        self.source = source.to(device)
+        self.filled = (position < (before + num_new)[:, None]).to(device)
         self.rows = torch.arange(len(before), device=device)[:, None]
 
-    def place_keys(self, held, new):
-        """What is held [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
-        return (torch.cat([held, new.to(held.dtype)], 1) if self.slots else new)[self.rows, self.source]
+    def place_keys(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Lay out held and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
+        return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
-    def place_queries(self, q):
-        """[B, T, ..] -> [B, M * C, ..]."""
-        return q[self.rows, self.token]
+    def place_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Lay out new tokens alone: [B, T, ..] -> [B, M * C, ..]; arbitrary where there is none."""
+        return q[self.rows, self.new_token]
 
-    def take_back(self, o):
-        """[B, M * C, ..] -> [B, T, ..], zeros for padding."""
-        token = torch.arange(self.steps, device=self.before.device) - (self.steps - self.count)[:, None]
-        place = (token + (self.before - self.first)[:, None]).clamp(min=0).to(self.device)
-        real = (token >= 0).to(self.device)
-        return torch.where(real.view(*real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
+    def take_back(self, o: torch.Tensor) -> torch.Tensor:
+        """Return outputs to the order of the new tokens: [B, M * C, ..] -> [B, T, ..], zeros for padding."""
+        new_index = (
+            torch.arange(self.num_columns, device=self.before.device) - (self.num_columns - self.num_new)[:, None]
+        )
+        place = (new_index + (self.before - self.first_position)[:, None]).clamp(min=0).to(self.device)
+        is_real = (new_index >= 0).to(self.device)
+        return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
-    def keep(self, held, laid):
-        """Write the last of the tokens laid out, [B, M * C, ..], into `held` [B, slots, ..], in place."""
-        end, slots = (self.before + self.count - 1)[:, None], held.shape[1]
-        slot = torch.arange(slots, device=end.device)
-        last = end - (end - slot + self.sinks) % (slots - self.sinks)  # of each slot of the ring
-        position = torch.where(slot < self.sinks, slot, last)
-        new = (position >= torch.maximum(self.before, self.first)[:, None]) & (position <= end)
-        new = (new & (ring_slot(position, slots, self.sinks) == slot)).to(self.device)
-        values = laid[self.rows, (position - self.first[:, None]).clamp(0, laid.shape[1] - 1).to(self.device)]
-        held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
+    def keep(self, held: torch.Tensor, laid_out: torch.Tensor) -> None:
+        """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
+        end, num_slots = (self.before + self.num_new - 1)[:, None], held.shape[1]
+        slot = torch.arange(num_slots, device=end.device)
+        newest_in_slot = end - (end - slot + self.sinks) % (num_slots - self.sinks)
+        position = torch.where(slot < self.sinks, slot, newest_in_slot)
+        is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]) & (position <= end)
+        is_new = (is_new & (ring_slot(position, num_slots, self.sinks) == slot)).to(self.device)
+        place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)
+        values = laid_out[self.rows, place].to(held.dtype)
+        held.copy_(torch.where(is_new.view(*is_new.shape, *[1] * (held.dim() - 2)), values, held))
 
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "c87a2bf1526c"
+NAMESPACE = "c3a7b33621d9"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -221,112 +434,145 @@ except ImportError:
     tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
-WIDEST = 256
-LENGTHS = {"tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "group"}
+CHUNK = 64  # tokens per tile; in causal blocks, the tokens that are handled quadratically
+MAX_HEAD_WIDTH = 256
+# Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile anew for each value
+# that is 1 or divisible by 16.
+LENGTH_PARAMETERS = {
+    "num_tokens",
+    "block_size",
+    "span",
+    "num_parts",
+    "num_blocks",
+    "num_columns",
+    "mixing_head_stride",
+    "mixing_row_stride",
+    "group",
+}
 
 
-def kernel(function):
-    """`triton.jit`, with what depends on lengths kept out of the compilation key."""
+def kernel(function: Callable) -> Any:
+    """Compile a function with `triton.jit`, without specializing on `LENGTH_PARAMETERS`."""
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in LENGTHS])
+    return triton.jit(function, do_not_specialize=[name for name in names if name in LENGTH_PARAMETERS])
 
 
 class TunedKernel:
-    """A kernel whose tiles `triton.autotune` chooses, once for every combination of the constants named in `key`.
+    """A kernel whose tile sizes `triton.autotune` chooses, once for every combination of the constants named in `key`.
 
-    configurations(constants) lists the tiles (keywords of a launch), the rule's first, which the interpreter takes. A kernel
-    writes its outputs and reads none of them, so it can be run again and again to be timed.
+    Kernels write their outputs and never read them, so they can be run repeatedly for timing.
+
+    Args:
+        function: The kernel, not yet compiled.
+        configurations: Returns for the constants of a launch the tile sizes to try, each with num_warps and num_stages. The
+            interpreter takes the first.
+        key: Names of constants.
     """
 
-    def __init__(self, function, configurations, key):
-        self.jitted, self.configurations, self.tuner = kernel(function), configurations, None
+    def __init__(self, function: Callable, configurations: Callable[[dict], list[dict]], key: tuple[str, ...]):
+        self.jitted = kernel(function)
+        self.configurations = configurations
+        self.tuner = None
         if triton is not None and not INTERPRETED:
-            any_two = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # `choices` takes their place
-            prune = {"early_config_prune": lambda configs, arguments, **constants: self.choices(constants)}
-            tune = triton.autotune(any_two, key=list(key), prune_configs_by=prune, cache_results=True)
+            placeholders = [
+                triton.Config({}, num_warps=warps) for warps in (4, 8)
+            ]  # pruning puts `choices` in their place
+            prune = {"early_config_prune": lambda configs, named_args, **arguments: self.choices(arguments)}
+            tune = triton.autotune(placeholders, key=list(key), prune_configs_by=prune, cache_results=True)
             self.tuner = tune(self.jitted)
 
-    def choices(self, constants):
-        """The configurations that fit the shared memory of this GPU, at least one."""
+    def choices(self, constants: dict[str, Any]) -> list[Any]:
+        """Return the configurations that fit into the shared memory of this GPU, at least one."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        room = getattr(properties, "shared_memory_per_block_optin", 65536)
-        listed = self.configurations(constants)
-        listed = [config for config in listed if shared_bytes(constants["DOT"], config) <= room] or listed[-1:]
+        available = getattr(properties, "shared_memory_per_block_optin", 65536)
+        configurations = self.configurations(constants)
+        fitting = [config for config in configurations if shared_bytes(constants["DOT"], config) <= available]
         return [
-            triton.Config(tiles, num_warps=tiles.pop("num_warps"), num_stages=tiles.pop("num_stages"))
-            for tiles in listed
+            triton.Config(sizes, num_warps=sizes.pop("num_warps"), num_stages=sizes.pop("num_stages"))
+            for sizes in fitting or configurations[-1:]
         ]
 
-    def launch(self, grid, arguments, constants):
-        """Start the kernel; grid is a function of the constants, tiles among them."""
+    def launch(self, grid: Callable[[dict], tuple[int]], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+        """Launch the kernel.
+
+        Args:
+            grid: Returns the number of programs, given a dictionary with the constants and the tile sizes.
+            arguments: The run-time arguments by parameter name.
+            constants: The compile-time constants by parameter name, without the tile sizes.
+        """
         constants = {**constants, "enable_fp_fusion": True}
         if self.tuner is not None:
-            self.tuner[grid](*arguments, **constants)
+            self.tuner[grid](**arguments, **constants)
         else:
-            self.jitted[grid](*arguments, **constants, **self.configurations(constants)[0])
+            self.jitted[grid](**arguments, **constants, **self.configurations(constants)[0])
 
 
-def tuned(configurations, *key):
-    """Decorator: a `TunedKernel`."""
+def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:
+    """Decorator that makes a kernel a `TunedKernel`."""
     return lambda function: TunedKernel(function, configurations, key)
 
 
-def token_tiles(constants, most=128):
-    """What is tried for kernels on tokens: a rule, and its neighbors.
+def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[str, int]]:
+    """List the tile sizes to try for kernels on tokens: those of a rule, then its neighbors.
 
-    The rule: whole heads of up to `most` lanes (fp32: 32), so that tiles stay in registers; else parts, of both alike.
+    The rule takes heads as a whole up to `max_lanes` lanes (up to 32 in fp32), so that tiles stay in registers. Wider heads
+    are divided into equally many parts for keys and values.
     """
-    K, V, bf16 = lanes_for(constants["K"]), lanes_for(constants["V"]), constants["DOT"] == "bf16"
-    parts = max(1, max(K, V) // (most if bf16 else 32))
-    BK, BV = max(16, K // parts), max(16, V // parts)
-    warps = 4 if bf16 and max(BK, BV) <= 64 else 8
+    K, V, is_bf16 = next_lanes(constants["K"]), next_lanes(constants["V"]), constants["DOT"] == "bf16"
+    num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
+    BK, BV = max(16, K // num_parts), max(16, V // num_parts)
+    warps = 4 if is_bf16 and max(BK, BV) <= 64 else 8
     rule = {"BT": CHUNK, "BK": BK, "BV": BV, "num_warps": warps, "num_stages": 2}
     half = {**rule, "BK": max(16, BK // 2), "BV": max(16, BV // 2), "num_warps": 4}
-    more = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
-    return [rule, {**rule, "num_warps": 12 - warps}, *more, half, {**half, "num_stages": 1}]
+    double = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
+    return [rule, {**rule, "num_warps": 12 - warps}, *double, half, {**half, "num_stages": 1}]
 
 
-def shared_bytes(DOT, config):
-    """About the shared memory that a block of threads needs: for each stage, the tiles that a step of its loop loads."""
-    rows, *others = (size for name, size in config.items() if name.startswith("B"))
-    return config["num_stages"] * (2 if DOT == "bf16" else 4) * (rows * sum(others) + others[0] * others[-1])
+def shared_bytes(DOT: str, config: dict[str, int]) -> int:
+    """Estimate the shared memory of a program in bytes: for each stage, the tiles that one iteration of its loop loads."""
+    rows, *widths = (size for name, size in config.items() if name.startswith("B"))
+    tile_elements = rows * sum(widths) + widths[0] * widths[-1]
+    return config["num_stages"] * (2 if DOT == "bf16" else 4) * tile_elements
 
 
-def dot_kind(*tensors):
-    """DOT for products of these tensors: fp16 numbers are read by tf32 exactly, and what is between them has room there."""
-    kinds = {x.dtype for x in tensors}
-    if kinds == {torch.bfloat16}:
+def dot_kind(*tensors: torch.Tensor) -> str:
+    """Return the DOT constant (see `dot`) for products of these tensors.
+
+    fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16.
+    """
+    dtypes = {x.dtype for x in tensors}
+    if dtypes == {torch.bfloat16}:
         return "bf16"
     if torch.version.hip:
         return "ieee"
-    return "tf32" if kinds == {torch.float16} else "tf32x3"
+    return "tf32" if dtypes == {torch.float16} else "tf32x3"
 
 
-def on_device(x):
-    """Launches inside go to x's device."""
+def on_device(x: torch.Tensor) -> AbstractContextManager:
+    """Return a context in which kernels are launched on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def as_argument(x):
-    """A tensor [B, T, H, W] as a kernel takes it."""
-    return (x, *x.stride()[:3])
+def with_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return a tensor [B, T, H, W] as kernels take it: pointer, and strides of row, token, and head."""
+    row_stride, token_stride, head_stride = x.stride()[:3]
+    return x, row_stride, token_stride, head_stride
 
 
-def in_rows(x):
-    """x itself if its last axis is contiguous, else a copy."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` itself if its last axis is contiguous, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def lanes_for(width):
-    """The power of two, at least 16, that holds a width."""
+def next_lanes(width: int) -> int:
+    """Return the smallest power of two that is at least `width` and at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(count, tile):
-    """How many tiles cover a count."""
+def num_tiles(count: int, tile: int) -> int:
+    """Return how many tiles cover `count` elements."""
     return (count + tile - 1) // tile
 
 
@@ -337,14 +583,16 @@ UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
 
 
 @kernel
+@no_type_check
 def as_tf32(x):
-    """fp32 numbers as a tf32 product reads them in the worst case: their last 13 bits cut off."""
+    """Round fp32 numbers as a tf32 product reads them in the worst case: cut off their last 13 bits."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @kernel
+@no_type_check
 def cast(x, dtype: constexpr):
-    """x in another dtype, to nearest even; the interpreter alone would cut fp32 off to make bf16."""
+    """Cast to another dtype, rounding to nearest even; the interpreter by itself would truncate fp32 to bf16."""
     if UPCAST and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -353,8 +601,9 @@ def cast(x, dtype: constexpr):
 
 
 @kernel
+@no_type_check
 def operand(x, DOT: constexpr):
-    """x as a product reads it: bf16 if DOT is that, else fp32."""
+    """Cast an operand of a product: to bf16 if DOT is "bf16", else to fp32."""
     if DOT == "bf16":
         x = cast(x, tl.bfloat16)
     else:
@@ -363,8 +612,12 @@ def operand(x, DOT: constexpr):
 
 
 @kernel
+@no_type_check
 def dot(a, b, DOT: constexpr):
-    """a @ b in fp32; DOT is "bf16", or how fp32 numbers are multiplied: "tf32", "tf32x3" (three of tf32) or "ieee"."""
+    """Compute a @ b in fp32.
+
+    DOT is "bf16", or how fp32 numbers are multiplied: "tf32", "tf32x3" (three tf32 products), or "ieee".
+    """
     a, b = operand(a, DOT), operand(b, DOT)
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -379,33 +632,51 @@ def dot(a, b, DOT: constexpr):
 
 
 @kernel
-def program_of(tiles, parts, blocks, heads):
-    """Which tile, part of a block, block, head and row of the batch this program is for."""
+@no_type_check
+def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
+    """Return the tile of lanes, the part of a block, the block, the head, and the batch row that this program computes."""
     program = tl.program_id(0)
-    item = program // tiles // parts
-    head, row = (item // blocks % heads).to(tl.int64), (item // blocks // heads).to(tl.int64)
-    return program % tiles, program // tiles % parts, item % blocks, head, row
+    item = program // num_lane_tiles // num_parts
+    head = (item // num_blocks % num_heads).to(tl.int64)
+    row = (item // num_blocks // num_heads).to(tl.int64)
+    return program % num_lane_tiles, program // num_lane_tiles % num_parts, item % num_blocks, head, row
 
 
 @kernel
+@no_type_check
+def tile_pointers(x, row, token, head, lanes):
+    """Return the pointers to a tile of x [B, T, H, W], for some tokens of a head and some lanes."""
+    pointer, row_stride, token_stride, head_stride = x[0], x[1], x[2], x[3]
+    return pointer + row * row_stride + head * head_stride + token[:, None] * token_stride + lanes[None, :]
+
+
+@kernel
+@no_type_check
 def load_tile(x, row, token, head, valid, lanes, WIDTH: constexpr):
-    """Rows of x [B, T, H, WIDTH] at some tokens, zeros where not valid or beyond WIDTH."""
-    pointers = x[0] + row * x[1] + head * x[3] + token[:, None] * x[2] + lanes[None, :]
+    """Load a tile of x [B, T, H, WIDTH] at some tokens, with zeros where not valid or beyond WIDTH."""
+    pointers = tile_pointers(x, row, token, head, lanes)
     return tl.load(pointers, mask=valid[:, None] & (lanes < WIDTH)[None, :], other=0.0)
 
 
 @kernel
+@no_type_check
 def store_tile(x, row, token, head, valid, lanes, tile, WIDTH: constexpr):
-    """Write a tile to rows of x [B, T, H, WIDTH]."""
-    pointers = x[0] + row * x[1] + head * x[3] + token[:, None] * x[2] + lanes[None, :]
+    """Store a tile to x [B, T, H, WIDTH] at some tokens, where valid."""
+    pointers = tile_pointers(x, row, token, head, lanes)
     tl.store(pointers, cast(tile, x[0].dtype.element_ty), mask=valid[:, None] & (lanes < WIDTH)[None, :])
 
 
 @kernel
+@no_type_check
 def invert_or_zero(den):
-    """1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
-    alive = tl.abs(den) >= 1.1754943508222875e-38
-    return tl.where(alive, 1.0 / tl.where(alive, den, 1.0), 0.0)
+    """Return 1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
+    nonzero = tl.abs(den) >= 1.1754943508222875e-38  # the smallest normal fp32 number
+    return tl.where(nonzero, 1.0 / tl.where(nonzero, den, 1.0), 0.0)
+
+
+# mhla_hf/ops/triton/mix.py
+
+ALL_BLOCKS, EARLIER_BLOCKS, LATER_BLOCKS = 0, 1, 2  # values of TRIANGLE
 
 
 # mhla_hf/ops/triton/register.py
@@ -413,8 +684,8 @@ def invert_or_zero(den):
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 
 
-def triton_refusal(q, k, v, k_den=None):
-    """Why these tensors cannot go through the kernels, as the end of a sentence; None if they can."""
+def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None = None) -> str | None:
+    """Return why the kernels cannot run on these tensors, as a clause without a period; None if they can."""
     if triton is None:
         return "triton is not installed"
     if q.device.type != "cuda" and not INTERPRETED:
@@ -424,233 +695,213 @@ def triton_refusal(q, k, v, k_den=None):
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "the kernels compute in fp32, not in fp64"
     widest = max(x.shape[3] for x in (k, v, k_den) if x is not None)
-    if widest > WIDEST:
-        return f"heads are {widest} wide, more than {WIDEST}"
+    if widest > MAX_HEAD_WIDTH:
+        return f"heads are {widest} wide, and the kernels take at most {MAX_HEAD_WIDTH}"
     return None
 
 
-def registered_operator(name, schema, function, fake, gradients=None, keep=None):
-    """The operator of that name in this version's namespace, registered unless an equal copy of this file has done so."""
+def registered_operator(
+    name: str,
+    schema: str,
+    function: Callable,
+    fake: Callable,
+    gradients: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> Any:
+    """Return the operator `name` of this version's namespace; register it unless an equal copy of this file did.
+
+    Args:
+        name: Name in the namespace `TRITON_SPACE`.
+        schema: Its schema, as `torch.library.custom_op` takes it.
+        function: The implementation.
+        fake: The implementation for tracing.
+        gradients: The autograd formula; None if it is not differentiable.
+        setup_context: Saves what `gradients` reads.
+    """
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
         operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         if gradients is not None:
-            operator.register_autograd(gradients, setup_context=keep)
+            operator.register_autograd(gradients, setup_context=setup_context)
     return getattr(space, name)
 
 
 # mhla_hf/ops/triton/check.py
 
-DIFFERENCE_ALLOWED = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-FAULTS_FOUND = {}
+MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+FAULTS_FOUND: dict[tuple, str | None] = {}
+
+Results = tuple[list[torch.Tensor], list[torch.Tensor]]  # of the kernels, and of PyTorch in fp64
 
 
-def known_fault(call, kind) -> str | None:
-    """Why kernels of a kind cannot be trusted on its device, kind[0]; None if they can. Found out once, by a small call."""
-    named = call.__name__, *kind
-    if named not in FAULTS_FOUND:
-        if is_capturing(kind[0]):
+def concrete(size: int | torch.SymInt) -> int:
+    """Return a size that may be symbolic as a number; torch.compile then specializes on it."""
+    return len([None] * size)
+
+
+def known_fault(call: Callable[..., Results], kind: tuple) -> str | None:
+    """Return why the kernels cannot be trusted for calls of a kind, or None if they can; found out once per kind.
+
+    Args:
+        call: Makes a small call of a kind; `small_call` or one like it.
+        kind: Its arguments, which begin with the device and the dtypes of queries and values.
+    """
+    key = call.__name__, *kind
+    if key not in FAULTS_FOUND:
+        device = kind[0]
+        if is_capturing(device):
             return "a CUDA graph is being captured, and no such call came before it to check the Triton kernels"
-        FAULTS_FOUND[named] = find_fault(call, *kind)
-    return FAULTS_FOUND[named]
+        FAULTS_FOUND[key] = find_fault(call, *kind)
+    return FAULTS_FOUND[key]
 
 
-def find_fault(call, device, dtype, value_dtype, *kind) -> str | None:
-    """`known_fault`, by running them."""
+def find_fault(
+    call: Callable[..., Results], device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, *kind: Any
+) -> str | None:
+    """Run the kernels and compare them with fp64; see `known_fault`."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            got, want = call(device, dtype, value_dtype, *kind)
-    except torch.OutOfMemoryError:
+            results, exact = call(device, dtype, value_dtype, *kind)
+    except torch.OutOfMemoryError:  # says nothing about the kernels
         raise
     except Exception as error:
         return f"the Triton kernels failed on {device} with {type(error).__name__}: {str(error).strip()[:200]}"
     errors = [
-        float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf"))) for x, y in zip(got, want, strict=True)
+        float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf")))
+        for x, y in zip(results, exact, strict=True)
     ]
-    if max(errors) <= DIFFERENCE_ALLOWED[min((dtype, value_dtype), key=lambda x: x.itemsize)]:
+    coarser_dtype = min((dtype, value_dtype), key=lambda x: x.itemsize)
+    if max(errors) <= MAX_RELATIVE_ERROR[coarser_dtype]:
         return None
     name = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")[errors.index(max(errors))]
-    return f"the Triton kernels gave {name} off by {max(errors):.1e} of fp64 on {device}, for {(dtype, value_dtype, *kind)}"
+    kind_text = str((dtype, value_dtype, *kind))
+    return f"the Triton kernels gave {name} with a relative error of {max(errors):.1e} on {device}, for {kind_text}"
 
 
 # mhla_hf/ops/api.py
 
 OPERATOR_LOG = logging.getLogger("mhla_hf")
 KERNEL_DEVICES = ("cuda",)
-ANNOUNCED_CHOICES = set()
+ANNOUNCED_CHOICES: set[tuple[str, str]] = set()
 
 
-def choose_implementation(impl, device, find_refusal, find_fault):
-    """The implementation on a device; says once what "auto" took. ValueError where Triton is asked in vain.
+def choose_implementation(
+    impl: str,
+    device: torch.device,
+    find_refusal: Callable[[], str | None],
+    find_fault: Callable[[], str | None],
+) -> str:
+    """Resolve "auto" to an implementation, and log each choice the first time it is made.
 
-    find_refusal, find_fault: say why the kernels cannot be used, and why they cannot be trusted; None if they can.
+    Args:
+        impl: What the caller asked for.
+        device: The device of the inputs.
+        find_refusal: Returns why the Triton kernels cannot run on these inputs; None if they can.
+        find_fault: Returns why their results cannot be trusted on this device; None if they can.
+
+    Raises:
+        ValueError: If `impl` is "triton" and the kernels cannot run.
     """
     if impl not in ("auto", "triton"):
         return impl
-    on_cpu = device.type not in KERNEL_DEVICES
-    refusal = None if impl == "auto" and on_cpu else find_refusal()
+    no_kernels = device.type not in KERNEL_DEVICES
+    refusal = None if impl == "auto" and no_kernels else find_refusal()
     if impl == "triton":
         if refusal is not None:
-            raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
+            raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
         return impl
-    choice, why, level = "torch", refusal, logging.INFO
-    if on_cpu:
-        why = f"the fastest form this version has for {device.type} tensors"
+    choice, reason, level = "torch", refusal, logging.INFO
+    if no_kernels:
+        reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
-        why = find_fault()
-        level = logging.WARNING if why is not None else level
-    if why is None:
-        choice, why = "triton", f"whose kernels agreed with fp64 on {device}"
-    if not torch.compiler.is_compiling() and (choice, why) not in ANNOUNCED_CHOICES:
-        ANNOUNCED_CHOICES.add((choice, why))
-        OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)
+        reason = find_fault()
+        level = logging.WARNING if reason is not None else level
+    if reason is None:
+        choice, reason = "triton", f"whose kernels agreed with fp64 on {device}"
+    if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
+        ANNOUNCED_CHOICES.add((choice, reason))
+        OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, reason)
     return choice
-
-
-# mhla_hf/ops/decays.py
-
-GROUP = 8  # blocks that one small matrix mixes; what lies before them arrives as one running summary
-
-
-@dataclass
-class Decays:
-    """R decays: weight w `[H, R]` of the query heads, log_rate (log lambda, at most 0) `[G, R]` of the key/value heads.
-
-    Query head h uses the rates of key/value head h // (H // G): the heads of a group share their running summaries.
-    power: a `[H]` or None; with it all weights of a query block are divided by n^a, n being how many blocks are far from it.
-    Sums over features grow with n, sums of a softmax hardly do.
-    """
-
-    weight: torch.Tensor
-    log_rate: torch.Tensor
-    power: torch.Tensor | None = None
-
-    def to(self, dtype: torch.dtype) -> "Decays":
-        """The same in another dtype."""
-        return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
-
-    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
-        log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
-        power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        matrix = (self.weight[..., None, None] * power).sum(1).tril()
-        block = torch.arange(num_blocks, device=matrix.device)
-        return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
-
-    def by_length(self, block: torch.Tensor, lag: int) -> torch.Tensor:
-        """n^-a for query blocks of these numbers, int of any shape -> `[.., H]`."""
-        return torch.exp(-self.power * (block - lag + 1).clamp(min=1).to(self.power.dtype).log()[..., None])
-
-
-def spread(fq, weight):
-    """w_r `[H, R]` times query features, so that one product with the R running summaries mixes and reads them.
-
-    `[B, G, M, N, K]` -> `[B, G, M, N, R * K]`; N holds the query heads of a key/value head, then tokens.
-    """
-    weight = weight.view(fq.shape[1], 1, -1, 1, weight.shape[1], 1)
-    fq = fq.unflatten(3, (weight.shape[2], -1))[..., None, :]
-    return (fq * weight).flatten(5).flatten(3, 4)
-
-
-def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """lambda^distance: `[G, R]` and distances of any shape -> `[G, R, *distance.shape]`."""
-    return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
-
-
-def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
-    """i - j, `[count, count]`."""
-    block = torch.arange(count, device=like.device)
-    return block[:, None] - block[None, :]
-
-
-def decayed_sums(summaries, log_rate, lag: int = 1, sequence=None):
-    """sum over j <= i - lag of lambda_r^(i - j) S_j, for every block i: `[B, G, M, X]` -> `[B, G, M, R, X]`.
-
-    sequence: int `[M]`, which packed sequence a block belongs to; sums stay inside one. A scan of two levels: groups of
-    `GROUP` blocks each by a matrix, and the groups' own sums, an eighth as many, by another.
-    """
-    count, rates = summaries.shape[2], log_rate.shape[1]
-    groups = (count + GROUP - 1) // GROUP + 1  # never 1, for which torch.compile would make a graph of its own
-    earlier, padding = min(lag - 1, count), groups * GROUP - count
-    summaries = torch.nn.functional.pad(summaries[:, :, : count - earlier], (0, 0, earlier, padding))
-    grouped = summaries.unflatten(2, (groups, GROUP))  # S_{i - lag + 1} stands at place i
-
-    place, distance = torch.arange(GROUP, device=summaries.device), block_distances(GROUP, summaries)
-    inner = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
-    inner = inner.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
-    to_end = powers(log_rate, GROUP - 1 - place)[:, None]  # [G, 1, R, j]
-    outer_distance = block_distances(groups, summaries)
-    outer = powers(log_rate, GROUP * (outer_distance - 1).clamp(min=0)).masked_fill(outer_distance < 1, 0)
-    from_start = powers(log_rate, place).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
-    if sequence is not None:
-        own = torch.nn.functional.pad(sequence, (0, padding), value=-1).view(groups, GROUP)
-        source = torch.nn.functional.pad(sequence[: count - earlier], (earlier, padding), value=-2).view(groups, GROUP)
-        last = source[:, -1]
-        before = torch.cat([last.new_full((1,), -3), last[:-1]])
-        inner = inner.masked_fill(own[:, :, None, None] != source[:, None, None, :], 0)
-        to_end = to_end.masked_fill((source != last[:, None])[:, None], 0)
-        outer = outer.masked_fill(before[:, None] != last[None, :], 0)
-        from_start = from_start.masked_fill((own != before[:, None])[..., None, None], 0)
-
-    ends = (to_end @ grouped).permute(0, 1, 3, 2, 4)  # [B, G, R, groups, X]
-    arriving = (outer @ ends).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, groups, 1, R, X]
-    sums = (inner.flatten(-3, -2) @ grouped).unflatten(3, (GROUP, rates)) + from_start * arriving
-    return sums.flatten(2, 3)[:, :, :count] * torch.exp(lag * log_rate)[:, None, :, None]
 
 
 # mhla_hf/ops/torch_local.py
 
-@dataclass(frozen=True)
-class LocalForm:
-    """What stays the same for all calls of a layer.
+class SinkTokens(NamedTuple):
+    """The S sink tokens of each row, or, for packed sequences, those of the sequence that each of M blocks belongs to.
 
-    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
-    back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
-    impl: "auto", "torch" or "triton", as in `mhla`; a single token behind a state is always torch.
-    unrounded: o in the dtype of the sums; else the kernel writes it in v's.
+    Args:
+        k: [B, S, G, D] or [B, M, S, G, D].
+        v: [B, S, G, V] or [B, M, S, G, V].
+        valid: bool [B, S] or [B, M, S], which of them are keys.
     """
 
-    block_size: int
-    lag: int = 2
-    sinks: int = 4
-    scale: float = 1.0
-    normalize: bool = True
-    impl: str = "auto"
-    unrounded: bool = True
+    k: torch.Tensor
+    v: torch.Tensor
+    valid: torch.Tensor
 
 
-def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
+def near_and_far(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    valid: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_tokens: SinkTokens | None,
+    block_index: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Compute the outputs of M blocks of C tokens from their window, the sinks, and the running sums of far blocks.
 
-    q [B, T, H, D], k [B, T, G, D], v [B, T, G, V], fq [B, T, H, K], T at most M * C. mixed: running sums
-    [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
-    `attend_local`.
+    `triton_near_and_far` does the same in one kernel.
+
+    Args:
+        q: [B, T, H, D], T at most M * C.
+        k: [B, T, G, D].
+        v: [B, T, G, V].
+        q_features: [B, T, H, K], features of the queries for the far part.
+        far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column sums the keys.
+        valid: bool [B, M * C], the tokens that are keys.
+        weight: [H, R], the weights of the running sums.
+        balance: [H], the balance between far and near part; None without a softmax.
+        sink_tokens: The sinks; None if there are none.
+        block_index: int [B or 1, M], the index of each block in its sequence.
+        form: The options.
+
+    Returns:
+        [B, T, H, V] in the dtype of `far_sums`.
     """
-    tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
-    q, k, v, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, fq))
+    num_tokens, size, num_kv_heads, sum_dtype = q.shape[1], form.block_size, k.shape[2], far_sums.dtype
+    q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
-    q, k, v, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, v, fq))
-    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
-    if sink is not None:
-        k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
-    share = weight.shape[0] // groups
+    q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
+    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, form)
+    if sink_tokens is not None:
+        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index, form, sum_dtype)
+    share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
-    def of_each_query(x):
-        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+    def per_query(x: torch.Tensor) -> torch.Tensor:
+        """[H] -> [G, 1, (H / G) * C, 1]."""
+        return x.view(num_kv_heads, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
 
-    far = spread(fq, weight) @ mixed.flatten(3, 4)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
-    weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
-    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
+    far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
+    visible = visible[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    has_far = (block_index >= form.lag)[:, None, :, None, None]
+    total_weight = per_query(weight.sum(-1).to(sum_dtype))
+    balance = None if balance is None else per_query(balance.to(sum_dtype))
+    o = combine((q @ k.mT) * form.scale, visible, v, far, total_weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-    return resize_tokens(o, tokens)
+    return resize_tokens(o, num_tokens)
 
 
-def resize_tokens(x, count):
-    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
-    the last one again, for a graph in which padding by none is no case of its own."""
+def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Cut or pad the tokens of x [B, T, ..] to `count`, with zeros, or, while compiling, with the last token.
+
+    A pad by zero tokens would be a special case with a graph of its own under torch.compile; a gather is not.
+    """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
     if x.shape[1] == count:
@@ -658,61 +909,112 @@ def resize_tokens(x, count):
     return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
-def by_block_and_group(x, groups, size, exact):
-    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
-    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+def by_block_and_group(x: torch.Tensor, num_kv_heads: int, size: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """[B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`: the heads of a group come before their tokens."""
+    x = x.to(sum_dtype).unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def with_ones(v):
-    """A column of ones behind the values [.., V]: weights are then summed as values are."""
+def with_ones(v: torch.Tensor) -> torch.Tensor:
+    """Append a column of ones to the values, [.., V] -> [.., V + 1], so that weights are summed as values are."""
     return torch.nn.functional.pad(v, (0, 1), value=1.0)
 
 
-def near_keys(k, v, valid, place, form):
-    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
-    keys, values, seen = [], [], []
-    size, lag, count = form.block_size, form.lag, place.shape[1]
-    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(lag)):
-        kept = max(count - back, 0)
-        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
-        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
-    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+def near_keys(
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collect the window of every block.
 
+    Args:
+        k: [B, G, M, C, D].
+        v: [B, G, M, C, V].
+        valid: bool [B, M, C].
+        block_index: int [B or 1, M].
+        form: The options.
 
-def with_sinks(near_k, near_v, seen, sink, place, form, exact):
-    """The window and, where a block's window does not reach them, the sinks."""
-    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, v))
-    count = near_k.shape[2]
-    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
-    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
-    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
-    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
-
-
-def combine(score, seen, v, far, weight, balance, has_far, form):
-    """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
-
-    v [.., L, V]: near values. far [.., N, V + 1]: what the far part sums to; has_far: whether there is one. weight
-    [.., N, 1]: the decays' weights in sum. balance [.., N, 1]: of the far part, in the unit of the softmax, or None.
+    Returns:
+        k [B, G, M, lag * C, D], v [B, G, M, lag * C, V], and which query sees which key, bool [B, M, C, lag * C].
     """
+    pad = torch.nn.functional.pad
+    keys, values, visible = [], [], []
+    size, num_blocks = form.block_size, block_index.shape[1]
+    all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
+    for back in reversed(range(form.lag)):
+        kept = max(num_blocks - back, 0)
+        keys.append(pad(k[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
+        values.append(pad(v[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
+        # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
+        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= back)[..., None]
+        visible.append(is_key[:, :, None] & (all_pairs.tril() if back == 0 else all_pairs))
+    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
+
+
+def with_sinks(
+    near_k: torch.Tensor,
+    near_v: torch.Tensor,
+    visible: torch.Tensor,
+    sink_tokens: SinkTokens,
+    block_index: torch.Tensor,
+    form: LocalForm,
+    sum_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Put the sinks before the window of every block whose window does not reach them; as `near_keys` returns them."""
+    k, v, valid = sink_tokens
+    if k.dim() == 4:  # the same for all blocks
+        k, v, valid = k[:, None], v[:, None], valid[:, None]
+    k, v = (x.to(sum_dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
+    num_blocks = near_k.shape[2]
+    k, v = (x.expand(-1, -1, num_blocks, -1, -1) for x in (k, v))
+    is_key = valid & (block_index >= form.lag)[..., None]
+    is_key = is_key[:, :, None].expand(len(visible), num_blocks, form.block_size, -1)
+    k, v = (torch.where(is_key[:, None, :, 0, :, None], x, 0) for x in (k, v))
+    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([is_key, visible], 3)
+
+
+def combine(
+    score: torch.Tensor,
+    visible: torch.Tensor,
+    v: torch.Tensor,
+    far: torch.Tensor,
+    total_weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    has_far: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Combine the near and the far part into outputs.
+
+    Args:
+        score: [.., N, L], scaled scores of N queries and L near keys.
+        visible: bool [.., N, L], which query sees which key.
+        v: [.., L, V], values of the near keys.
+        far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
+        total_weight: [.., N, 1], the sum of the decays' weights, which is the weight of near keys without a softmax.
+        balance: [.., N, 1], the log of the factor of the far part relative to a softmax score; None without a softmax.
+        has_far: bool [.., 1, 1], whether a query has far blocks at all.
+        form: The options.
+
+    Returns:
+        [.., N, V].
+    """
+    far_factor: torch.Tensor | float
     if balance is None:
-        near, unit = torch.where(seen, score, 0) * weight, form.scale
+        near, far_factor = torch.where(visible, score, 0) * total_weight, form.scale
     else:
-        near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
-    o, far = near @ v, unit * far
+        near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
+    o, far = near @ v, far_factor * far
     if not form.normalize:
         return o + far[..., :-1]
     return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
 
 
-def softmax_weights(score, seen, balance, has_far):
-    """e^score of the near keys and e^balance of the far part, both over one e^c, which no gradient sees."""
-    score = score.masked_fill(~seen, float("-inf"))
+def softmax_weights(
+    score: torch.Tensor, visible: torch.Tensor, balance: torch.Tensor, has_far: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e^score of the near keys and e^balance of the far part, both divided by e^c, with shapes as in `combine`.
+
+    c is the largest exponent, which prevents overflow. It cancels in the outputs and so needs no gradient.
+    """
+    score = score.masked_fill(~visible, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
     shift = shift.masked_fill(shift == float("-inf"), 0)
@@ -722,370 +1024,690 @@ def softmax_weights(score, seen, balance, has_far):
 # mhla_hf/ops/triton/local.py
 
 LOCAL_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor fq, Tensor mixed, Tensor weight, Tensor? balance, Tensor? sink_k, "
-    "Tensor? sink_v, Tensor? there, Tensor valid, Tensor place, SymInt size, SymInt lag, float scale, bool normalize, "
-    "ScalarType dtype) -> Tensor"
+    "(Tensor q, Tensor k, Tensor v, Tensor q_features, Tensor far_sums, Tensor weight, Tensor? balance, Tensor? sink_k, "
+    "Tensor? sink_v, Tensor? sink_valid, Tensor valid, Tensor block_index, SymInt block_size, SymInt lag, float scale, "
+    "bool normalize, ScalarType dtype) -> Tensor"
 )
 
 
 @kernel
+@no_type_check
 def add_keys(
-    largest, den, total, q, k, v, row, token, inside, head, key, real, source, sees, scale, own, v_lanes,
+    largest, den, total, q, k, v, row, token, inside, head, key_token, real, kv_head, visible, scale, total_weight, v_lanes,
     K: constexpr, V: constexpr, SOFTMAX: constexpr, DOT: constexpr, BT: constexpr, BN: constexpr, BK: constexpr,
 ):  # fmt: skip
-    """The largest score, the sum of weights and that of weight times value with BN more keys, each at a `key` token."""
+    """Add BN near keys to the sums of a tile of queries.
+
+    Returns the largest score so far, the sum of the weights, and the sum of weight * value.
+
+    Args:
+        largest, den, total: What earlier calls returned.
+        q, k, v: As in `local_kernel`.
+        row, head, token, inside: The row, the head, the tokens, and the valid places of the queries.
+        key_token, real, kv_head: The tokens, the valid places, and the head of the keys.
+        visible: Which query sees which key.
+        total_weight: The weight of a near key without SOFTMAX.
+    """
     score = tl.zeros((BT, BN), tl.float32)
     for first in range(0, K, BK):
         lanes = first + tl.arange(0, BK)
         query = load_tile(q, row, token, head, inside, lanes, K)
-        score += dot(query, tl.trans(load_tile(k, row, key, source, real, lanes, K)), DOT)
+        score += dot(query, tl.trans(load_tile(k, row, key_token, kv_head, real, lanes, K)), DOT)
     score *= scale
     if SOFTMAX:
-        score = tl.where(sees, score, float("-inf"))
+        score = tl.where(visible, score, float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(score, 1))
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        weight, kept = tl.exp(score - shift[:, None]), tl.exp(before - shift)
-        den, total = den * kept, total * kept[:, None]
+        weight, rescale = tl.exp(score - shift[:, None]), tl.exp(before - shift)
+        den, total = den * rescale, total * rescale[:, None]
     else:
-        weight = tl.where(sees, score * own, 0.0)
+        weight = tl.where(visible, score * total_weight, 0.0)
     den += tl.sum(weight, 1)
-    total += dot(weight, load_tile(v, row, key, source, real, v_lanes, V), DOT)
+    total += dot(weight, load_tile(v, row, key_token, kv_head, real, v_lanes, V), DOT)
     return largest, den, total
 
 
-def local_tiles(constants):
-    """What other kernels on causal tokens take."""
+def local_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
+    """List the tile sizes to try: those of the other kernels on causal tokens."""
     return token_tiles({**constants, "CAUSAL": True})
 
 
 @tuned(local_tiles, "K", "V", "F", "R", "DOT")
+@no_type_check
 def local_kernel(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, o, tokens, size, blocks, heads, group, lag,
-    sinks, sink_step, scale,
-    K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr, BT: constexpr,
-    BK: constexpr, BV: constexpr,
+    q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index, o, num_tokens,
+    block_size, num_blocks, num_heads, group, lag, num_sinks, sink_stride, scale,
+    K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr,
+    BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """o [B, T, H, V]: BV lanes of one tile of queries. Arguments as in `near_and_far`; T is tokens.
+    """Compute o [B, T, H, V]: BV lanes of one tile of queries.
 
-    sink_k, sink_v, there: [B, S, G, ..] with sink_step 0, or S of each of M blocks, [B, M * S, G, ..], with sink_step S.
+    Args:
+        q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `near_and_far`, where K is called F.
+        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], those of each block. None for none.
+        sink_valid: bool [B, S] or [B, M * S], which of them are keys.
+        sink_stride: 0 if the sinks are those of the row, S if they are those of each block.
+        group: Query heads per KV head.
+        lag, scale: As in `LocalForm`.
     """
-    v_tiles: constexpr = (V + BV - 1) // BV
-    v_tile, part, block, head, row = program_of(v_tiles, tl.cdiv(size, BT), blocks, heads)
-    source, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
-    begin, end = block * size + part * BT, tl.minimum(block * size + size, tokens)
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
+    v_tile, part, block, head, row = program_of(num_v_tiles, tl.cdiv(block_size, BT), num_blocks, num_heads)
+    kv_head, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
+    begin = block * block_size + part * BT
+    end = tl.minimum(block * block_size + block_size, num_tokens)
     token = (begin + tl.arange(0, BT)).to(tl.int64)
     inside = token < end
-    here = tl.load(place + row * blocks + block).to(tl.int32)
+    index = tl.load(block_index + row * num_blocks + block).to(tl.int32)
 
-    state = ((row * (heads // group) + source) * blocks + block) * R
-    total, den, own = tl.zeros((BT, BV), tl.float32), tl.zeros((BT,), tl.float32), 0.0
+    # The far part: the running sums, mixed by the weights, are a state that queries read.
+    state = ((row * (num_heads // group) + kv_head) * num_blocks + block) * R
+    total, den, total_weight = tl.zeros((BT, BV), tl.float32), tl.zeros((BT,), tl.float32), 0.0
     for rate in range(0, R):
-        own += tl.load(weight + head * R + rate)
+        total_weight += tl.load(weight + head * R + rate)
     for first in range(0, F, BK):
         lanes = first + tl.arange(0, BK)
         mixture, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
         for rate in range(0, R):
-            share, running = tl.load(weight + head * R + rate), mixed + ((state + rate) * F + lanes) * (V + 1)
-            known = (lanes < F)[:, None] & (v_lanes < V)[None, :]
-            mixture += share * tl.load(running[:, None] + v_lanes[None, :], mask=known, other=0.0)
-            z += share * tl.load(running + V, mask=lanes < F, other=0.0)
-        features = load_tile(fq, row, token, head, inside, lanes, F)
+            rate_weight = tl.load(weight + head * R + rate)
+            sums = far_sums + ((state + rate) * F + lanes) * (V + 1)
+            in_range = (lanes < F)[:, None] & (v_lanes < V)[None, :]
+            mixture += rate_weight * tl.load(sums[:, None] + v_lanes[None, :], mask=in_range, other=0.0)
+            z += rate_weight * tl.load(sums + V, mask=lanes < F, other=0.0)
+        features = load_tile(q_features, row, token, head, inside, lanes, F)
         total += dot(features, mixture, DOT)
         den += tl.sum(features.to(tl.float32) * z[None, :], 1)
 
+    # The near part: sinks, then the window.
     largest = tl.full((BT,), float("-inf"), tl.float32)
     if balance is not None:
         largest = tl.where(den != 0, tl.load(balance + head), largest)
     else:
         total, den = total * scale, den * scale
     if sink_k is not None:
-        for first in range(0, tl.where(here >= lag, sinks, 0), 16):
+        for first in range(0, tl.where(index >= lag, num_sinks, 0), 16):
             slot = first + tl.arange(0, 16)
-            key = (block * sink_step + slot).to(tl.int64)
-            real = slot < sinks
-            real = real & (tl.load(there + row * sinks + key, mask=real, other=0) != 0)
+            key_token = (block * sink_stride + slot).to(tl.int64)
+            real = slot < num_sinks
+            real = real & (tl.load(sink_valid + row * num_sinks + key_token, mask=real, other=0) != 0)
             largest, den, total = add_keys(
-                largest, den, total, q, sink_k, sink_v, row, token, inside, head, key, real, source, real[None, :],
-                scale, own, v_lanes, K, V, balance is not None, DOT, BT, 16, BK,
+                largest, den, total, q, sink_k, sink_v, row, token, inside, head, key_token, real, kv_head, real[None, :],
+                scale, total_weight, v_lanes, K, V, balance is not None, DOT, BT, 16, BK,
             )  # fmt: skip
-    window = tl.minimum(tl.minimum(lag - 1, here), block)
-    for first in range((block - window) * size, tl.minimum(begin + BT, end), BT):
-        key = (first + tl.arange(0, BT)).to(tl.int64)
-        real = key < end
-        real = real & (tl.load(valid + row * blocks * size + key, mask=real, other=0) != 0)
-        sees = real[None, :] & (key[None, :] <= token[:, None])
+    window = tl.minimum(tl.minimum(lag - 1, index), block)
+    for first in range((block - window) * block_size, tl.minimum(begin + BT, end), BT):
+        key_token = (first + tl.arange(0, BT)).to(tl.int64)
+        real = key_token < end
+        real = real & (tl.load(valid + row * num_blocks * block_size + key_token, mask=real, other=0) != 0)
+        visible = real[None, :] & (key_token[None, :] <= token[:, None])
         largest, den, total = add_keys(
-            largest, den, total, q, k, v, row, token, inside, head, key, real, source, sees, scale, own, v_lanes,
-            K, V, balance is not None, DOT, BT, BT, BK,
+            largest, den, total, q, k, v, row, token, inside, head, key_token, real, kv_head, visible,
+            scale, total_weight, v_lanes, K, V, balance is not None, DOT, BT, BT, BK,
         )  # fmt: skip
     if NORMALIZE:
         total *= invert_or_zero(den)[:, None]
     store_tile(o, row, token, head, inside, v_lanes, total, V)
 
 
-def triton_near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """`near_and_far` by the kernel, of values v [B, T, G, V]; o in v's dtype unless the form wants it unrounded."""
-    dtype, sink = torch.float32 if form.unrounded else v.dtype, (None, None, None) if sink is None else sink
-    options = form.block_size, form.lag, form.scale, form.normalize, dtype
-    return TRITON_LOCAL(q, k, v, fq, mixed, weight, balance, *sink, valid, place, *options)
+def triton_near_and_far(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    valid: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_tokens: SinkTokens | None,
+    block_index: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Compute `near_and_far` by the kernel, in fp32 if `form.unrounded`, else in v's dtype; arguments as there."""
+    sink_k = sink_v = sink_valid = None
+    if sink_tokens is not None:
+        sink_k, sink_v, sink_valid = sink_tokens
+    return TRITON_LOCAL(
+        q,
+        k,
+        v,
+        q_features,
+        far_sums,
+        weight,
+        balance,
+        sink_k,
+        sink_v,
+        sink_valid,
+        valid,
+        block_index,
+        block_size=form.block_size,
+        lag=form.lag,
+        scale=form.scale,
+        normalize=form.normalize,
+        dtype=torch.float32 if form.unrounded else v.dtype,
+    )
 
 
 def local_forward(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, size, lag, scale, normalize, dtype
-):
-    """o [B, T, H, V] in `dtype`."""
-    (batch, tokens, heads), (groups, width) = q.shape[:3], v.shape[2:]
-    blocks, sinks, step = place.shape[1], 0, 0
-    o = torch.empty(batch, tokens, heads, width, dtype=dtype, device=q.device)
-    if sink_k is not None:
-        sinks, packed = there.shape[-1], there.dim() == 3
-        step = sinks * packed
-        sink_k, sink_v = (x.flatten(1, 2) if packed else x for x in (sink_k, sink_v))
-    constants = {"K": k.shape[3], "V": width, "F": fq.shape[3], "R": weight.shape[1], "DOT": dot_kind(q, k, v, fq)}
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_k: torch.Tensor | None,
+    sink_v: torch.Tensor | None,
+    sink_valid: torch.Tensor | None,
+    valid: torch.Tensor,
+    block_index: torch.Tensor,
+    block_size: int,
+    lag: int,
+    scale: float,
+    normalize: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The operator: outputs [B, T, H, V] in `dtype`. Arguments as in `near_and_far` and `SinkTokens`."""
+    batch, num_tokens, num_heads, key_width = q.shape
+    num_kv_heads, value_width = v.shape[2:]
+    num_blocks, num_sinks, sink_stride = block_index.shape[1], 0, 0
+    o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
+    if sink_k is not None and sink_v is not None and sink_valid is not None:
+        num_sinks = sink_valid.shape[-1]
+        if sink_valid.dim() == 3:  # sinks of each block
+            sink_stride = num_sinks
+            sink_k, sink_v = sink_k.flatten(1, 2), sink_v.flatten(1, 2)
 
-    def grid(sizes):
-        return (tiles(width, sizes["BV"]) * tiles(size, sizes["BT"]) * blocks * heads * batch,)
+    def grid(sizes: dict[str, int]) -> tuple[int]:
+        tiles_per_block = num_tiles(value_width, sizes["BV"]) * num_tiles(block_size, sizes["BT"])
+        return (tiles_per_block * num_blocks * num_heads * batch,)
 
-    given = [x if x is None else as_argument(in_rows(x)) for x in (q, k, v, fq, sink_k, sink_v)]
-    others = (mixed, weight, balance, there, valid, place.expand(batch, -1))
-    others = [x if x is None else x.contiguous() for x in others]
+    arguments = {
+        "q": with_strides(contiguous_rows(q)),
+        "k": with_strides(contiguous_rows(k)),
+        "v": with_strides(contiguous_rows(v)),
+        "q_features": with_strides(contiguous_rows(q_features)),
+        "far_sums": far_sums.contiguous(),
+        "weight": weight.contiguous(),
+        "balance": None if balance is None else balance.contiguous(),
+        "sink_k": None if sink_k is None else with_strides(contiguous_rows(sink_k)),
+        "sink_v": None if sink_v is None else with_strides(contiguous_rows(sink_v)),
+        "sink_valid": None if sink_valid is None else sink_valid.contiguous(),
+        "valid": valid.contiguous(),
+        "block_index": block_index.expand(batch, -1).contiguous(),
+        "o": with_strides(o),
+        "num_tokens": num_tokens,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "num_heads": num_heads,
+        "group": num_heads // num_kv_heads,
+        "lag": lag,
+        "num_sinks": num_sinks,
+        "sink_stride": sink_stride,
+        "scale": scale,
+    }
+    constants = {
+        "K": key_width,
+        "V": value_width,
+        "F": q_features.shape[3],
+        "R": weight.shape[1],
+        "NORMALIZE": normalize,
+        "DOT": dot_kind(q, k, v, q_features),
+    }
     with on_device(q):
-        arguments = (
-            *given[:4],
-            *others[:3],
-            *given[4:],
-            *others[3:],
-            as_argument(o),
-            *(tokens, size, blocks, heads, heads // groups, lag, sinks, step, scale),
-        )
-        local_kernel.launch(grid, arguments, {**constants, "NORMALIZE": normalize})
+        local_kernel.launch(grid, arguments, constants)
     return o
 
 
 def local_forward_fake(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, size, lag, scale, normalize, dtype
-):
-    """The shape of `local_forward`."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_k: torch.Tensor | None,
+    sink_v: torch.Tensor | None,
+    sink_valid: torch.Tensor | None,
+    valid: torch.Tensor,
+    block_index: torch.Tensor,
+    block_size: int,
+    lag: int,
+    scale: float,
+    normalize: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a tensor with the shape and dtype of `local_forward`, for tracing."""
     return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
 
 
-def keep_for_gradients(ctx, inputs, output):
-    """What the backward pass reads: the inputs."""
-    ctx.save_for_backward(*inputs[:12])
-    ctx.options = inputs[12:16]
+def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    """Save the inputs for the backward pass."""
+    (q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index) = inputs[:12]
+    ctx.save_for_backward(
+        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index
+    )
+    block_size, lag, scale, normalize, _ = inputs[12:]
+    ctx.form = LocalForm(block_size, lag, scale=scale, normalize=normalize)
 
 
-def local_gradients(ctx, do):
-    """The autograd formula of `local_forward`: the PyTorch form again, and its gradients."""
-    *inputs, there, valid, place = ctx.saved_tensors
-    size, lag, scale, normalize = ctx.options
-    form = LocalForm(size, lag, scale=scale, normalize=normalize)
+def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The autograd formula of `local_forward`: compute the PyTorch implementation again, and differentiate it."""
+    *differentiable, sink_valid, valid, block_index = ctx.saved_tensors
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
-        inputs = [
-            None if x is None else x.view_as(x) for x in inputs
-        ]  # sinks may be a part of k and v, which are apart here
-        q, k, v, fq, mixed, weight, balance, sink_k, sink_v = inputs
-        sink = None if sink_k is None else (sink_k, sink_v, there)
-        o = near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form)
-    wanted = [x is not None and x.requires_grad for x in inputs]
-    learned = [x for x, asked in zip(inputs, wanted, strict=True) if asked]
-    found = iter(torch.autograd.grad(o, learned, do.to(o.dtype), create_graph=torch.is_grad_enabled()))
-    return *(next(found) if asked else None for asked in wanted), *[None] * 8
+        # Views, because sinks may be a part of k and v, whose gradients are separate here.
+        differentiable = [None if x is None else x.view_as(x) for x in differentiable]
+        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v = differentiable
+        sink_tokens = None if sink_k is None else SinkTokens(sink_k, sink_v, sink_valid)
+        o = near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, ctx.form)
+    needed = [x for x in differentiable if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(o, needed, do.to(o.dtype), create_graph=torch.is_grad_enabled()))
+    input_grads = [next(grads) if x is not None and x.requires_grad else None for x in differentiable]
+    sink_valid_grad = valid_grad = block_index_grad = None
+    option_grads = [None] * 5  # block_size, lag, scale, normalize, dtype
+    return *input_grads, sink_valid_grad, valid_grad, block_index_grad, *option_grads
 
 
 TRITON_LOCAL = registered_operator(
-    "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, keep_for_gradients
+    "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, save_for_local_backward
 )
 
 
-def local_kind(q, v, fq, decays, balance, form):
-    """What calls have in common that are checked once, as `small_local_call` takes it."""
-    size = min(form.block_size, CHUNK + CHUNK // 2)
-    numbers = q.shape[3], v.shape[3], fq.shape[3], decays.weight.shape[1], size, form.lag, form.sinks
-    numbers = (len([None] * x) for x in numbers)  # a symbol becomes a number
-    options = not q.shape[2] <= v.shape[2], balance is not None, form.normalize, form.unrounded
-    return q.device, q.dtype, v.dtype, *numbers, *options
+def local_kind(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+) -> tuple:
+    """Return the kind of a call: all that decides what the kernel computes, in the order of `small_local_call`.
+
+    Blocks of more than 1.5 chunks are all of one kind.
+    """
+    block_size = min(form.block_size, CHUNK + CHUNK // 2)
+    widths = (q.shape[3], v.shape[3], q_features.shape[3])
+    numbers = [concrete(x) for x in (*widths, decays.weight.shape[1], block_size, form.lag, form.sinks)]
+    grouped = not q.shape[2] <= v.shape[2]
+    return q.device, q.dtype, v.dtype, *numbers, grouped, balance is not None, form.normalize, form.unrounded
 
 
 @torch.compiler.assume_constant_result
-def local_fault(*kind) -> str | None:
-    """`known_fault` of a `local_kind`."""
+def local_fault(*kind: Any) -> str | None:
+    """Return `known_fault` for a `local_kind`."""
     return known_fault(small_local_call, kind)
 
 
 def small_local_call(
-    device, dtype, value_dtype, width, value_width, features, rates, size, lag, sinks, grouped, softmax, normalize, unrounded
-):  # fmt: skip
-    """Outputs of the kernel and of PyTorch in fp64. The inputs are always the same, and no other random number is used."""
-    form, random = (
-        LocalForm(size, lag, sinks, width**-0.5, normalize, unrounded=unrounded),
-        torch.Generator().manual_seed(0),
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    num_features: int,
+    num_rates: int,
+    block_size: int,
+    lag: int,
+    num_sinks: int,
+    grouped: bool,
+    softmax: bool,
+    normalize: bool,
+    unrounded: bool,
+) -> Results:
+    """Make a small call of a `local_kind`; return its outputs by the kernel and by PyTorch in fp64.
+
+    The inputs are always the same, and the global random state is left alone.
+    """
+    form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
+    generator = torch.Generator().manual_seed(0)
+    num_blocks, num_heads, num_kv_heads = lag + 2, 2, 1 if grouped else 2
+    num_tokens = num_blocks * block_size
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).to(device, dtype)
+
+    q = random(1, num_tokens, num_heads, width, dtype=dtype)
+    k = random(1, num_tokens, num_kv_heads, width, dtype=dtype)
+    q_features = random(1, num_tokens, num_heads, num_features, dtype=dtype)
+    v = random(1, num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
+    far_sums = random(1, num_kv_heads, num_blocks, num_rates, num_features, value_width + 1)
+    weight = random(num_heads, num_rates)
+    far_sums[:, :, :lag] = 0  # blocks from which nothing is far
+    balance = random(num_heads) if softmax else None
+    valid = torch.arange(num_tokens, device=device)[None] % 5 != 4
+    sink_tokens = SinkTokens(k[:, :num_sinks], v[:, :num_sinks], valid[:, :num_sinks]) if num_sinks else None
+    block_index = torch.arange(num_blocks, device=device)[None]
+    o = triton_near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, form)
+    exact = near_and_far(
+        q.double(),
+        k.double(),
+        v,
+        q_features.double(),
+        far_sums.double(),
+        valid,
+        weight.double(),
+        balance,
+        sink_tokens,
+        block_index,
+        form,
     )
-    blocks, groups = lag + 2, 1 if grouped else 2
-
-    def numbers(*shape, dtype=torch.float32):
-        return torch.rand(shape, generator=random).to(device, dtype)
-
-    q, k, fq = (numbers(1, blocks * size, n, w, dtype=dtype) for n, w in ((2, width), (groups, width), (2, features)))
-    v = numbers(1, blocks * size, groups, value_width, dtype=value_dtype) - 0.5
-    mixed, weight = numbers(1, groups, blocks, rates, features, value_width + 1), numbers(2, rates)
-    mixed[:, :, :lag] = 0  # where nothing is far
-    balance = numbers(2) if softmax else None
-    valid = torch.arange(blocks * size, device=device)[None] % 5 != 4
-    sink = (k[:, :sinks], v[:, :sinks], valid[:, :sinks]) if sinks else None
-    rest = balance, sink, torch.arange(blocks, device=device)[None], form
-    got = triton_near_and_far(q, k, v, fq, mixed, valid, weight, *rest)
-    q, k, fq, mixed, weight = (x.double() for x in (q, k, fq, mixed, weight))
-    return [got], [near_and_far(q, k, v, fq, mixed, valid, weight, *rest)]
+    return [o], [exact]
 
 
 # mhla_hf/ops/local.py
 
-SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
+SEGMENT_TOKENS = 2048  # without gradients, a long sequence is computed this many tokens at a time
 
 
 def local_attention(
-    q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None, starts=None, cu_seqlens=None
-):
-    """o [B, T, H, V] in the dtype of the sums (at least fp32), or in v's where the form allows it.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    k_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    *,
+    key_mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
 
-    q [B, T, H, D], k [B, T, G, D]: rotated queries and keys of the near part (with balance None, features). v [B, T, G, V].
-    fq [B, T, H, K], fk [B, T, G, K]: features of the far part. balance: [H], see the top of this file, or None.
-    key_mask, starts, cu_seqlens: as in `mhla`.
+    Args:
+        q: [B, T, H, D], queries of the near part, rotated; features if `balance` is None.
+        k: [B, T, G, D], its keys.
+        v: [B, T, G, V], values.
+        q_features: [B, T, H, K], queries of the far part.
+        k_features: [B, T, G, K], its keys.
+        decays: The mixing of the far part.
+        balance: [H], the log of the factor of the far part relative to e^score; None without a softmax.
+        form: The options.
+        key_mask: bool [B, T], as in `mhla`.
+        starts: int64 [B], as in `mhla`; not along with cu_seqlens.
+        cu_seqlens: int [N + 1], as in `mhla`.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums (at least fp32), or in v's if the Triton kernel rounds (`form.unrounded`).
+
+    Raises:
+        ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" where it cannot run.
     """
-    tokens, size = q.shape[1], form.block_size
+    num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    back = place = sequence = None
+    back = block_index = sequence_id = None
     if starts is not None:
         if cu_seqlens is not None:
-            raise ValueError("starts came with cu_seqlens; expected one of them.")
-        source, back = shift_to_start(starts.to(q.device), tokens)
+            raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
+        source, back = shift_to_start(starts.to(q.device), num_tokens)
     if cu_seqlens is not None:
-        source, back, place, sequence = align_sequences(cu_seqlens, tokens, size)
+        source, back, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
     if back is not None:
-        q, k, v, fq, fk = (MoveTokens.apply(x, source, back) for x in (q, k, v, fq, fk))
+        q, k, v, q_features, k_features = (MoveTokens.apply(x, source, back) for x in (q, k, v, q_features, k_features))
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
-    if place is None:
-        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
+    if block_index is None:
+        block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
+    inputs = LocalInputs(
+        q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id=sequence_id
+    )
+    o, _ = attend_local(inputs)
     return o if back is None else MoveTokens.apply(o, back, source)
 
 
-def attend_local(
-    q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None, now=None
-):  # fmt: skip
-    """Outputs [B, T, H, V] of tokens that begin at a block edge, M blocks of C; shapes as in `local_attention`.
+@dataclass
+class PastSums:
+    """The running sums of the far part as a state holds them.
 
-    valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
-    [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
-    they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
-    int [B], and whose sequence is that of the first block; now: int [B], the last block behind these tokens. Returns the
-    outputs and the running sums there (None without `now`). Without gradients a long sequence is taken `SEGMENT` tokens at
-    a time: memory and cost per token do not grow.
+    Args:
+        sums: [B, G, R, K, V + 1], for each rate the sum over blocks j <= block - lag of lambda^(block - j) S_j, where S_j
+            is the summary of block j (`block_summaries`).
+        block: int [B], the block that the sums stand at.
     """
-    if form.sinks and sink is None:
-        sink = find_sinks(k, v, valid, form, sequence)
+
+    sums: torch.Tensor
+    block: torch.Tensor
+
+
+@dataclass
+class LocalInputs:
+    """What near and far attention reads of a run of M blocks of C tokens, the first of which begins at a block edge.
+
+    Args:
+        q, k, v, q_features, k_features, decays, balance, form: As in `local_attention`, with T at most M * C.
+        valid: bool [B, T], the tokens that are keys.
+        block_index: int [B or 1, M], the index of each block in its sequence.
+        sequence_id: int [M], the sequence of each block if several are packed.
+        sink_tokens: Sinks from a state; None to find them among the tokens.
+        past: Running sums from a state, for the sequence of the first block; None if nothing came before.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_features: torch.Tensor
+    k_features: torch.Tensor
+    valid: torch.Tensor
+    decays: Decays
+    balance: torch.Tensor | None
+    form: LocalForm
+    block_index: torch.Tensor
+    sequence_id: torch.Tensor | None = None
+    sink_tokens: SinkTokens | None = None
+    past: PastSums | None = None
+
+    def segment(self, first: int, end: int, past: PastSums | None) -> "LocalInputs":
+        """Return the inputs of blocks `first` to `end`, which continue from `past`; only for one sequence per row."""
+        tokens = slice(first * self.form.block_size, end * self.form.block_size)
+        return LocalInputs(
+            self.q[:, tokens],
+            self.k[:, tokens],
+            self.v[:, tokens],
+            self.q_features[:, tokens],
+            self.k_features[:, tokens],
+            self.valid[:, tokens],
+            self.decays,
+            self.balance,
+            self.form,
+            self.block_index[:, first:end],
+            sink_tokens=self.sink_tokens,
+            past=past,
+        )
+
+
+def attend_local(
+    inputs: LocalInputs, end_block: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the outputs of a run of blocks, and the running sums behind it.
+
+    Without gradients a long sequence is computed `SEGMENT_TOKENS` at a time, so that memory and cost per token do not grow.
+
+    Args:
+        inputs: The tokens and all that goes with them.
+        end_block: int [B], the last block of each row, at which the returned sums stand; None to return no sums.
+
+    Returns:
+        The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
+    """
+    q, k, v, decays, form, block_index = inputs.q, inputs.k, inputs.v, inputs.decays, inputs.form, inputs.block_index
+    size, num_blocks = form.block_size, block_index.shape[1]
+    if form.sinks and inputs.sink_tokens is None:
+        inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
     impl = choose_implementation(
         form.impl,
         q.device,
         lambda: triton_refusal(q, k, v),
-        lambda: local_fault(*local_kind(q, v, fq, decays, balance, form)),
+        lambda: local_fault(*local_kind(q, v, inputs.q_features, decays, inputs.balance, form)),
     )
-    size, count = form.block_size, place.shape[1]
-    real = torch.arange(count * size, device=q.device) < q.shape[1]
-    tensors = q, k, v, fq, fk, resize_tokens(valid, count * size) & real
-    step = max(SEGMENT // size, form.lag)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
-    if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
-        o, summaries = attend_segment(*tensors, decays, balance, form, place, sequence, sink, carried, opened, impl)
-        return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
-    outputs = []
-    for first in range(0, count, step):
-        begin, end = max(first - form.lag, 0), min(first + step, count)
-        here = place[:, begin:end]
-        parts = (x[:, begin * size : end * size] for x in tensors)
-        o, summaries = attend_segment(*parts, decays, balance, form, here, None, sink, carried, opened, impl)
+    exists = torch.arange(num_blocks * size, device=q.device) < q.shape[1]
+    inputs = replace(inputs, valid=resize_tokens(inputs.valid, num_blocks * size) & exists)
+    learned = (q, k, v, inputs.q_features, inputs.k_features, decays.weight)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in learned)
+    segment_blocks = max(SEGMENT_TOKENS // size, form.lag)
+    short = num_blocks <= 2 * segment_blocks
+    if short or needs_grad or inputs.sequence_id is not None or torch.compiler.is_compiling():
+        o, summaries = attend_segment(inputs, impl)
+        if end_block is None:
+            return o, None
+        return o, advance(inputs.past, summaries, decays, form.lag, block_index, end_block)
+
+    outputs, past = [], inputs.past
+    for first in range(0, num_blocks, segment_blocks):
+        begin, end = max(first - form.lag, 0), min(first + segment_blocks, num_blocks)
+        segment = inputs.segment(begin, end, past)
+        o, summaries = attend_segment(segment, impl)
         outputs.append(o[:, (first - begin) * size :])
-        last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
-        carried, opened = advance(carried, summaries, decays, form.lag, here, opened, last), last
-    return torch.cat(outputs, 1), carried
+        last = segment.block_index[:, -1]
+        last = last if end_block is None else torch.minimum(last, end_block)
+        past = PastSums(advance(past, summaries, decays, form.lag, segment.block_index, last), last)
+    return torch.cat(outputs, 1), None if past is None else past.sums
 
 
-def advance(carried, summaries, decays, lag, place, opened, now):
-    """Running sums [B, G, R, K, V + 1] as of block `now` [B], from those as of `opened` and the summaries of blocks `place`.
+def advance(
+    past: PastSums | None,
+    summaries: torch.Tensor,
+    decays: Decays,
+    lag: int,
+    block_index: torch.Tensor,
+    end_block: torch.Tensor,
+) -> torch.Tensor:
+    """Advance running sums to a later block.
 
-    Of these, blocks up to `opened - lag` are in the old sums.
+    Args:
+        past: The sums so far, which already contain the blocks up to `past.block - lag`; None for none.
+        summaries: [B, G, M, K, V + 1], the summaries of a run of blocks.
+        decays: The decays.
+        lag: The distance at which a block enters the sums.
+        block_index: int [B or 1, M], the index of each block of the run.
+        end_block: int [B], the block that the result stands at.
+
+    Returns:
+        [B, G, R, K, V + 1].
     """
-    log_rate, distance = decays.log_rate.to(summaries.dtype), now[:, None] - place
+    log_rate, distance = decays.log_rate.to(summaries.dtype), end_block[:, None] - block_index
     weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
-    new = (distance >= lag) if opened is None else (distance >= lag) & (place > (opened - lag)[:, None])
-    weight = torch.where(new[:, None, None], weight, 0)  # [B, G, R, M]
-    running = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
-    if carried is None:
-        return running
-    return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
+    enters = distance >= lag
+    if past is not None:
+        enters = enters & (block_index > (past.block - lag)[:, None])
+    weight = torch.where(enters[:, None, None], weight, 0)  # [B, G, R, M]
+    sums = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+    if past is None:
+        return sums
+    return sums + torch.exp(log_rate * (end_block - past.block)[:, None, None])[..., None, None] * past.sums
 
 
-def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
-    """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
-    summaries = block_summaries(fk, v, valid, place, form)
-    decays = decays.to(summaries.dtype)
-    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, sequence).unflatten(4, summaries.shape[3:])
-    if carried is not None:
-        passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
-        decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
-        if sequence is not None:
-            decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
-        mixed = mixed + decay[..., None, None] * carried[:, :, None]
+def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the outputs of all blocks at once.
+
+    Args:
+        inputs: The tokens and all that goes with them, with `valid` [B, M * C].
+        impl: "torch" or "triton".
+
+    Returns:
+        The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
+    """
+    form, block_index, past, q_features = inputs.form, inputs.block_index, inputs.past, inputs.q_features
+    summaries = block_summaries(inputs.k_features, inputs.v, inputs.valid, block_index, form)
+    decays = inputs.decays.to(summaries.dtype)
+    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, inputs.sequence_id)
+    far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
+    if past is not None:
+        # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
+        elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
+        decay = torch.exp(decays.log_rate[:, None] * elapsed)  # [B, G, M, R]
+        if inputs.sequence_id is not None:
+            decay = torch.where((inputs.sequence_id == inputs.sequence_id[0])[:, None], decay, 0)
+        far_sums = far_sums + decay[..., None, None] * past.sums[:, :, None]
     if decays.power is not None:
-        scale = decays.by_length(place, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
-        fq = fq * resize_tokens(scale, fq.shape[1])[..., None].to(fq.dtype)
-    given = fq, mixed, valid, decays.weight, balance, sink, place, form
+        scale = decays.length_scale(block_index, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
+        q_features = q_features * resize_tokens(scale, q_features.shape[1])[..., None].to(q_features.dtype)
     attend = triton_near_and_far if impl == "triton" else near_and_far
-    return attend(q, k, v, *given), summaries
+    o = attend(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        q_features,
+        far_sums,
+        inputs.valid,
+        decays.weight,
+        inputs.balance,
+        inputs.sink_tokens,
+        block_index,
+        form,
+    )
+    return o, summaries
 
 
-def block_summaries(fk, v, valid, place, form):
-    """What the far keys and values of each block sum to, and in a last column the keys: [B, G, M, K, V + 1]."""
-    exact = torch.float64 if torch.float64 in (fk.dtype, v.dtype) else torch.float32
-    fk, v = (resize_tokens(x, valid.shape[1]) for x in (fk, v))
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
+def block_summaries(
+    k_features: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
+) -> torch.Tensor:
+    """Sum k v^T over the tokens of each block that can be far (paper eq. 4); a last column sums the keys alone.
+
+    Args:
+        k_features: [B, T, G, K].
+        v: [B, T, G, V].
+        valid: bool [B, M * C], the tokens that are keys.
+        block_index: int [B or 1, M].
+        form: The options.
+
+    Returns:
+        [B, G, M, K, V + 1] in fp32, or in fp64 if an input is.
+    """
+    num_kv_heads = v.shape[2]
+    sum_dtype = torch.float64 if torch.float64 in (k_features.dtype, v.dtype) else torch.float32
+    k_features, v = (resize_tokens(x, valid.shape[1]) for x in (k_features, v))
+    is_far = valid & ~is_sink(block_index, form)
+    k_features = torch.where(is_far[..., None, None], k_features, 0)
     v = with_ones(torch.where(valid[..., None, None], v, 0))
-    fk, v = (by_block_and_group(x, v.shape[2], form.block_size, exact) for x in (fk, v))
-    return fk.mT @ v  # paper eq. 4
+    k_features, v = (by_block_and_group(x, num_kv_heads, form.block_size, sum_dtype) for x in (k_features, v))
+    return k_features.mT @ v
 
 
-def sink_tokens(place, form):
-    """Which tokens are sinks and so never far: bool [B or 1, M * C]."""
-    slot = torch.arange(form.block_size, device=place.device)
-    position = (place[:, :, None] * form.block_size + slot).flatten(1)
+def is_sink(block_index: torch.Tensor, form: LocalForm) -> torch.Tensor:
+    """Return which tokens are sinks, and therefore never far, bool [B or 1, M * C]."""
+    place_in_block = torch.arange(form.block_size, device=block_index.device)
+    position = (block_index[:, :, None] * form.block_size + place_in_block).flatten(1)
     return position < form.sinks
 
 
-def find_sinks(k, v, valid, form, sequence):
-    """The first tokens of each sequence: k, v and valid, [B, S, G, ...], or [B, M, S, G, ...] for packed ones."""
-    if sequence is None:
-        return tuple(x[:, : form.sinks] for x in (k, v, valid))
-    first = torch.searchsorted(sequence, sequence) * form.block_size  # of the same sequence
+def find_sinks(
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, form: LocalForm, sequence_id: torch.Tensor | None
+) -> SinkTokens:
+    """Return the first `form.sinks` tokens of each row, or, for packed sequences, of the sequence of each block."""
+    if sequence_id is None:
+        return SinkTokens(k[:, : form.sinks], v[:, : form.sinks], valid[:, : form.sinks])
+    first = torch.searchsorted(sequence_id, sequence_id) * form.block_size  # first token of the block's sequence
     token = (first[:, None] + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
-    return tuple(x[:, token] for x in (k, v, valid))
+    return SinkTokens(k[:, token], v[:, token], valid[:, token])
 
 
 # mhla_hf/ops/local_state.py
 
+# Maps keys [B, N, G, D] and their rotation angles [B, N, 1, A] to features of the far part, [B, N, G, K].
+KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class LocalState(RowState):
-    """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
+    """The decoder state of near and far attention, for B rows.
 
-    k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
-    W = (lag + 1) * C: `ring_slot` says which token is where. angles [B, S + W, 1, A]: how each of them was rotated, for the
-    far part, which reads keys before their rotation; A is 0 where it does not.
-    running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
-    summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
-    read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
-    position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
-    whose part of the sums `rewind` has yet to undo.
+    It is changed in place, and its tensors keep their addresses. Nothing has a gradient. S is the number of sinks and
+    W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
+
+    Args:
+        block_size: Tokens per block, C.
+        k: [B, S + W, G, D], keys: the sinks, then the ring.
+        v: [B, S + W, G, V], values.
+        valid: bool [B, S + W], the slots that hold a real token.
+        angles: [B, S + W, 1, A], how each key was rotated. The far part reads keys before their rotation and undoes it.
+            A is 0 if there is nothing to undo.
+        running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
+            awkward width for the vector units that decode. At least fp32.
+        pending: [B, G, V + 1, K], the part of the summary that enters the sums next which has been read so far. At least
+            fp32.
+        position: int64 [B], the tokens that each row has seen.
+        furthest: int64 [B], the largest position before tokens were taken back.
+        cropped: Tokens taken back by `crop` whose share of the sums `rewind` has yet to undo.
     """
 
     block_size: int
@@ -1100,116 +1722,176 @@ class LocalState(RowState):
     cropped: int = 0
 
     @staticmethod
-    @torch.inference_mode(False)  # whose tensors could not be written outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(
-        k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm, angles: torch.Tensor | None = None
+        k: torch.Tensor,
+        v: torch.Tensor,
+        num_rates: int,
+        num_features: int,
+        form: LocalForm,
+        angles: torch.Tensor | None = None,
     ) -> "LocalState":
-        """A state that has seen nothing, for keys, values and angles like k and v [B, T, G, ..] and angles [.., A]."""
+        """Create a state that has seen no tokens.
+
+        Args:
+            k, v: Keys [B, T, G, D] and values [B, T, G, V] like those that will come: their shapes, dtypes, and device.
+            num_rates: R.
+            num_features: K.
+            form: The options.
+            angles: [.., A], rotation angles like those that will come; None is A = 0.
+        """
         angles = k.new_zeros(0) if angles is None else angles
-        batch, _, groups, value_dim = v.shape
-        slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
+        batch, _, num_kv_heads, value_dim = v.shape
+        num_slots = form.sinks + (form.lag + 1) * form.block_size
+        sum_dtype = torch.promote_types(k.dtype, torch.float32)
         return LocalState(
             block_size=form.block_size,
-            k=k.new_zeros(batch, slots, *k.shape[2:]),
-            v=v.new_zeros(batch, slots, *v.shape[2:]),
-            valid=k.new_zeros(batch, slots, dtype=torch.bool),
-            angles=angles.new_zeros(batch, slots, 1, angles.shape[-1]),
-            running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
-            pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
+            k=k.new_zeros(batch, num_slots, *k.shape[2:]),
+            v=v.new_zeros(batch, num_slots, *v.shape[2:]),
+            valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
+            angles=angles.new_zeros(batch, num_slots, 1, angles.shape[-1]),
+            running=k.new_zeros(batch, num_kv_heads, num_rates, value_dim + 1, num_features, dtype=sum_dtype),
+            pending=k.new_zeros(batch, num_kv_heads, value_dim + 1, num_features, dtype=sum_dtype),
             position=k.new_zeros(batch, dtype=torch.int64),
             furthest=k.new_zeros(batch, dtype=torch.int64),
         )
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
+        """Remove the last `count` tokens of every row; `rewind` corrects the sums before they are next read.
+
+        Raises:
+            ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
+        """
         torch.maximum(self.furthest, self.position, out=self.furthest)
         back = int((self.furthest - self.position).max()) + count
         if back > self.block_size:
-            raise ValueError(
-                f"count: got {count}, expected a position at most a block of {self.block_size} tokens behind the furthest."
-            )
-        if count > int(self.position.min()):
-            raise ValueError(f"count: got {count}, expected at most the {int(self.position.min())} tokens of a row.")
+            reach = count - (back - self.block_size)
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
+        shortest = int(self.position.min())
+        if count > shortest:
+            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
         self.cropped += count
         self.position.sub_(count)
 
     @torch.no_grad()
-    def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
-        """Undo in the sums what `crop` took from the positions; map_keys: see `continue_local`."""
-        decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
-        was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
-        left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
+    def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
+        """Undo in the sums what `crop` took from the positions; arguments as in `continue_local`."""
+        decays, block = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
+        old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
+        entered = self.summary(old_block - form.lag, form.block_size, map_keys, form)  # when `old_block` was opened
         decay = torch.exp(decays.log_rate)[..., None, None]
-        earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
-        now, was = (x.view(-1, 1, 1, 1, 1) for x in (now, was))
-        # where nothing is far, or a rate keeps less than a rounding error, all that subtraction leaves is error
-        earlier = torch.where((now >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
-        self.running.copy_(torch.where(now < was, earlier, self.running))
+        earlier = (self.running - decay**form.lag * entered[:, :, None]) / decay
+        block, old_block = (x.view(-1, 1, 1, 1, 1) for x in (block, old_block))
+        # Where nothing is far, or where a rate keeps less than a rounding error, the subtraction leaves only error.
+        earlier = torch.where((block >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
+        self.running.copy_(torch.where(block < old_block, earlier, self.running))
         self.cropped = 0
         self.refresh_pending(map_keys, form)
 
-    def refresh_pending(self, map_keys, form: LocalForm) -> None:
-        """Sum `pending` anew from the ring."""
+    def refresh_pending(self, map_keys: KeyMap, form: LocalForm) -> None:
+        """Compute `pending` anew from the ring."""
         last = self.position - 1
         count = torch.where(last >= 0, last % form.block_size + 1, 0)[:, None]
         block = last.clamp(min=0) // form.block_size - form.lag + 1
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
-    def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The transposed summary [B, G, V + 1, K] of each row's `block` [B], of its first `count` (or [B, 1]) tokens."""
-        token = torch.arange(form.block_size, device=block.device)
-        position = block[:, None] * form.block_size + token
-        rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
-        far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
-        fk = map_keys(self.k[rows, place], self.angles[rows, place])
-        fk = torch.where(far[..., None, None], fk, 0).to(self.running.dtype)
-        v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
+    def summary(
+        self, block: torch.Tensor, count: torch.Tensor | int, map_keys: KeyMap, form: LocalForm
+    ) -> torch.Tensor:
+        """Compute the transposed summary of one block of each row from the ring.
+
+        Args:
+            block: int64 [B], the block of each row.
+            count: The number of its first tokens to sum, a number or int64 [B, 1].
+            map_keys: See `KeyMap`.
+            form: The options.
+
+        Returns:
+            [B, G, V + 1, K].
+        """
+        place_in_block = torch.arange(form.block_size, device=block.device)
+        position = block[:, None] * form.block_size + place_in_block
+        rows, slot = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
+        is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
+        k_features = map_keys(self.k[rows, slot], self.angles[rows, slot])
+        k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
+        v = with_ones(torch.where(is_far[..., None, None], self.v[rows, slot], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
-            return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
+            return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
     def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
-        """Where the token at `position` is; anywhere for one before the first."""
+        """Return the slot of the token at `position`; an arbitrary one for negative positions."""
         return ring_slot(position, self.k.shape[1], form.sinks)
 
 
-def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
-                   key_mask=None, starts=None, angles=None):  # fmt: skip
-    """o [B, T, H, V] (as in `local_attention`) of T new tokens of every row; `state` goes on by them.
+def continue_local(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    map_keys: KeyMap,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    state: LocalState,
+    *,
+    fresh: bool,
+    key_mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    angles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Continue `local_attention` by T new tokens of every row, and add them to the state.
 
-    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`. map_keys: a function of keys
-    [B, N, G, D] and their angles [B, N, 1, A] that returns the far part's features [B, N, G, K]. angles: of k, [B, T, 1, A];
-    None is A = 0. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
+    Gradients flow among the new tokens, but not through the state.
+
+    Args:
+        q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.
+        map_keys: Computes the features of keys for the far part; see `KeyMap`.
+        state: The state; changed in place.
+        fresh: Whether the state has seen nothing yet, which saves reading it.
+        angles: [B, T, 1, A], how the keys were rotated; None is A = 0.
+
+    Returns:
+        [B, T, H, V], as in `local_attention`.
     """
     if angles is None:
         angles = state.angles.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
-        real = None if key_mask is None else key_mask[:, 0]
-        own = None if starts is None else starts.to(q.device) == 0
+        is_key = None if key_mask is None else key_mask[:, 0]
+        takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own, angles)
-    size, steps, before = form.block_size, q.shape[1], state.position.clone()
-    count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
-    first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
-    blocks, slots = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
-    layout = TokenLayout(before, count, steps, first, blocks, size, slots, q.device, form.sinks)
+            return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, angles)
+    size, num_tokens, before = form.block_size, q.shape[1], state.position.clone()
+    num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
+    num_blocks, num_slots = (num_tokens + size - 1) // size, 0
+    first_block = torch.zeros_like(before)
+    if not fresh:  # begin early enough to cover the window of the open block
+        num_blocks, num_slots = num_blocks + form.lag, state.k.shape[1]
+        first_block = ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
+    layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, form.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     angles = layout.place_keys(state.angles, angles)
-    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k, angles)
-    with torch.no_grad():
-        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
-            layout.keep(held, laid)
-        state.position.copy_(before + count)
-    past = {"now": (before + count - 1).clamp(min=0) // size}
+    q, q_features, k_features = layout.place_queries(q), layout.place_queries(q_features), map_keys(k, angles)
+    past = sink_tokens = None
     if not fresh:
-        past |= {"carried": state.running.mT, "opened": (before - 1).clamp(min=0) // size}
-        if form.sinks:
-            past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
+        past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
+    with torch.no_grad():
+        for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
+            layout.keep(held, laid_out)
+        state.position.copy_(before + num_new)
+    if not fresh and form.sinks:  # after the new tokens are written, which may be sinks
+        sinks = slice(0, form.sinks)
+        sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
+    inputs = LocalInputs(
+        q, k, v, q_features, k_features, valid, decays, balance, form, layout.blocks, sink_tokens=sink_tokens, past=past
+    )
     with torch.autocast(q.device.type, enabled=False):
-        o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
+        o, running = attend_local(inputs, (before + num_new - 1).clamp(min=0) // size)
+    assert running is not None  # `attend_local` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, form)
@@ -1217,125 +1899,188 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None,
-               angles=None):  # fmt: skip
-    """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
+def local_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    map_keys: KeyMap,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    state: LocalState,
+    is_key: torch.Tensor | None = None,
+    takes_part: torch.Tensor | None = None,
+    angles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Continue `local_attention` by a single token of every row, with the same graph for every position.
 
-    Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
-    it padding after its first token; other rows are left as they are. The same graph for every position.
+    Args:
+        q, k, v, q_features, map_keys, decays, balance, form, state, angles: As in `continue_local`.
+        is_key: bool [B], False for rows whose token is padding; None if there are none.
+        takes_part: bool [B], False for rows that have not begun, which stay as they are; None if there are none.
+
+    Returns:
+        [B, 1, H, V] in the dtype of the sums.
     """
-    size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
-    heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
-    decays = decays.to(exact)
-    rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
-    for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        new = new if real is None else new.masked_fill(~real[:, None, None], 0)
-        ring[rows, slot] = new.to(ring.dtype)
-    if angles is not None:
-        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
-    state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
+    size, lag, sum_dtype, position = form.block_size, form.lag, state.running.dtype, state.position
+    batch, num_kv_heads, share = len(position), k.shape[2], q.shape[2] // k.shape[2]
+    decays = decays.to(sum_dtype)
+    write_token(k, v, angles, is_key, state, form)
 
-    opens = inside == 0 if own is None else (inside == 0) & own
+    # The first token of a block moves the sums on to it and lets the pending summary enter.
+    place_in_block = position % size
+    opens = place_in_block == 0 if takes_part is None else (place_in_block == 0) & takes_part
     opens = opens.view(-1, 1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
     state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
-    old = p - (lag - 1) * size
-    place = state.slot(old, form)
-    enters = (old >= form.sinks) & state.valid[rows, place]
-    enters = enters if own is None else enters & own
-    entering = map_keys(state.k[rows, place][:, None], state.angles[rows, place][:, None])[:, 0]
-    entering = entering.masked_fill(~enters[:, None, None], 0).to(exact)
-    left_v = with_ones(state.v[rows, place]).to(exact)
-    state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
+    add_pending_token(state, map_keys, form, opens, takes_part)
 
-    slots = torch.arange(state.k.shape[1], device=p.device)
-    age = (p[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # in the ring
-    last = inside + (lag - 1) * size
-    seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
-    score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    fq = fq[:, 0].to(exact)
+    slots = torch.arange(state.k.shape[1], device=position.device)
+    age = (position[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # of the tokens in the ring
+    oldest_age = place_in_block + (lag - 1) * size
+    in_window = torch.where(slots < form.sinks, slots <= position[:, None], age <= oldest_age[:, None])
+    visible = (state.valid & in_window)[:, None, None]
+    query = q.reshape(batch, num_kv_heads, share, -1).to(sum_dtype)
+    score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * form.scale
+    q_features = q_features[:, 0].to(sum_dtype)
     if decays.power is not None:
-        fq = fq * decays.by_length(p // size, lag)[..., None]
-    weighed = fq.view(*heads, 1, -1) * decays.weight.view(*heads[1:], -1, 1)
-    far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
-    near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))
-    o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
-    state.position.add_(1 if own is None else own)
-    return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
+        q_features = q_features * decays.length_scale(position // size, lag)[..., None]
+    # [B, G, H / G, 1, K] * [G, H / G, R, 1]
+    expanded = q_features.view(batch, num_kv_heads, share, 1, -1) * decays.weight.view(num_kv_heads, share, -1, 1)
+    far = expanded.flatten(3) @ state.running.mT.flatten(2, 3)
+    near_v = state.v.transpose(1, 2).to(sum_dtype)
+    has_far = (position >= lag * size).view(-1, 1, 1, 1)
+    total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, share, 1)
+    balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, share, 1)
+    o = combine(score, visible, near_v, far, total_weight, balance, has_far, form).flatten(1, 2)[:, None]
+    state.position.add_(1 if takes_part is None else takes_part)
+    return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
+
+
+def write_token(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: torch.Tensor | None,
+    is_key: torch.Tensor | None,
+    state: LocalState,
+    form: LocalForm,
+) -> None:
+    """Write one new token per row into the slot of its position; arguments as in `local_step`."""
+    position = state.position
+    rows, slot = torch.arange(len(position), device=position.device), state.slot(position, form)
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
+        held[rows, slot] = new.to(held.dtype)
+    if angles is not None:
+        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
+    state.valid[rows, slot] = torch.ones_like(position, dtype=torch.bool) if is_key is None else is_key
+
+
+def add_pending_token(
+    state: LocalState, map_keys: KeyMap, form: LocalForm, opens: torch.Tensor, takes_part: torch.Tensor | None
+) -> None:
+    """Add to the pending summary of each row the old token that is `lag - 1` blocks behind its position.
+
+    Args:
+        state, map_keys, form, takes_part: As in `local_step`.
+        opens: bool [B, 1, 1, 1, 1], the rows whose token opens a block, where the pending summary starts from zero.
+    """
+    sum_dtype = state.pending.dtype
+    old_position = state.position - (form.lag - 1) * form.block_size
+    rows, slot = torch.arange(len(old_position), device=old_position.device), state.slot(old_position, form)
+    is_far = (old_position >= form.sinks) & state.valid[rows, slot]
+    is_far = is_far if takes_part is None else is_far & takes_part
+    k_features = map_keys(state.k[rows, slot][:, None], state.angles[rows, slot][:, None])[:, 0]
+    k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)
+    old_v = with_ones(state.v[rows, slot]).to(sum_dtype)
+    state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])
 
 
 # mhla_hf/nn/heads.py
 
 class HeadSplit:
-    """The KV heads of one layer, each softmax or MHLA; a query head goes with the KV head that it reads.
+    """The KV heads of one layer, each of which is softmax or MHLA; query heads go with the KV head that they read.
 
-    Heads are cut as slices, not gathered by an index: nothing has to be on a device, and one run of heads is a view.
+    Tensors are cut into slices instead of being gathered by an index: no index has to be moved to a device, and a single run
+    of heads is a view.
 
     Args:
-        softmax_heads: KV heads that keep softmax.
-        num_kv_heads: KV heads of the layer G.
+        softmax_heads: The KV heads that keep softmax.
+        num_kv_heads: The number of KV heads of the layer, G.
+
+    Attributes:
+        counts: The number of softmax heads (key True) and of MHLA heads (key False).
+        runs: Consecutive heads of one kind, each as (first KV head, one past the last, whether they are softmax).
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
         self.softmax_heads = sorted(softmax_heads)
         self.num_kv_heads = num_kv_heads
         self.counts = {True: len(self.softmax_heads), False: num_kv_heads - len(self.softmax_heads)}
-        self.runs = []  # [first KV head, one past the last, whether they are softmax]
-        for head in range(num_kv_heads):
-            kept = head in self.softmax_heads
-            if self.runs and self.runs[-1][2] == kept:
-                self.runs[-1][1] = head + 1
-            else:
-                self.runs.append([head, head + 1, kept])
+        self.runs: list[tuple[int, int, bool]] = []
+        first = 0
+        for end in range(1, num_kv_heads + 1):
+            is_softmax = first in self.softmax_heads
+            if end == num_kv_heads or (end in self.softmax_heads) != is_softmax:
+                self.runs.append((first, end, is_softmax))
+                first = end
 
     def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
-        """The softmax heads, or else the MHLA heads, of `x`, which has the G KV heads or their query heads along `dim`."""
+        """Return the softmax heads of `x`, or else its MHLA heads.
+
+        Args:
+            x: A tensor with the G KV heads, or their H query heads, along `dim`.
+            softmax: Which of the two.
+            dim: The axis of the heads.
+        """
         share = x.shape[dim] // self.num_kv_heads
-        parts = [x.narrow(dim, a * share, (b - a) * share) for a, b, kept in self.runs if kept == softmax]
+        parts = [
+            x.narrow(dim, first * share, (end - first) * share)
+            for first, end, is_softmax in self.runs
+            if is_softmax == softmax
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def join(self, parts: dict[bool, torch.Tensor], dim: int) -> torch.Tensor:
-        """All heads in their order along `dim`, from those of the softmax heads (True) and of the MHLA heads (False)."""
+    def join(self, parts: Mapping[bool, torch.Tensor], dim: int) -> torch.Tensor:
+        """Join the softmax heads (key True) and the MHLA heads (key False) in their original order along `dim`."""
         pieces, begin = [], {True: 0, False: 0}
-        for first, end, kept in self.runs:
-            size = (end - first) * parts[kept].shape[dim] // self.counts[kept]
-            pieces.append(parts[kept].narrow(dim, begin[kept], size))
-            begin[kept] += size
+        for first, end, is_softmax in self.runs:
+            size = (end - first) * parts[is_softmax].shape[dim] // self.counts[is_softmax]
+            pieces.append(parts[is_softmax].narrow(dim, begin[is_softmax], size))
+            begin[is_softmax] += size
         return torch.cat(pieces, dim)
 
     def of_rank(self, rank: int, size: int) -> "HeadSplit":
-        """The heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
+        """Return the heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
         count = self.num_kv_heads // size
         return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)
 
 
 # mhla_hf/nn/features.py
 
-RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # above relu(x), what keeps every denominator alive
-
-
-LEARNED_STARTS = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # W begins as so many times the identity
-LARGEST_EXPONENT = 6.0
+RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # added to relu(x); keeps the denominator from vanishing
+INITIAL_WEIGHT_SCALE = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # learned maps start at this times the identity
+MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 class FeatureMap(nn.Module):
-    """Maps `[B, T, H, K]` to `[B, T, H, features]`, the same for q and for k.
+    """Maps [B, T, H, K] to features [B, T, H, F]; queries and keys use the same kind with weights of their own.
 
     Args:
-        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp" (see `MHLASettings`).
-        num_heads: heads of its input (the learned map has its own W per head).
-        head_dim: width K.
+        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp"; see `MHLASettings.feature_map`.
+        num_heads: Number of heads, H; learned maps have one W per head.
+        head_dim: Width of the input, K.
     """
 
-    by_head = True
+    by_head = True  # parameters have the heads as their first axis, along which tensor parallelism splits them
 
     def __init__(self, kind: str, num_heads: int, head_dim: int):
         super().__init__()
         self.kind = kind
         self.head_dim = head_dim
-        if kind in LEARNED_STARTS:
+        if kind in INITIAL_WEIGHT_SCALE:
             self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
         if kind == "exp":
             self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
@@ -1344,18 +2089,29 @@ class FeatureMap(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width of the result."""
+        """Width of the output, F."""
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        if self.kind not in LEARNED_STARTS:
-            return {}
-        weight = LEARNED_STARTS[self.kind] * torch.eye(self.head_dim).expand(self.weight.shape)
-        return {"weight": weight} | ({"bias": torch.zeros(self.bias.shape)} if self.kind == "exp" else {})
+        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        values = {}
+        if self.kind in INITIAL_WEIGHT_SCALE:
+            identity = torch.eye(self.head_dim).expand(self.weight.shape)
+            values["weight"] = INITIAL_WEIGHT_SCALE[self.kind] * identity
+        if self.kind == "exp":
+            values["bias"] = torch.zeros(self.bias.shape)
+        return values
 
     def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Map x `[B, T, H, K]`, or of some of the H heads: the MHLA heads of `heads`."""
+        """Compute features.
+
+        Args:
+            x: [B, T, H, K]; with `heads`, the MHLA heads alone.
+            heads: Which of the H heads are MHLA; None if all are.
+
+        Returns:
+            Features with as many heads as x, in x's dtype.
+        """
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
@@ -1368,8 +2124,8 @@ class FeatureMap(nn.Module):
             return y.softmax(-1).to(x.dtype)
         if self.kind == "exp":
             bias = self.bias if heads is None else heads.part(self.bias, False, 0)
-            return (torch.exp((y + bias).clamp(max=LARGEST_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
-        if torch.compiler.is_compiling():  # a stack would not be fused
+            return (torch.exp((y + bias).clamp(max=MAX_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
+        if torch.compiler.is_compiling():  # which would not fuse a stack
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
             both = torch.stack([y, -y], -2)
@@ -1379,49 +2135,67 @@ class FeatureMap(nn.Module):
 # mhla_hf/nn/settings.py
 
 FORMAT_VERSION = 3
-# In config.json as `transformers_weights`, the name of a file that is not there, on which softmax classes stop.
+# Stands in config.json as `transformers_weights`, the name of the weights file: the softmax classes of transformers fail on
+# this missing file, and the error shows the sentence.
 NO_SOFTMAX = "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf installed"
-MOST_BLOCKS = 16_384  # their matrix takes a gigabyte
-LARGEST_BLOCK = 65_536  # tokens, whose keys and values a cache makes room for at its first step
-MOST_DECAYS = 64
-MOST_WINDOW = 1_024
+MAX_BLOCKS = 16_384  # a mixing matrix of this size takes a gigabyte
+MAX_BLOCK_SIZE = 65_536  # tokens; a cache allocates keys and values of a block at its first step
+MAX_DECAYS = 64
+MAX_WINDOW_BLOCKS = 1_024
 
 
-def is_whole(value, least: int, most: int = sys.maxsize) -> bool:
-    """Whether `value` is a whole number from `least` to `most`; True and False are none."""
+def is_whole(value: object, least: int, most: int = sys.maxsize) -> bool:
+    """Whether `value` is an int from `least` to `most`; bools do not count."""
     return type(value) is int and least <= value <= most
 
 
-def is_layout(layout) -> bool:
-    """Whether `layout` is None or one count of blocks per axis."""
-    right = isinstance(layout, list) and 1 <= len(layout) <= 3 and all(is_whole(count, 1) for count in layout)
-    return layout is None or (right and prod(layout) <= MOST_BLOCKS)
+def is_layout(layout: object) -> bool:
+    """Whether `layout` is None or a list with the number of blocks along each of 1 to 3 axes."""
+    if layout is None:
+        return True
+    if not isinstance(layout, list) or not 1 <= len(layout) <= 3:
+        return False
+    return all(is_whole(count, 1) for count in layout) and prod(layout) <= MAX_BLOCKS
 
 
-def is_choice_of_layers(layers) -> bool:
-    """Whether `layers` is "all", "2/3" or a list of different indices."""
+def is_choice_of_layers(layers: object) -> bool:
+    """Whether `layers` is "all", "2/3", or a list of different layer indices."""
     if not isinstance(layers, list):
         return layers in ("all", "2/3")
     return len(layers) > 0 and all(is_whole(index, 0) for index in layers) and len(set(layers)) == len(layers)
 
 
-def is_choice_of_heads(heads) -> bool:
-    """Whether `heads` is None, or a list of different KV heads for each layer, by its index as a string."""
+def is_choice_of_heads(heads: object) -> bool:
+    """Whether `heads` is None, or a dictionary from layer indices (strings of digits) to lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
-    right = [isinstance(layer, str) and layer.isdecimal() and isinstance(own, list) for layer, own in heads.items()]
-    return all(right) and all(own and all(is_whole(head, 0) for head in own) for own in heads.values())
+    for layer, kv_heads in heads.items():
+        if not (isinstance(layer, str) and layer.isdecimal() and isinstance(kv_heads, list)):
+            return False
+    return all(kv_heads and all(is_whole(head, 0) for head in kv_heads) for kv_heads in heads.values())
 
 
-def one_of(*allowed) -> tuple:
-    """The rule of a setting with few values; 1 is not True."""
-    return (lambda value: (type(value), value) in [(type(one), one) for one in allowed]), f"one of {list(allowed)}"
+SettingCheck = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what the error says was expected
 
 
-RULES = {  # of each setting: whether a value is right, and what is
-    "block_size": (lambda value: is_whole(value, 1, LARGEST_BLOCK), f"a whole number from 1 to {LARGEST_BLOCK}"),
-    "num_blocks": (lambda value: is_whole(value, 1, MOST_BLOCKS), f"a whole number from 1 to {MOST_BLOCKS}"),
-    "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MOST_BLOCKS} blocks in all"),
+def one_of(*allowed: Any) -> SettingCheck:
+    """Return the check of a setting that allows only these values; types must match, so that 1 does not pass for True."""
+
+    def is_allowed(value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in allowed)
+
+    return is_allowed, f"one of {list(allowed)}"
+
+
+def whole_number(least: int, most: int) -> SettingCheck:
+    """Return the check of a setting that allows ints from `least` to `most`."""
+    return (lambda value: is_whole(value, least, most)), f"a whole number from {least} to {most}"
+
+
+SETTING_CHECKS: dict[str, SettingCheck] = {
+    "block_size": whole_number(1, MAX_BLOCK_SIZE),
+    "num_blocks": whole_number(1, MAX_BLOCKS),
+    "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MAX_BLOCKS} blocks in all"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
@@ -1429,9 +2203,9 @@ RULES = {  # of each setting: whether a value is right, and what is
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
     "free_decay": one_of(True, False),
     "length_power": one_of(True, False),
-    "num_decays": (lambda value: is_whole(value, 1, MOST_DECAYS), f"a whole number from 1 to {MOST_DECAYS}"),
+    "num_decays": whole_number(1, MAX_DECAYS),
     "local": one_of(None, "softmax"),
-    "window": (lambda value: is_whole(value, 1, MOST_WINDOW), f"a whole number from 1 to {MOST_WINDOW}"),
+    "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "per_head": one_of(True, False),
@@ -1439,7 +2213,7 @@ RULES = {  # of each setting: whether a value is right, and what is
     "gate": one_of(True, False),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
-    "layers": (is_choice_of_layers, '"all", "2/3" or a list of layer indices, each at least 0 and there once'),
+    "layers": (is_choice_of_layers, '"all", "2/3" or a list of different layer indices, each at least 0'),
     "softmax_heads": (is_choice_of_heads, "a dictionary of layer indices and lists of KV heads, each at least 0"),
     "impl": one_of(*IMPLEMENTATIONS),
 }
@@ -1447,49 +2221,51 @@ RULES = {  # of each setting: whether a value is right, and what is
 
 @dataclass
 class MHLASettings:
-    """How MHLA layers are built. Saved with the model; checked when made and when loaded.
+    """How MHLA layers are built. Saved with the model, and checked when made and when loaded.
 
     Args:
-        block_size: tokens in a block of a sequence (the paper's chunk; 64 in section 5.4).
-        num_blocks: side M of the learned mixing matrix. Longer sequences work: rows beyond M repeat the last row by
-            distance and continue it with a geometric tail (`Mixing`). Of an encoder: as many as its longest input has.
-        layout: blocks per axis of a grid of tokens, for images [rows, columns] and video [frames, rows, columns]; then
-            block_size and num_blocks have no meaning. None: the tokens are a sequence.
+        block_size: Tokens per block of a sequence (the paper's chunk; 64 in section 5.4).
+        num_blocks: Number of rows and columns M of the learned mixing matrix. Longer sequences work: rows beyond M repeat
+            the last row by distance and continue it with a geometric tail (`Mixing`). For encoders, the number of blocks of
+            the longest input.
+        layout: Number of blocks along each axis of a grid of tokens: [rows, columns] for images, [frames, rows, columns] for
+            video; block_size and num_blocks are then ignored. None for sequences.
         feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), Sana's), "elu" (elu(x) + 1),
-            "identity", or one that is learned per head: "softmax" (of x W), "hedgehog" (softmax(x W) and softmax(-x W) side
-            by side, twice the width), "exp" (e^(x W + b), at most e^6).
-        normalize: True divides by the summed weights (eq. 4), False leaves that to `output_norm` (section 4.1), "official"
-            is the released vision code's denominator (not for causal models).
-        mixing_start: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or "uniform" (plain
-            linear attention).
-        learn_mixing: False freezes the mixing at its start.
-        mixing_form: "softmax" keeps a matrix of logits (rows sum to one, weights positive); "direct" keeps the weights
-            themselves, as released checkpoints do (negative ones are refused when loaded); "free" too, of any sign (the
-            released video checkpoints); "decay" is a sum of `num_decays` exponentials of the distance per head, which needs
-            no matrix: its cost is linear and its decoding state constant. It starts at plain linear attention.
-        num_decays: R of the "decay" form, the first of them without decay.
-        free_decay: the first of them decays, too, by a learned rate.
-        length_power: the far weights of a block from which n blocks are far are divided by n^a, with a learned per head
-            (with `local`).
+            "identity", or a map that is learned per head: "softmax" (of x W), "hedgehog" (softmax(x W) and softmax(-x W),
+            concatenated to twice the width), "exp" (e^(x W + b), with exponents of at most 6).
+        normalize: True divides by the sum of the weights (eq. 4), False leaves this to `output_norm` (section 4.1), and
+            "official" is the denominator of the released vision code (not for causal models).
+        mixing_start: Initial mixing: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or
+            "uniform" (plain linear attention).
+        learn_mixing: Whether the mixing is trained.
+        mixing_form: How mixing is parametrized. "softmax" learns a matrix of logits (weights are positive, rows sum to one).
+            "direct" learns the weights themselves, as released checkpoints do (negative ones are refused when loaded), and
+            "free" allows any sign (the released video checkpoints). "decay" is a sum of `num_decays` exponentials of the
+            distance per head. It has no matrix, so cost is linear and the decoder state constant; it starts at plain linear
+            attention.
+        num_decays: Number of exponentials R of the "decay" form. The first has rate 1, that is, no decay.
+        free_decay: Whether the rate of the first one is learned, too.
+        length_power: Whether the far weights of a block are divided by n^a, where n is the number of blocks that are far
+            from it, and a is learned per head (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays for all between, under one normalizer (language models only; needs "decay").
-        window: blocks of the softmax of `local`, the open one included.
-        sinks: first tokens of a sequence that stay in the softmax of `local`.
-        window_dropout: how often, in training, all blocks before the open one are left to the far part, 0 to 1.
-        per_head: one mixing matrix per query head instead of one per layer.
-        output_norm: RMSNorm over each head's output (section 4.1 for language and video).
-        gate: multiply the output by silu(W x + b), starting at one.
-        cpe: kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
-            F.2), starting at zero; 0 for none. Grids only.
-        rope: "before" rotates q and k before the feature map (converted models), "after" rotates the features (the
-            paper's order; the denominator, if any, then uses the un-rotated ones), "near" rotates them for the softmax of
-            `local` alone: features of rotated keys are functions of absolute positions, which do not hold beyond the lengths
-            they were fitted at.
-        layers: "all", "2/3" (softmax stays in layers 0, 3, 6, ...), or a list (tuple, range) of layer indices.
-        softmax_heads: KV heads that keep softmax in these layers, with the query heads that read them, and so their whole
-            past in the cache: {layer index: [KV head, ...]}. A layer that lists all of its KV heads is not in `layers`.
+            decays for all tokens between, under one normalizer (language models only; needs "decay").
+        window: Blocks in the window of `local`, the open block included.
+        sinks: Number of tokens at the start of a sequence that stay in the softmax of `local`.
+        window_dropout: Probability, in training, that a forward pass leaves all blocks before the open one to the far part.
+        per_head: Whether every query head has its own mixing matrix, instead of one per layer.
+        output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
+        gate: Whether the output is multiplied by silu(W x + b), which starts at one.
+        cpe: Kernel size of a depthwise convolution of v over the grid that is added to the output (the paper's CPE, appendix
+            F.2) and starts at zero; 0 for none. Grids only.
+        rope: Where the rotary embedding goes. "before" rotates q and k before the feature map (converted models). "after"
+            rotates the features (the paper's order; a denominator then uses the features without rotation). "near" rotates
+            q and k for the softmax of `local` alone: features of rotated keys depend on absolute positions, and fail beyond
+            the lengths they were fitted on.
+        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list, tuple, or range of layer indices.
+        softmax_heads: KV heads that keep softmax, with the query heads that read them and their whole past in the cache:
+            {layer index: [KV head, ...]}. A layer that would list all of its KV heads is left out of `layers` instead.
             Needs "decay".
-        impl: which implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
+        impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference".
     """
 
     block_size: int = 64
@@ -1516,22 +2292,27 @@ class MHLASettings:
     softmax_heads: dict[str, list[int]] | None = None
     impl: str = "auto"
 
-    def __post_init__(self):
-        for name in ("layout", "layers"):
-            if isinstance(getattr(self, name), (list, tuple, range)):
-                setattr(self, name, list(getattr(self, name)))
+    def __post_init__(self) -> None:
+        if isinstance(self.layout, (list, tuple, range)):
+            self.layout = list(self.layout)
+        if isinstance(self.layers, (list, tuple, range)):
+            self.layers = list(self.layers)
         if isinstance(self.softmax_heads, dict):
-            own = {str(layer): sorted(set(heads)) for layer, heads in self.softmax_heads.items()}
-            self.softmax_heads = own or None
-        for name, (is_right, expected) in RULES.items():
-            if not is_right(getattr(self, name)):
+            sorted_heads = {str(layer): sorted(set(heads)) for layer, heads in self.softmax_heads.items()}
+            self.softmax_heads = sorted_heads or None
+        for name, (is_valid, expected) in SETTING_CHECKS.items():
+            if not is_valid(getattr(self, name)):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
         if isinstance(self.layers, list):
             self.layers = sorted(self.layers)
+        self.check_combinations()
+
+    def check_combinations(self) -> None:
+        """Raise ValueError if settings that are valid by themselves do not go together."""
         decay, local = self.mixing_form == "decay", self.local is not None
         if decay and self.layout is not None:
-            what = 'expected "softmax", "direct" or "free" for grids'
-            raise ValueError(f'mixing_form: got "decay" with a layout, {what}.')
+            expected = '"softmax", "direct" or "free" for grids'
+            raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')
         if decay and self.rope == "after":
             raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
         if decay and self.impl == "reference":
@@ -1553,46 +2334,63 @@ class MHLASettings:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
-        """The indices of the layers that are MHLA in a model of `num_layers` layers, in order."""
+        """Return the indices of the MHLA layers in a model of `num_layers` layers, in order.
+
+        Raises:
+            ValueError: If there would be none, or an index is too large.
+        """
         if self.layers == "all":
             return list(range(num_layers))
-        if self.layers == "2/3":
-            chosen = [i for i in range(num_layers) if i % 3]
-            if not chosen:
-                raise ValueError(f'layers: got "2/3" for a model of {num_layers} layer, which would convert none.')
-            return chosen
+        if isinstance(self.layers, str):  # "2/3"
+            layers = [i for i in range(num_layers) if i % 3]
+            if not layers:
+                raise ValueError(f'layers: got "2/3" for {num_layers} layer, expected a model of at least 2 layers.')
+            return layers
         if self.layers[-1] >= num_layers:
             raise ValueError(
                 f"layers: got index {self.layers[-1]}, expected less than the model's {num_layers} layers."
             )
         return list(self.layers)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for `config.json`, with the version of this format."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values for `config.json`, with the version of this format."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, object]) -> "MHLASettings":
-        """The settings that `to_dict` wrote. A newer format, or a key this version does not know, is refused."""
-        if not isinstance(values, dict):
+    def from_dict(cls, values: Mapping[str, Any]) -> "MHLASettings":
+        """Return the settings that `to_dict` wrote.
+
+        Raises:
+            ValueError: If the format is newer than this version reads, or a setting is unknown or invalid.
+        """
+        if not isinstance(values, Mapping):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
         if not is_whole(version, 1, FORMAT_VERSION):
-            what = f"expected 1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
-            raise ValueError(f"format_version: got {version!r}, {what}.")
-        if unknown := sorted(set(values) - set(RULES)):
+            expected = f"1 to {FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
+            raise ValueError(f"format_version: got {version!r}, expected {expected}.")
+        unknown = sorted(set(values) - set(SETTING_CHECKS))
+        if unknown:
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
         return cls(**values)
 
 
 # mhla_hf/nn/core.py
 
-GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
+OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
+
+# A rotary embedding: from q [B, T, H, K] and k [B, T, G, K] to both rotated.
+Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1)."""
+    """RMSNorm over the output of each head, with one weight [V] for all heads (paper section 4.1).
+
+    Args:
+        value_dim: Width V of a head's output.
+        eps: Added to the mean square.
+    """
 
     def __init__(self, value_dim: int, eps: float):
         super().__init__()
@@ -1600,27 +2398,53 @@ class OutputNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(value_dim))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
+        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
-        """Of o `[.., V]`; where it and the weight differ in dtype, in fp32 (fp64 if one is)."""
-        weight = self.weight
+        """Normalize o [.., V]; if it and the weight differ in dtype, in fp32 (fp64 if one of them is)."""
+        weight: torch.Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
             o, weight = o.to(dtype), weight.to(dtype)
         return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
-def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
-    """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
-    return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+class OutputGate(nn.Linear):
+    """Computes the gate of every output channel before its silu, which is one at the start (paper section 4.1).
+
+    The core applies the silu, so that quantization and LoRA, which replace or wrap linear layers, see a linear layer.
+    """
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).data.copy_(value)
 
 
-def padding_first(key_mask: torch.Tensor) -> tuple:
-    """Where tokens go so that padding comes before all real tokens of its row and has no place among them.
+def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Zero each tensor [B, T, H, K] where key_mask [B, T] is False: NaN in padding would pass through a weight of 0."""
+    if key_mask is None:
+        return tensors
+    return tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
 
-    Returns the `source` and `back` of `MoveTokens` (None for single tokens) and where the real tokens begin, int64 `[B]`.
+
+def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Compute how to move tokens so that the padding of each row comes before all of its real tokens.
+
+    Padding in the middle or at the end of a row then does not count as a position.
+
+    Args:
+        key_mask: bool [B, T], False for padding.
+
+    Returns:
+        source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
+        back: int64 [B, T], likewise.
+        starts: int64 [B], the place at which the real tokens of each row begin.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
@@ -1629,53 +2453,46 @@ def padding_first(key_mask: torch.Tensor) -> tuple:
     return source, source.argsort(), starts
 
 
-def move_tokens(source: torch.Tensor | None, back: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
-    """`MoveTokens` of each tensor `[B, T, H, K]`, as `padding_first` says."""
-    return tensors if source is None else tuple(MoveTokens.apply(x, source, back) for x in tensors)
+def move_tokens(x: torch.Tensor, source: torch.Tensor | None, back: torch.Tensor | None) -> torch.Tensor:
+    """Move the tokens of x [B, T, H, K] as `padding_first` says."""
+    return x if source is None else MoveTokens.apply(x, source, back)
 
 
-def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
-    """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
+def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
+    """Raise ValueError in training, and warn otherwise, if gradients are asked for through a cache that holds tokens."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        sentence = "past_key_values: got a cache that holds tokens, expected torch.no_grad() or use_cache=False: "
-        sentence += "no gradient flows through an MHLA cache."
+        expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
+        message = f"past_key_values: got a cache that holds tokens, expected {expected}."
         if core.training:
-            raise ValueError(sentence)
-        warnings.warn(sentence, stacklevel=3)
-
-
-class OutputGate(nn.Linear):
-    """W x + b for every output channel, of which silu is one at the start (section 4.1).
-
-    The silu is the core's: what replaces or wraps linear layers (quantization, LoRA) knows only of the product.
-    """
-
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, GATE_OPEN)}
-
-    def reset_parameters(self) -> None:
-        """As `initial_values` says."""
-        for name, value in self.initial_values().items():
-            self.get_parameter(name).data.copy_(value)
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
 
 
 class MHLACore(nn.Module):
-    """What the causal core and the grid core share: feature maps, mixing, and what is done to the output.
+    """What the cores of sequences and grids share: feature maps, mixing, and what is done to the output.
 
     Args:
-        settings: the choices.
-        mixing: the module that holds the mixing.
-        num_heads: query heads H.
-        num_kv_heads: key/value heads G; query head h uses head h // (H // G).
-        key_dim: width K of q and k.
-        value_dim: width V of v.
-        hidden_size: width of the layer's input, needed by the gate.
+        settings: The settings.
+        mixing: The module that holds the mixing.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
+        key_dim: Width K of q and k.
+        value_dim: Width V of v.
+        hidden_size: Width of the layer's input, which the gate reads.
         norm_eps: eps of the output norm.
     """
 
     def __init__(
-        self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
+        self,
+        settings: MHLASettings,
+        mixing: nn.Module,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        hidden_size: int,
+        norm_eps: float = 1e-6,
     ):
         super().__init__()
         self.settings = settings
@@ -1689,17 +2506,32 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def operands(self, q, k, v, key_mask, rotate) -> tuple:
-        """Features of q and k, v, and the operator's options that follow from them and the settings.
+    def operands(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        rotate: Rotation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Prepare the arguments of `mhla`.
 
-        `settings.rope` says whether `rotate`, if there is one, comes before the maps or after. All features are in v's
-        dtype: under autocast a rotation leaves fp32, which softmax attention would cast back, too.
+        Args:
+            q, k, v, key_mask: As in `MHLA.forward`.
+            rotate: Rotary embedding, applied before or after the feature maps as `settings.rope` says; None if q and k are
+                rotated already, or never.
+
+        Returns:
+            Features of q and k, v, and the options of `mhla` that follow from the settings. All features are in v's dtype:
+            a rotation under autocast leaves fp32, which softmax attention would cast back, too.
         """
         if rotate is not None and self.settings.rope == "before":
-            (q, k), rotate = rotate(q, k), None
+            q, k = rotate(q, k)
+            rotate = None
         q, k, v = without_padding(key_mask, q, k, v)
-        q, k = self.q_map(q), *without_padding(key_mask, self.k_map(k))
-        options = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
+        q = self.q_map(q)
+        (k,) = without_padding(key_mask, self.k_map(k))
+        options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
         if rotate is not None:
             if self.settings.normalize:
                 options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
@@ -1707,7 +2539,13 @@ class MHLACore(nn.Module):
         return q.to(v.dtype), k.to(v.dtype), v, options
 
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Output norm and gate over o `[B, T, H, V]`, which is then in `dtype`."""
+        """Apply the output norm and the gate.
+
+        Args:
+            o: [B, T, H, V], the output of the attention.
+            hidden_states: [B, T, hidden_size], which the gate reads.
+            dtype: Dtype of the result.
+        """
         if self.settings.output_norm:
             o = self.norm(o)
         o = o.to(dtype)
@@ -1717,7 +2555,7 @@ class MHLACore(nn.Module):
 
 
 def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
-    """One sentence if `settings` are not those of a causal model, or of another one of sequences, named `model`."""
+    """Raise ValueError if the settings do not suit a model of sequences; `model` is what the error calls it."""
     if settings.normalize == "official":
         raise ValueError(f'normalize: got "official", expected true or false for {model}.')
     for name in ("layout", "cpe"):
@@ -1727,42 +2565,57 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
 
 # mhla_hf/nn/decay_mixing.py
 
-START_WEIGHT = 0.01  # of each decay at the start, beside the one without decay
-START_RATES = (0.9, 0.7, 0.4)  # lambda of the decays at the start, then halved again and again
-START_FREE = 0.98  # of the first decay, if it is free
-START_POWER = 0.5
+INITIAL_DECAY_WEIGHT = 0.01  # of every decay but the first, which gets the rest
+INITIAL_RATES = (0.9, 0.7, 0.4)  # lambda of every decay but the first; further ones halve the last
+INITIAL_FREE_RATE = 0.98  # lambda of the first decay, if it is learned
+INITIAL_POWER = 0.5
+FROZEN_DECAY_WEIGHT = 1e-30  # practically zero, but with a finite logarithm
 
 
 class DecayMixing(nn.Module):
-    """Mixing by `Decays`, and the balance of the far part against a local softmax; used in fp32 whatever the model's dtype.
+    """Mixing by `Decays`, and the balance of the far part relative to a local softmax; fp32 whatever the model's dtype.
 
-    `weight` `[H, R]`: logits of w, which sum to one. `rate` `[G, R - 1]`, or `[G, R]` if all are free: lambda is
-    sigmoid(rate), and 1 for the first that is not free. `balance` `[H]`: see `ops/local.py`; only with a local softmax.
-    `power` `[H]`: that of `Decays`, if it is learned.
+    Parameters:
+        weight: [H, R], logits of the weights of the decays, which sum to one.
+        rate: [G, R - 1], or [G, R] with `free_decay`; lambda is sigmoid(rate). The first decay has lambda 1 otherwise.
+        balance: [H], see `local_attention`; only with an initial balance.
+        power: [H], see `Decays`; only with `length_power`.
 
     Args:
-        num_heads: query heads H.
-        num_kv_heads: key/value heads G.
-        num_decays: R.
-        balance: its start, or None without a local softmax.
-        learn: False freezes w and lambda, not the balance, at their start, plain linear attention.
-        free: the first decay's lambda is learned, too.
-        by_length: there is a power.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of KV heads, G.
+        num_decays: Number of decays, R.
+        balance: Initial balance; None without a local softmax.
+        learn: Whether weights and rates are trained. Otherwise they stay at plain linear attention; the balance is always
+            trained.
+        free_decay: Whether lambda of the first decay is learned, too.
+        length_power: Whether the far part is scaled by a learned power of the number of far blocks.
     """
 
-    by_head = True
+    by_head = True  # see `FeatureMap.by_head`
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, num_decays: int, *, balance: float | None = None, learn: bool = True,
-        free: bool = False, by_length: bool = False,
-    ):  # fmt: skip
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        num_decays: int,
+        *,
+        balance: float | None = None,
+        learn: bool = True,
+        free_decay: bool = False,
+        length_power: bool = False,
+    ):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.num_decays = num_heads, num_kv_heads, num_decays
-        self.start, self.learn, self.num_fixed = balance, learn, 0 if free else 1
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_decays = num_decays
+        self.initial_balance = balance
+        self.learn = learn
+        self.num_fixed = 0 if free_decay else 1
         self.weight = nn.Parameter(torch.empty(num_heads, num_decays), requires_grad=learn)
         if num_decays > self.num_fixed:
             self.rate = nn.Parameter(torch.empty(num_kv_heads, num_decays - self.num_fixed), requires_grad=learn)
-        if by_length:
+        if length_power:
             self.power = nn.Parameter(torch.empty(num_heads), requires_grad=learn)
         if balance is not None:
             self.balance = nn.Parameter(torch.empty(num_heads))
@@ -1770,173 +2623,258 @@ class DecayMixing(nn.Module):
             self.get_parameter(name).data.copy_(value)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        others = self.num_decays - 1
-        share = START_WEIGHT if self.learn else 1e-30
-        weight = torch.tensor([1.0 - share * others, *[share] * others])
+        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        num_others = self.num_decays - 1
+        other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
+        weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others])
         values = {"weight": weight.log().expand(self.weight.shape)}
         if self.num_decays > self.num_fixed:
-            rates = [*START_RATES, *(0.4 / 2**n for n in range(1, others))][:others]
-            rates = torch.tensor(rates if self.num_fixed else [START_FREE, *rates])
-            values["rate"] = torch.logit(rates).expand(self.rate.shape)
+            further = (INITIAL_RATES[-1] / 2**n for n in range(1, num_others))
+            rates = [*INITIAL_RATES, *further][:num_others]
+            if self.num_fixed == 0:
+                rates = [INITIAL_FREE_RATE, *rates]
+            values["rate"] = torch.logit(torch.tensor(rates)).expand(self.rate.shape)
         if hasattr(self, "power"):
-            values["power"] = torch.full(self.power.shape, START_POWER)
-        if self.start is not None:
-            values["balance"] = torch.full(self.balance.shape, self.start)
+            values["power"] = torch.full(self.power.shape, INITIAL_POWER)
+        if self.initial_balance is not None:
+            values["balance"] = torch.full(self.balance.shape, self.initial_balance)
         return values
 
     def forward(self, heads: HeadSplit | None = None) -> tuple[Decays, torch.Tensor | None]:
-        """The decays and the balance (None without a local softmax), fp32; of the MHLA heads of `heads`, or of all."""
+        """Return the decays, and the balance [H] (None without a local softmax), in fp32.
+
+        Args:
+            heads: Which heads are MHLA, to return those alone; None for all.
+        """
         if self.num_decays > self.num_fixed:
             log_rate = F.pad(F.logsigmoid(self.rate.float()), (self.num_fixed, 0))
-        else:  # fewer groups where heads are split over processes
-            log_rate = self.weight.new_zeros(self.num_kv_heads * len(self.weight) // self.num_heads, 1).float()
-        balance = None if self.start is None else self.balance.float()
+        else:  # tensor parallelism may have left fewer than `num_kv_heads`
+            num_kv_heads = self.num_kv_heads * len(self.weight) // self.num_heads
+            log_rate = self.weight.new_zeros(num_kv_heads, 1).float()
+        weight = self.weight.float().softmax(-1)
         power = self.power.float() if hasattr(self, "power") else None
-        values = self.weight.float().softmax(-1), log_rate, power, balance
+        balance = None if self.initial_balance is None else self.balance.float()
         if heads is not None:
-            values = (x if x is None else heads.part(x, False, 0) for x in values)
-        *values, balance = values
-        return Decays(*values), balance
+            weight, log_rate = heads.part(weight, False, 0), heads.part(log_rate, False, 0)
+            power = None if power is None else heads.part(power, False, 0)
+            balance = None if balance is None else heads.part(balance, False, 0)
+        return Decays(weight, log_rate, power), balance
 
     @torch.inference_mode(False)
     def pack(self, decays: Decays, balance: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` returned, as one fp32 tensor without gradient: `[H, 2R]` and columns for power and balance."""
+        """Pack what `forward` returned into a single tensor without gradient, as a cache keeps it.
+
+        Returns:
+            fp32 [H, 2 * R + (0 to 2)]: weights, log rates repeated for query heads, then power and balance if they exist.
+        """
         log_rate = decays.log_rate.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-        parts = [decays.weight, log_rate, *(x[:, None] for x in (decays.power, balance) if x is not None)]
-        return torch.cat(parts, 1).detach()
+        columns = [x[:, None] for x in (decays.power, balance) if x is not None]
+        return torch.cat([decays.weight, log_rate, *columns], 1).detach()
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
-        """What `pack` was given."""
+        """Return what `pack` was given."""
         count, share = self.num_decays, self.num_heads // self.num_kv_heads
+        weight, log_rate = packed[:, :count], packed[::share, count : 2 * count]
         power = packed[:, 2 * count] if hasattr(self, "power") else None
-        decays = Decays(packed[:, :count], packed[::share, count : 2 * count], power)
-        return decays, None if self.start is None else packed[:, -1]
+        return Decays(weight, log_rate, power), None if self.initial_balance is None else packed[:, -1]
 
 
 # mhla_hf/nn/local.py
 
-WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it has learned, at 1,024 and 4,096 tokens
+# Measured on SmolLM2 at 1,024 and 4,096 tokens: with this balance the far part does no harm before it has learned.
+HARMLESS_BALANCE = -4.0
 
 
 def start_balance(settings: MHLASettings, key_dim: int) -> float:
-    """The balance at which far weights begin in the unit of the softmax.
+    """Return the initial balance of the far part (`local_attention`).
 
-    <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
-    real keys saturate: there the start is small enough that a conversion is not worse than its window.
+    For random keys, <fq, fk> is about 2 / K with Hedgehog features and of the order of K with features that do not sum to
+    one; the balance compensates for that. Features of real keys saturate: with `rope="near"` the far part starts so small
+    that a converted model is not worse than its window alone.
     """
     if settings.rope == "near":
-        return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
+        sums_to_one = settings.feature_map in ("hedgehog", "softmax")
+        return HARMLESS_BALANCE if sums_to_one else HARMLESS_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
 
 def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """What stands in the place of undoing RoPE where there is none."""
+    """Return `x` unchanged; takes the place of undoing a rotary embedding where there is none."""
     return x
 
 
 class DecayMHLA(MHLACore):
-    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
+    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula).
 
-    Its parameters are those of all heads, also where some keep softmax: which ones do can then be chosen after they learned.
+    It has the parameters of all heads even if some of them keep softmax, so these can still be chosen after training.
 
-    Args: as `MHLACore`, which makes its own `DecayMixing` from `settings`.
+    Args:
+        settings: The settings, from which the core makes its own `DecayMixing`.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of KV heads, G.
+        key_dim: Width K of q and k.
+        widths: The other arguments of `MHLACore`.
 
     Attributes:
-        heads: the `HeadSplit` of a layer in which some KV heads keep softmax, whose q, k and v do not come here; else None.
-        unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
+        heads: The `HeadSplit` of a layer in which some KV heads keep softmax; their q, k, and v do not come here. Else None.
+        unrotate: A function of q or k and of their angles that undoes the rotary embedding, for `rope="near"`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
+    mixing: DecayMixing
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
         check_causal(settings)
         local = settings.local is not None
-        balance = start_balance(settings, key_dim) if local else None
-        choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
-        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
+        mixing = DecayMixing(
+            num_heads,
+            num_kv_heads,
+            settings.num_decays,
+            balance=start_balance(settings, key_dim) if local else None,
+            learn=settings.learn_mixing,
+            free_decay=settings.free_decay,
+            length_power=settings.length_power,
+        )
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
         self.heads: HeadSplit | None = None
-        self.unrotate = keep_rotated
+        self.unrotate: KeyMap = keep_rotated
         self.form = LocalForm(
             settings.block_size,
             lag=settings.window if local else 1,
             sinks=settings.sinks if local else 0,
             scale=key_dim**-0.5,
-            normalize=settings.normalize,
+            normalize=settings.normalize is not False,
             impl=settings.impl,
             unrounded=settings.output_norm,
         )
 
     def forward(
-        self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None,
-        angles=None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attend; arguments as `MHLA.forward`, all of the MHLA heads alone.
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Any = None,
+        scale: float | None = None,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to all tokens at and before each one's position.
 
-        scale: of q k^T in the softmax, the base's; None is K**-0.5. angles: `[B or 1, T, 1, A]`, how q and k were rotated;
-        None if they were not.
+        Args:
+            q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, of the MHLA heads alone.
+            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            angles: [B or 1, T, 1, A], how q and k were rotated; None if they were not.
+
+        Returns:
+            [B, T, H, V] in v's dtype.
         """
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
-        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
-        angles = q.new_zeros(*q.shape[:2], 1, 0) if angles is None else angles.to(q.dtype).expand(len(q), -1, -1, -1)
-        real = key_mask
+        # Under autocast, rotated q and k arrive in fp32.
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
+        if angles is None:
+            angles = q.new_zeros(*q.shape[:2], 1, 0)
+        else:
+            angles = angles.to(q.dtype).expand(len(q), -1, -1, -1)
+        is_real = key_mask
         if key_mask is not None:
             source, back, starts = padding_first(key_mask)
-            q, k, v, angles = move_tokens(source, back, q, k, v, angles)
-            real = key_mask if source is None else key_mask.gather(1, source)
-        if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
+            q, k, v, angles = (move_tokens(x, source, back) for x in (q, k, v, angles))
+            is_real = key_mask if source is None else key_mask.gather(1, source)
+        if q.shape[1] == 1 and torch.compiler.is_compiling():
+            # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        mixing, map_keys = self.read_mixing(cache), self.map_keys
-        fq = self.q_map(self.unrotate(q, angles), self.heads)
-        if mixing[1] is None:  # without a balance the near part reads features, too
-            q, k, map_keys = fq, self.map_keys(k, angles), keep_rotated
-        inputs, padding = (q, k, v, fq), {"key_mask": real, "starts": starts}
-        dropped = (cache is None or cache.state is None) and self.drops_window()
-        if dropped and cache is not None:
-            with torch.no_grad():
-                self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
-        if cache is not None and not dropped:
-            o = self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
+        decays, balance = self.read_mixing(cache)
+        q_features = self.q_map(self.unrotate(q, angles), self.heads)
+        map_keys: KeyMap = self.map_keys
+        if balance is None:  # the near part is linear, too, and reads features
+            q, k, map_keys = q_features, self.map_keys(k, angles), keep_rotated
+        inputs = (q, k, v, q_features, map_keys, decays, balance, form)
+        padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
+        drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
+        if cache is not None and not drop_window:
+            o = self.continue_cache(*inputs, cache, angles=angles, **padding)
         else:
-            form = replace(form, lag=1) if dropped else form
+            if cache is not None:  # the cache has to see the tokens as they are
+                with torch.no_grad():
+                    self.continue_cache(*inputs, cache, angles=angles, **padding)
+            form = replace(form, lag=1) if drop_window else form
             with torch.autocast(q.device.type, enabled=False):
-                o = self.attend(*inputs, map_keys(k, angles), *mixing, form, cu_seqlens=cu_seqlens, **padding)
+                o = self.attend(
+                    q, k, v, q_features, map_keys(k, angles), decays, balance, form, cu_seqlens=cu_seqlens, **padding
+                )
         if key_mask is not None:
-            (o,) = move_tokens(back, source, o)
+            o = move_tokens(o, back, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
-    attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
+    # Attends over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards.
+    attend = staticmethod(local_attention)
 
     def map_keys(self, k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """The far part's features of keys `[B, N, G, D]`, which were rotated by `angles` `[B, N, 1, A]`."""
+        """Compute the features of keys for the far part; see `KeyMap`."""
         return self.k_map(self.unrotate(k, angles), self.heads)
 
-    def read_mixing(self, cache) -> tuple:
-        """The decays and the balance. A cache keeps those it began with, as one tensor: each one that a step takes costs."""
-        if cache is None or cache.state is None:
-            mixing = self.mixing(self.heads)
-            if cache is not None:
-                cache.mixing = self.mixing.pack(*mixing)
-            return mixing
-        return self.mixing.unpack(cache.mixing)
+    def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
+        """Return the decays and the balance of the MHLA heads.
 
-    def drops_window(self) -> bool:
-        """Whether this training step leaves all blocks before the open one to the far part."""
-        share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
-        return share > 0 and float(torch.rand(())) < share
+        A cache keeps those that it began with, packed into one tensor, because every tensor that a compiled step reads
+        costs time.
+        """
+        if cache is not None and cache.state is not None:
+            return self.mixing.unpack(cache.mixing)
+        decays, balance = self.mixing(self.heads)
+        if cache is not None:
+            cache.mixing = self.mixing.pack(decays, balance)
+        return decays, balance
 
-    def continue_cache(self, q, k, v, fq, map_keys, mixing, form, cache, *, key_mask, starts, angles):
-        """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
-        fresh, (decays, balance) = cache.state is None, mixing
+    def draw_window_dropout(self) -> bool:
+        """Draw whether this training step leaves all blocks before the open one to the far part."""
+        probability = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
+        return probability > 0 and float(torch.rand(())) < probability
+
+    def continue_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_features: torch.Tensor,
+        map_keys: KeyMap,
+        decays: Decays,
+        balance: torch.Tensor | None,
+        form: LocalForm,
+        cache: Any,
+        *,
+        key_mask: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        angles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the outputs of new tokens after those in `cache.state`, and add them to it; see `continue_local`."""
+        fresh = cache.state is None
         if fresh:
-            features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form, angles)
+            num_features = self.k_map.num_features
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, form, angles)
         else:
-            refuse_gradients(self, q, k, v)
-        options = {"fresh": fresh, "key_mask": key_mask, "starts": starts, "angles": angles}
-        return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)
+            check_no_gradients(self, q, k, v)
+        return continue_local(
+            q,
+            k,
+            v,
+            q_features,
+            map_keys,
+            decays,
+            balance,
+            form,
+            cache.state,
+            fresh=fresh,
+            key_mask=key_mask,
+            starts=starts,
+            angles=angles,
+        )
 
 
 # mhla_hf/models/cache.py

@@ -156,7 +156,7 @@ def test_tensors_of_different_dtypes(dtypes, normalize, causal):
 @pytest.mark.parametrize("normalize, per_head, dtype", [(True, True, BF16), (False, False, F32)])
 def test_long_blocks_in_parts(normalize, per_head, dtype, monkeypatch):
     """Few long blocks are summed up by several programs each."""
-    monkeypatch.setattr(summaries, "PART_TOKENS", 64)
+    monkeypatch.setattr(summaries, "MIN_PART_TOKENS", 64)
     assert summaries.part_span(150, 2) == 128
     options = {"normalize": normalize, "per_head": per_head, "dtype": dtype, "mask": per_head}
     check(Blocks.grid((2, 150), (2, 1)), **options)
