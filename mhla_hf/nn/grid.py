@@ -210,8 +210,7 @@ class GridMHLA(MHLACore):
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
             raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
-            got = f"{tuple(grid)}, which takes {blocks.length} tokens with the prefix"
-            raise ValueError(f"grid: got {got}, expected one for the {q.shape[1]} tokens of q.")
+            raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
