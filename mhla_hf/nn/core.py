@@ -192,7 +192,8 @@ class MHLACore(nn.Module):
         options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
         if rotate is not None:
             if self.settings.normalize:
-                options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
+                options["q_den"] = q.to(v.dtype)
+                options["k_den"] = k.to(v.dtype)
             q, k = rotate(q, k)
         return q.to(v.dtype), k.to(v.dtype), v, options
 
@@ -276,7 +277,8 @@ class MHLA(MHLACore):
             for name in ("q_den", "k_den"):
                 if name in options:
                     options[name] = move_tokens(options[name], source, back)
-        options |= {"starts": starts, "impl": settings.impl}
+        options["starts"] = starts
+        options["impl"] = settings.impl
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
             o = self.attend(q, k, v, blocks, cu_seqlens=cu_seqlens, **options)

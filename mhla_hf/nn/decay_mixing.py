@@ -97,7 +97,8 @@ class DecayMixing(nn.Module):
         power = self.power.float() if hasattr(self, "power") else None
         balance = None if self.initial_balance is None else self.balance.float()
         if heads is not None:
-            weight, log_rate = heads.part(weight, False, 0), heads.part(log_rate, False, 0)
+            weight = heads.part(weight, False, 0)
+            log_rate = heads.part(log_rate, False, 0)
             power = None if power is None else heads.part(power, False, 0)
             balance = None if balance is None else heads.part(balance, False, 0)
         return Decays(weight, log_rate, power), balance
@@ -115,7 +116,9 @@ class DecayMixing(nn.Module):
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
         """Return what `pack` was given."""
-        count, share = self.num_decays, self.num_heads // self.num_kv_heads
-        weight, log_rate = packed[:, :count], packed[::share, count : 2 * count]
+        count = self.num_decays
+        share = self.num_heads // self.num_kv_heads
+        weight = packed[:, :count]
+        log_rate = packed[::share, count : 2 * count]
         power = packed[:, 2 * count] if hasattr(self, "power") else None
         return Decays(weight, log_rate, power), None if self.initial_balance is None else packed[:, -1]

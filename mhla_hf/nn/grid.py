@@ -40,7 +40,8 @@ def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
     Returns:
         fp32 [num_new, num_old]; rows sum to 1.
     """
-    starts, size = torch.arange(num_new, dtype=torch.float32) / num_new, 1.0 / num_new
+    starts = torch.arange(num_new, dtype=torch.float32) / num_new
+    size = 1.0 / num_new
     edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
     low = torch.maximum(starts[:, None], edges[None, :-1])
     high = torch.minimum(starts[:, None] + size, edges[None, 1:])

@@ -124,7 +124,9 @@ class DecayMHLA(MHLACore):
         q_features = self.q_map(self.unrotate(q, angles), self.heads)
         map_keys: KeyMap = self.map_keys
         if balance is None:  # the near part is linear, too, and reads features
-            q, k, map_keys = q_features, self.map_keys(k, angles), keep_rotated
+            q = q_features
+            k = self.map_keys(k, angles)
+            map_keys = keep_rotated
         inputs = (q, k, v, q_features, map_keys, decays, balance, form)
         padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
         drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()

@@ -38,7 +38,8 @@ def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
         return core[..., :num_blocks, :num_blocks]
     by_distance = core[..., -1, :].flip(-1)  # [..., M], the last row by distance
     tiny = torch.finfo(core.dtype).tiny
-    oldest, middle = by_distance[..., -1], by_distance[..., size // 2]
+    oldest = by_distance[..., -1]
+    middle = by_distance[..., size // 2]
     steps = max(size - 1 - size // 2, 1)
     decay = (oldest.clamp_min(tiny) / middle.clamp_min(tiny)).clamp(max=1.0) ** (1.0 / steps)
     exponents = torch.arange(1, num_blocks - size + 1, device=core.device, dtype=core.dtype)

@@ -186,7 +186,8 @@ class MHLASettings:
 
     def check_combinations(self) -> None:
         """Raise ValueError if settings that are valid by themselves do not go together."""
-        decay, local = self.mixing_form == "decay", self.local is not None
+        decay = self.mixing_form == "decay"
+        local = self.local is not None
         if decay and self.layout is not None:
             expected = '"softmax", "direct" or "free" for grids'
             raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')

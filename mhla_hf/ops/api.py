@@ -197,14 +197,17 @@ def choose_implementation(
         if refusal is not None:
             raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
         return impl
-    choice, reason, level = "torch", refusal, logging.INFO
+    choice = "torch"
+    reason = refusal
+    level = logging.INFO
     if no_kernels:
         reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
         reason = find_fault()
         level = logging.WARNING if reason is not None else level
     if reason is None:
-        choice, reason = "triton", f"whose kernels agreed with fp64 on {device}"
+        choice = "triton"
+        reason = f"whose kernels agreed with fp64 on {device}"
     if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, reason))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, reason)

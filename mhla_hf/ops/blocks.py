@@ -117,7 +117,8 @@ class Blocks:
             if self.block_size is not None:
                 block_on_axis = position // self.block_size
             else:
-                size, remainder = self.shape[axis] // count, self.shape[axis] % count
+                size = self.shape[axis] // count
+                remainder = self.shape[axis] % count
                 end_of_larger = remainder * (size + 1)  # the first `remainder` blocks have one extra token
                 in_larger = position // (size + 1)
                 in_smaller = remainder + (position - end_of_larger) // size

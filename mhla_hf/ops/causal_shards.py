@@ -162,7 +162,8 @@ def sharded_local_attention(
         got = f"a process with {shortest} blocks of {form.block_size} tokens"
         expected = f"at least {blocks_back} in all but the last, for a window of {form.lag}"
         raise ValueError(f"cu_seqlens: got {got}, expected {expected}.")
-    first, end = int(shards.block_borders[rank]), int(shards.block_borders[rank + 1])
+    first = int(shards.block_borders[rank])
+    end = int(shards.block_borders[rank + 1])
     mover = shards.mover(rank, q.device)
     q, k, v, q_features, k_features = (mover.align(x) for x in (q, k, v, q_features, k_features))
     tokens_back = blocks_back * form.block_size
@@ -210,7 +211,8 @@ def carry_sums(
         block_index, sequence_id: int64 [M], of the same blocks.
         group: The processes.
     """
-    decays, first = decays.to(summaries.dtype), shards.block_borders[rank]
+    decays = decays.to(summaries.dtype)
+    first = shards.block_borders[rank]
     next_block = block_index[-1] + 1  # what the next shard begins with, if it continues the last sequence of this one
     entering = torch.where(sequence_id == sequence_id[-1], block_index, next_block)[None]  # other sequences never enter
     local_sums = advance(None, summaries, decays, lag, entering, next_block.expand(len(summaries)))
@@ -270,7 +272,8 @@ def sharded_causal_mhla(
     shards, rank = shards_of(cu_seqlens, block_size, group)
     mover = shards.mover(rank, q.device)
     q, k, v = (mover.align(x) for x in (q, k, v))
-    block_index, sequence_id = shards.block_index.to(q.device), shards.sequence_id.to(q.device)
+    block_index = shards.block_index.to(q.device)
+    sequence_id = shards.sequence_id.to(q.device)
     matrix = mixing_of_sequences(mixing(int(shards.block_index.max()) + 1), block_index, sequence_id)
     o = sharded_sum(q, k, v, matrix, shards=shards, rank=rank, group=group, impl=impl)
     if normalize:

@@ -131,7 +131,8 @@ def decayed_sums(
     summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
     grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # place i holds S_{i - lag + 1}
 
-    place, distance = torch.arange(SCAN_GROUP, device=summaries.device), block_distances(SCAN_GROUP, summaries)
+    place = torch.arange(SCAN_GROUP, device=summaries.device)
+    distance = block_distances(SCAN_GROUP, summaries)
     within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
     within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
     to_group_end = powers(log_rate, SCAN_GROUP - 1 - place)[:, None]  # [G, 1, R, j]

@@ -159,7 +159,12 @@ def attend_local(
     Returns:
         The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
     """
-    q, k, v, decays, form, block_index = inputs.q, inputs.k, inputs.v, inputs.decays, inputs.form, inputs.block_index
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    decays = inputs.decays
+    form = inputs.form
+    block_index = inputs.block_index
     size, num_blocks = form.block_size, block_index.shape[1]
     if form.sinks and inputs.sink_tokens is None:
         inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
@@ -183,7 +188,8 @@ def attend_local(
 
     outputs, past = [], inputs.past
     for first in range(0, num_blocks, segment_blocks):
-        begin, end = max(first - form.lag, 0), min(first + segment_blocks, num_blocks)
+        begin = max(first - form.lag, 0)
+        end = min(first + segment_blocks, num_blocks)
         segment = inputs.segment(begin, end, past)
         o, summaries = attend_segment(segment, impl)
         outputs.append(o[:, (first - begin) * size :])
@@ -214,7 +220,8 @@ def advance(
     Returns:
         [B, G, R, K, V + 1].
     """
-    log_rate, distance = decays.log_rate.to(summaries.dtype), end_block[:, None] - block_index
+    log_rate = decays.log_rate.to(summaries.dtype)
+    distance = end_block[:, None] - block_index
     weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
     enters = distance >= lag
     if past is not None:
@@ -236,7 +243,10 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
     Returns:
         The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
     """
-    form, block_index, past, q_features = inputs.form, inputs.block_index, inputs.past, inputs.q_features
+    form = inputs.form
+    block_index = inputs.block_index
+    past = inputs.past
+    q_features = inputs.q_features
     summaries = block_summaries(inputs.k_features, inputs.v, inputs.valid, block_index, form)
     decays = inputs.decays.to(summaries.dtype)
     far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, inputs.sequence_id)

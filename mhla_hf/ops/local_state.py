@@ -110,7 +110,8 @@ class LocalState(RowState):
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
         """Undo in the sums what `crop` took from the positions; arguments as in `continue_local`."""
-        decays, block = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
+        decays = decays.to(self.running.dtype)
+        block = (self.position - 1).clamp(min=0) // form.block_size
         old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         entered = self.summary(old_block - form.lag, form.block_size, map_keys, form)  # when `old_block` was opened
         decay = torch.exp(decays.log_rate)[..., None, None]
@@ -145,7 +146,8 @@ class LocalState(RowState):
         """
         place_in_block = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + place_in_block
-        rows, slot = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
+        rows = torch.arange(len(block), device=block.device)[:, None]
+        slot = self.slot(position, form)
         is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
         k_features = map_keys(self.k[rows, slot], self.angles[rows, slot])
         k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
@@ -197,7 +199,9 @@ def continue_local(
         takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
             return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, angles)
-    size, num_tokens, before = form.block_size, q.shape[1], state.position.clone()
+    size = form.block_size
+    num_tokens = q.shape[1]
+    before = state.position.clone()
     num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
     num_blocks, num_slots = (num_tokens + size - 1) // size, 0
     first_block = torch.zeros_like(before)
@@ -209,7 +213,9 @@ def continue_local(
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     angles = layout.place_keys(state.angles, angles)
-    q, q_features, k_features = layout.place_queries(q), layout.place_queries(q_features), map_keys(k, angles)
+    q = layout.place_queries(q)
+    q_features = layout.place_queries(q_features)
+    k_features = map_keys(k, angles)
     past = sink_tokens = None
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
@@ -257,8 +263,13 @@ def local_step(
     Returns:
         [B, 1, H, V] in the dtype of the sums.
     """
-    size, lag, sum_dtype, position = form.block_size, form.lag, state.running.dtype, state.position
-    batch, num_kv_heads, share = len(position), k.shape[2], q.shape[2] // k.shape[2]
+    size = form.block_size
+    lag = form.lag
+    sum_dtype = state.running.dtype
+    position = state.position
+    batch = len(position)
+    num_kv_heads = k.shape[2]
+    share = q.shape[2] // k.shape[2]
     decays = decays.to(sum_dtype)
     write_token(k, v, angles, is_key, state, form)
 
@@ -303,7 +314,8 @@ def write_token(
 ) -> None:
     """Write one new token per row into the slot of its position; arguments as in `local_step`."""
     position = state.position
-    rows, slot = torch.arange(len(position), device=position.device), state.slot(position, form)
+    rows = torch.arange(len(position), device=position.device)
+    slot = state.slot(position, form)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
         held[rows, slot] = new.to(held.dtype)
@@ -323,7 +335,8 @@ def add_pending_token(
     """
     sum_dtype = state.pending.dtype
     old_position = state.position - (form.lag - 1) * form.block_size
-    rows, slot = torch.arange(len(old_position), device=old_position.device), state.slot(old_position, form)
+    rows = torch.arange(len(old_position), device=old_position.device)
+    slot = state.slot(old_position, form)
     is_far = (old_position >= form.sinks) & state.valid[rows, slot]
     is_far = is_far if takes_part is None else is_far & takes_part
     k_features = map_keys(state.k[rows, slot][:, None], state.angles[rows, slot][:, None])[:, 0]

@@ -39,7 +39,8 @@ def mhla_reference(
         q = torch.where(sees_any, q, 0)
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
         if q_den is not None and k_den is not None:
-            q_den, k_den = torch.where(sees_any, q_den, 0), torch.where(seen_by_any, k_den, 0)
+            q_den = torch.where(sees_any, q_den, 0)
+            k_den = torch.where(seen_by_any, k_den, 0)
         token_mixing = mixing.to(dtype).expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 
@@ -72,8 +73,10 @@ def token_relations(
         key_block: int64 [B or 1, S].
         visible: bool [B, T, S].
     """
-    query_block, key_block = blocks.index(q.device)[None], key_blocks.index(q.device)[None]
-    token, key_token = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    query_block = blocks.index(q.device)[None]
+    key_block = key_blocks.index(q.device)[None]
+    token = torch.arange(q.shape[1], device=q.device)
+    key_token = torch.arange(k.shape[1], device=q.device)
     visible = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (token[:, None] >= key_token[None, :])
@@ -176,10 +179,14 @@ def local_reference(
         position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
     block_distance = query_block[:, :, None] - key_block[:, None, :]
     in_window_or_sink = (block_distance < form.lag) | (position < form.sinks)[:, None, :]
-    near, far = (visible & in_window_or_sink)[:, None], (visible & ~in_window_or_sink)[:, None]  # [B, 1, T, S]
+    # Both are [B, 1, T, S].
+    near = (visible & in_window_or_sink)[:, None]
+    far = (visible & ~in_window_or_sink)[:, None]
     # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
-    sees_any, seen_by_any = visible.any(2)[..., None, None], visible.any(1)[..., None, None]
-    q, q_features = torch.where(sees_any, q, 0), torch.where(sees_any, q_features, 0)
+    sees_any = visible.any(2)[..., None, None]
+    seen_by_any = visible.any(1)[..., None, None]
+    q = torch.where(sees_any, q, 0)
+    q_features = torch.where(sees_any, q_features, 0)
     k, k_features, v = (torch.where(seen_by_any, x, 0) for x in (k, k_features, v))
     token_mixing = mixing.to(dtype).expand(num_heads, *mixing.shape[-2:])
     token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]

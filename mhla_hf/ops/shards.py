@@ -64,7 +64,8 @@ def sharded_mhla(
         return x.index_select(1, order).unflatten(1, (len(local), -1))
 
     with torch.autocast(q.device.type, enabled=False):
-        summary, m = by_block(k).mT @ by_block(v), heads.take_mixing(mixing, q.shape[3] ** -0.5)
+        summary = by_block(k).mT @ by_block(v)
+        m = heads.take_mixing(mixing, q.shape[3] ** -0.5)
         sums = summary.flatten(2)  # [R, M, K * V], with normalize [R, M, K * V + L]
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)

@@ -100,7 +100,10 @@ def causal_grads(
 ) -> FourGrads:
     """Compute the gradients of q, k, v, and m [R, M, M] with a causal mask."""
     rows, count, size, _ = q.shape
-    q, k, v, num_grad = cut_chunks(q), cut_chunks(k), cut_chunks(v), cut_chunks(num_grad)
+    q = cut_chunks(q)
+    k = cut_chunks(k)
+    v = cut_chunks(v)
+    num_grad = cut_chunks(num_grad)
     diagonal = diagonal_mixing(m)
     summary = chunk_summaries(k, v, rows, count)
     prefix, running = chunk_prefix(summary, m)

@@ -70,7 +70,9 @@ def step_within_block(
     attend_one: AttendOne | None,
 ) -> torch.Tensor:
     """Process T new tokens of every row that all fit in the open block of their row; see `torch_step`."""
-    sum_dtype, num_tokens, size = state.summaries.dtype, q.shape[1], state.block_size
+    sum_dtype = state.summaries.dtype
+    num_tokens = q.shape[1]
+    size = state.block_size
     block, offset = state.length // size, state.length % size
     stale = state.prefix_block != block
     if stale.any():
@@ -211,7 +213,8 @@ def attend_blocks(
     if prefix_z is None:
         return o * scale
     if query_den is not None:
-        query, weight = query_den, open_block_weight(query_den, open_tokens[2], visible, diagonal)
+        query = query_den
+        weight = open_block_weight(query_den, open_tokens[2], visible, diagonal)
     return divide_or_zero(o, (query @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1))
 
 
@@ -237,8 +240,10 @@ def mixed_summaries(
     Returns:
         The prefixes [R, H, n, K, V] and, if normalized, those of the keys [R, H, n, K], else None.
     """
-    sum_dtype, device = state.summaries.dtype, state.summaries.device
-    num_heads, num_closed = state.prefix.shape[1], min(int(blocks.max()), mixing.shape[-1])
+    sum_dtype = state.summaries.dtype
+    device = state.summaries.device
+    num_heads = state.prefix.shape[1]
+    num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)
     weight = mixing[..., blocks.to(device).clamp(max=mixing.shape[-2] - 1), :num_closed].to(sum_dtype)
     weight = torch.where(is_earlier, weight, 0)  # [H, R, n, N] or [R, n, N]
@@ -299,7 +304,8 @@ def close_blocks(state: MHLAState, rows: torch.Tensor, blocks: torch.Tensor, ope
         open_tokens: Its k, v, and perhaps k_den, [R, C, G, K or V].
     """
     state.reserve(int(blocks.max()) + 1)
-    rows, blocks = rows.to(state.summaries.device), blocks.to(state.summaries.device)
+    rows = rows.to(state.summaries.device)
+    blocks = blocks.to(state.summaries.device)
     state.summaries[rows, :, blocks] = block_summary(open_tokens[0], open_tokens[1])
     if state.z is not None:
         k_den = open_tokens[2] if len(open_tokens) == 3 else open_tokens[0]
@@ -321,7 +327,9 @@ def append_tokens(
         [B, n * C, G, K or V]. Padding may hold anything, and NaN would pass through a weight of 0, so places without a
         token are zeroed.
     """
-    size, before, device = state.block_size, state.length, state.summaries.device
+    size = state.block_size
+    before = state.length
+    device = state.summaries.device
     num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
     layout = TokenLayout(before, num_new, k.shape[1], before // size, num_blocks, size, 2 * size, device)
     open_tokens, filled = [], layout.filled[..., None, None]

@@ -149,7 +149,8 @@ class MoveTokens(torch.autograd.Function):
 
 def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `source` and `back` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
-    place, starts = torch.arange(num_tokens, device=starts.device), starts[:, None]
+    place = torch.arange(num_tokens, device=starts.device)
+    starts = starts[:, None]
     source, back = place + starts, place - starts
     return torch.where(source < num_tokens, source, -1), torch.where(back >= 0, back, -1)
 
@@ -197,7 +198,8 @@ def mixing_of_sequences(mixing: torch.Tensor, block_index: torch.Tensor, sequenc
     Returns:
         [.., M, M].
     """
-    rows, columns = block_index.clamp(max=mixing.shape[-2] - 1), block_index.clamp(max=mixing.shape[-1] - 1)
+    rows = block_index.clamp(max=mixing.shape[-2] - 1)
+    columns = block_index.clamp(max=mixing.shape[-1] - 1)
     return torch.where(sequence_id[:, None] == sequence_id, mixing[..., rows[:, None], columns], 0)
 
 
@@ -277,7 +279,8 @@ class TokenLayout:
 
     def keep(self, held: torch.Tensor, laid_out: torch.Tensor) -> None:
         """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
-        end, num_slots = (self.before + self.num_new - 1)[:, None], held.shape[1]
+        end = (self.before + self.num_new - 1)[:, None]
+        num_slots = held.shape[1]
         slot = torch.arange(num_slots, device=end.device)
         newest_in_slot = end - (end - slot + self.sinks) % (num_slots - self.sinks)
         position = torch.where(slot < self.sinks, slot, newest_in_slot)

@@ -58,7 +58,10 @@ def near_and_far(
     Returns:
         [B, T, H, V] in the dtype of `far_sums`.
     """
-    num_tokens, size, num_kv_heads, sum_dtype = q.shape[1], form.block_size, k.shape[2], far_sums.dtype
+    num_tokens = q.shape[1]
+    size = form.block_size
+    num_kv_heads = k.shape[2]
+    sum_dtype = far_sums.dtype
     q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
@@ -120,7 +123,9 @@ def near_keys(
         k [B, G, M, lag * C, D], v [B, G, M, lag * C, V], and which query sees which key, bool [B, M, C, lag * C].
     """
     pad = torch.nn.functional.pad
-    keys, values, visible = [], [], []
+    keys = []
+    values = []
+    visible = []
     size, num_blocks = form.block_size, block_index.shape[1]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
     for back in reversed(range(form.lag)):
@@ -145,7 +150,9 @@ def with_sinks(
     """Put the sinks before the window of every block whose window does not reach them; as `near_keys` returns them."""
     k, v, valid = sink_tokens
     if k.dim() == 4:  # the same for all blocks
-        k, v, valid = k[:, None], v[:, None], valid[:, None]
+        k = k[:, None]
+        v = v[:, None]
+        valid = valid[:, None]
     k, v = (x.to(sum_dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
     num_blocks = near_k.shape[2]
     k, v = (x.expand(-1, -1, num_blocks, -1, -1) for x in (k, v))
@@ -182,7 +189,8 @@ def combine(
     """
     far_factor: torch.Tensor | float
     if balance is None:
-        near, far_factor = torch.where(visible, score, 0) * total_weight, form.scale
+        near = torch.where(visible, score, 0) * total_weight
+        far_factor = form.scale
     else:
         near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
     o, far = near @ v, far_factor * far

@@ -149,7 +149,8 @@ def dkdv_kernel(
     tile, row, head, block, state, num_states, token, valid, real = tile_of(
         num_tiles_of_both, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads, BT, CAUSAL, True
     )
-    k_lanes, v_lanes = tile * BK + tl.arange(0, BK), tile * BV + tl.arange(0, BV)
+    k_lanes = tile * BK + tl.arange(0, BK)
+    v_lanes = tile * BV + tl.arange(0, BV)
     num_q_heads = num_heads * group
     index = (row * num_heads + head) * num_states + state
     diagonal_offset = block.to(tl.int64) * (mixing_row_stride + 1)

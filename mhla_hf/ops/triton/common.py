@@ -135,7 +135,8 @@ def tile_of(
     token, valid, real = tokens_from(low + part * BT, high, tables, key_mask, row, num_tokens, BT, AS_KEYS)
     state, num_states = block, num_blocks
     if CAUSAL:
-        state, num_states = block * num_parts + part, num_blocks * num_parts
+        state = block * num_parts + part
+        num_states = num_blocks * num_parts
     return tile, row, head, block, state, num_states, token, valid, real
 
 

@@ -40,11 +40,14 @@ def decode_kernel(
     `MHLAState`; `window_den` is the window of the keys that the denominator reads.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
-    v_tile, item = tl.program_id(0) % num_v_tiles, (tl.program_id(0) // num_v_tiles).to(tl.int64)
+    v_tile = tl.program_id(0) % num_v_tiles
+    item = (tl.program_id(0) // num_v_tiles).to(tl.int64)
     row, head = item // num_heads, item % num_heads
     kv_head, token = head // group, tl.load(position + row)
     block, last = token // block_size, token % block_size
-    k_lanes, v_lanes, l_lanes = tl.arange(0, BK), v_tile * BV + tl.arange(0, BV), tl.arange(0, BL)
+    k_lanes = tl.arange(0, BK)
+    v_lanes = v_tile * BV + tl.arange(0, BV)
+    l_lanes = tl.arange(0, BL)
     query = load_query(q, row, head, k_lanes, K)
     total = tl.sum(query[:, None] * load_state(prefix, item, k_lanes, v_lanes, K, V), 0)
     query_den, den = load_query(q_den, row, head, l_lanes, L), 0.0
@@ -53,7 +56,8 @@ def decode_kernel(
     diagonal = tl.load(mixing + head * mixing_head_stride + block * (mixing_row_stride + 1))
     for first in range(0, last + 1, BT):
         slot = first + tl.arange(0, BT)
-        valid, slot = slot <= last, block % 2 * block_size + slot.to(tl.int64)
+        valid = slot <= last
+        slot = block % 2 * block_size + slot.to(tl.int64)
         keys = load_tile(window_k, row, slot, kv_head, valid, k_lanes, K).to(tl.float32)
         weight = tl.sum(keys * query[None, :], 1) * diagonal
         values = load_tile(window_v, row, slot, kv_head, valid, v_lanes, V).to(tl.float32)
@@ -150,7 +154,10 @@ def small_step(
 
     The inputs are always the same, and the global random state is left alone.
     """
-    num_tokens, size, num_heads, num_kv_heads = 27, 8, 2, 1 if grouped else 2
+    num_tokens = 27
+    size = 8
+    num_heads = 2
+    num_kv_heads = 1 if grouped else 2
     generator = torch.Generator().manual_seed(0)
 
     def random(num_heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -160,7 +167,8 @@ def small_step(
     v = random(num_kv_heads, value_width, value_dtype) - 0.5
     q_den = k_den = None
     if den_width:
-        q_den, k_den = random(num_heads, den_width, dtype), random(num_kv_heads, den_width, dtype)
+        q_den = random(num_heads, den_width, dtype)
+        k_den = random(num_kv_heads, den_width, dtype)
     mixing = torch.rand(4, 4, generator=generator).to(device)
     state = MHLAState.empty(
         1,

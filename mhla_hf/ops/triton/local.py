@@ -62,7 +62,8 @@ def add_keys(
         score = tl.where(visible, score, float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(score, 1))
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        weight, rescale = tl.exp(score - shift[:, None]), tl.exp(before - shift)
+        weight = tl.exp(score - shift[:, None])
+        rescale = tl.exp(before - shift)
         den, total = den * rescale, total * rescale[:, None]
     else:
         weight = tl.where(visible, score * total_weight, 0.0)
@@ -105,12 +106,15 @@ def local_kernel(
 
     # The far part: the running sums, mixed by the weights, are a state that queries read.
     state = ((row * (num_heads // group) + kv_head) * num_blocks + block) * R
-    total, den, total_weight = tl.zeros((BT, BV), tl.float32), tl.zeros((BT,), tl.float32), 0.0
+    total = tl.zeros((BT, BV), tl.float32)
+    den = tl.zeros((BT,), tl.float32)
+    total_weight = 0.0
     for rate in range(0, R):
         total_weight += tl.load(weight + head * R + rate)
     for first in range(0, F, BK):
         lanes = first + tl.arange(0, BK)
-        mixture, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
+        mixture = tl.zeros((BK, BV), tl.float32)
+        z = tl.zeros((BK,), tl.float32)
         for rate in range(0, R):
             rate_weight = tl.load(weight + head * R + rate)
             sums = far_sums + ((state + rate) * F + lanes) * (V + 1)
@@ -212,7 +216,9 @@ def local_forward(
     """The operator: outputs [B, T, H, V] in `dtype`. Arguments as in `near_and_far` and `SinkTokens`."""
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
-    num_blocks, num_sinks, sink_stride = block_index.shape[1], 0, 0
+    num_blocks = block_index.shape[1]
+    num_sinks = 0
+    sink_stride = 0
     o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
     if sink_k is not None and sink_v is not None and sink_valid is not None:
         num_sinks = sink_valid.shape[-1]
@@ -363,7 +369,9 @@ def small_local_call(
     """
     form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
     generator = torch.Generator().manual_seed(0)
-    num_blocks, num_heads, num_kv_heads = lag + 2, 2, 1 if grouped else 2
+    num_blocks = lag + 2
+    num_heads = 2
+    num_kv_heads = 1 if grouped else 2
     num_tokens = num_blocks * block_size
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -87,7 +87,8 @@ def mix(
         [B, num_heads, M, ...] in s's dtype.
     """
     batch, num_source_heads, num_columns = s.shape[:3]
-    width, num_blocks = s[0, 0, 0].numel(), mixing.shape[-1 if transposed else -2]
+    width = s[0, 0, 0].numel()
+    num_blocks = mixing.shape[-1 if transposed else -2]
     p = torch.empty(batch, num_heads, num_blocks, *s.shape[3:], dtype=s.dtype, device=s.device)
     triangle = ALL_BLOCKS
     if causal:
@@ -124,7 +125,8 @@ def mix_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, *, causal:
         fp32 [Mq, N] or [H, Mq, N].
     """
     num_source_heads = s.shape[1]
-    p_grad, s = p_grad.flatten(3).float(), s.flatten(3).float()  # sums in bf16 would cost the gradient two digits
+    # Sums in bf16 would cost the gradient two digits.
+    p_grad, s = p_grad.flatten(3).float(), s.flatten(3).float()
     products = p_grad.unflatten(1, (num_source_heads, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
     mixing_grad = products.flatten(1, 2).sum(0 if mixing_dim == 3 else (0, 1))
     return mixing_grad.tril(-1) if causal else mixing_grad

@@ -186,9 +186,10 @@ class KernelCall:
             lane_tiles = max(num_tiles(x.shape[3], sizes[LANE_TILES[name]]) for name, x in outputs.items())
             return (lane_tiles * num_tiles(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
 
-        arguments |= {name: with_strides(x) for name, x in outputs.items()}
-        arguments |= mixing_arguments(self.mixing)
-        arguments |= {
+        arguments = {
+            **arguments,
+            **{name: with_strides(x) for name, x in outputs.items()},
+            **mixing_arguments(self.mixing),
             "key_mask": self.key_mask,
             "tables": blocks.tables,
             "num_tokens": blocks.num_tokens,

@@ -41,7 +41,8 @@ def summaries_kernel(
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     tile, part, block, head, row = program_of(num_v_tiles * num_k_tiles, num_parts, num_blocks, num_heads)
-    k_lanes, v_lanes = tile // num_v_tiles * BK + tl.arange(0, BK), tile % num_v_tiles * BV + tl.arange(0, BV)
+    k_lanes = tile // num_v_tiles * BK + tl.arange(0, BK)
+    v_lanes = tile % num_v_tiles * BV + tl.arange(0, BV)
     low, high = block_range(block, row, tables, num_tokens, block_size)
     low, high = low + part * span, tl.minimum(high, low + part * span + span)
     total = tl.zeros((BK, BV), tl.float32)

@@ -104,7 +104,9 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     The rule takes heads as a whole up to `max_lanes` lanes (up to 32 in fp32), so that tiles stay in registers. Wider heads
     are divided into equally many parts for keys and values.
     """
-    K, V, is_bf16 = next_lanes(constants["K"]), next_lanes(constants["V"]), constants["DOT"] == "bf16"
+    K = next_lanes(constants["K"])
+    V = next_lanes(constants["V"])
+    is_bf16 = constants["DOT"] == "bf16"
     num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
     BK, BV = max(16, K // num_parts), max(16, V // num_parts)
     warps = 4 if is_bf16 and max(BK, BV) <= 64 else 8

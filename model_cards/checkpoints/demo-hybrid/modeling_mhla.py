@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: c3a7b33621d9
+sha256: 5941ea0efd5c
 """
 
 from collections.abc import Callable
@@ -180,7 +180,8 @@ def decayed_sums(
     summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
     grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # place i holds S_{i - lag + 1}
 
-    place, distance = torch.arange(SCAN_GROUP, device=summaries.device), block_distances(SCAN_GROUP, summaries)
+    place = torch.arange(SCAN_GROUP, device=summaries.device)
+    distance = block_distances(SCAN_GROUP, summaries)
     within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
     within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
     to_group_end = powers(log_rate, SCAN_GROUP - 1 - place)[:, None]  # [G, 1, R, j]
@@ -295,7 +296,8 @@ class MoveTokens(torch.autograd.Function):
 
 def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `source` and `back` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
-    place, starts = torch.arange(num_tokens, device=starts.device), starts[:, None]
+    place = torch.arange(num_tokens, device=starts.device)
+    starts = starts[:, None]
     source, back = place + starts, place - starts
     return torch.where(source < num_tokens, source, -1), torch.where(back >= 0, back, -1)
 
@@ -408,7 +410,8 @@ class TokenLayout:
 
     def keep(self, held: torch.Tensor, laid_out: torch.Tensor) -> None:
         """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
-        end, num_slots = (self.before + self.num_new - 1)[:, None], held.shape[1]
+        end = (self.before + self.num_new - 1)[:, None]
+        num_slots = held.shape[1]
         slot = torch.arange(num_slots, device=end.device)
         newest_in_slot = end - (end - slot + self.sinks) % (num_slots - self.sinks)
         position = torch.where(slot < self.sinks, slot, newest_in_slot)
@@ -421,7 +424,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "c3a7b33621d9"
+NAMESPACE = "5941ea0efd5c"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -520,7 +523,9 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     The rule takes heads as a whole up to `max_lanes` lanes (up to 32 in fp32), so that tiles stay in registers. Wider heads
     are divided into equally many parts for keys and values.
     """
-    K, V, is_bf16 = next_lanes(constants["K"]), next_lanes(constants["V"]), constants["DOT"] == "bf16"
+    K = next_lanes(constants["K"])
+    V = next_lanes(constants["V"])
+    is_bf16 = constants["DOT"] == "bf16"
     num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
     BK, BV = max(16, K // num_parts), max(16, V // num_parts)
     warps = 4 if is_bf16 and max(BK, BV) <= 64 else 8
@@ -811,14 +816,17 @@ def choose_implementation(
         if refusal is not None:
             raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
         return impl
-    choice, reason, level = "torch", refusal, logging.INFO
+    choice = "torch"
+    reason = refusal
+    level = logging.INFO
     if no_kernels:
         reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
         reason = find_fault()
         level = logging.WARNING if reason is not None else level
     if reason is None:
-        choice, reason = "triton", f"whose kernels agreed with fp64 on {device}"
+        choice = "triton"
+        reason = f"whose kernels agreed with fp64 on {device}"
     if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, reason))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, reason)
@@ -874,7 +882,10 @@ def near_and_far(
     Returns:
         [B, T, H, V] in the dtype of `far_sums`.
     """
-    num_tokens, size, num_kv_heads, sum_dtype = q.shape[1], form.block_size, k.shape[2], far_sums.dtype
+    num_tokens = q.shape[1]
+    size = form.block_size
+    num_kv_heads = k.shape[2]
+    sum_dtype = far_sums.dtype
     q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
     q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
@@ -936,7 +947,9 @@ def near_keys(
         k [B, G, M, lag * C, D], v [B, G, M, lag * C, V], and which query sees which key, bool [B, M, C, lag * C].
     """
     pad = torch.nn.functional.pad
-    keys, values, visible = [], [], []
+    keys = []
+    values = []
+    visible = []
     size, num_blocks = form.block_size, block_index.shape[1]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
     for back in reversed(range(form.lag)):
@@ -961,7 +974,9 @@ def with_sinks(
     """Put the sinks before the window of every block whose window does not reach them; as `near_keys` returns them."""
     k, v, valid = sink_tokens
     if k.dim() == 4:  # the same for all blocks
-        k, v, valid = k[:, None], v[:, None], valid[:, None]
+        k = k[:, None]
+        v = v[:, None]
+        valid = valid[:, None]
     k, v = (x.to(sum_dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
     num_blocks = near_k.shape[2]
     k, v = (x.expand(-1, -1, num_blocks, -1, -1) for x in (k, v))
@@ -998,7 +1013,8 @@ def combine(
     """
     far_factor: torch.Tensor | float
     if balance is None:
-        near, far_factor = torch.where(visible, score, 0) * total_weight, form.scale
+        near = torch.where(visible, score, 0) * total_weight
+        far_factor = form.scale
     else:
         near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
     o, far = near @ v, far_factor * far
@@ -1058,7 +1074,8 @@ def add_keys(
         score = tl.where(visible, score, float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(score, 1))
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        weight, rescale = tl.exp(score - shift[:, None]), tl.exp(before - shift)
+        weight = tl.exp(score - shift[:, None])
+        rescale = tl.exp(before - shift)
         den, total = den * rescale, total * rescale[:, None]
     else:
         weight = tl.where(visible, score * total_weight, 0.0)
@@ -1101,12 +1118,15 @@ def local_kernel(
 
     # The far part: the running sums, mixed by the weights, are a state that queries read.
     state = ((row * (num_heads // group) + kv_head) * num_blocks + block) * R
-    total, den, total_weight = tl.zeros((BT, BV), tl.float32), tl.zeros((BT,), tl.float32), 0.0
+    total = tl.zeros((BT, BV), tl.float32)
+    den = tl.zeros((BT,), tl.float32)
+    total_weight = 0.0
     for rate in range(0, R):
         total_weight += tl.load(weight + head * R + rate)
     for first in range(0, F, BK):
         lanes = first + tl.arange(0, BK)
-        mixture, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
+        mixture = tl.zeros((BK, BV), tl.float32)
+        z = tl.zeros((BK,), tl.float32)
         for rate in range(0, R):
             rate_weight = tl.load(weight + head * R + rate)
             sums = far_sums + ((state + rate) * F + lanes) * (V + 1)
@@ -1208,7 +1228,9 @@ def local_forward(
     """The operator: outputs [B, T, H, V] in `dtype`. Arguments as in `near_and_far` and `SinkTokens`."""
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
-    num_blocks, num_sinks, sink_stride = block_index.shape[1], 0, 0
+    num_blocks = block_index.shape[1]
+    num_sinks = 0
+    sink_stride = 0
     o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
     if sink_k is not None and sink_v is not None and sink_valid is not None:
         num_sinks = sink_valid.shape[-1]
@@ -1359,7 +1381,9 @@ def small_local_call(
     """
     form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
     generator = torch.Generator().manual_seed(0)
-    num_blocks, num_heads, num_kv_heads = lag + 2, 2, 1 if grouped else 2
+    num_blocks = lag + 2
+    num_heads = 2
+    num_kv_heads = 1 if grouped else 2
     num_tokens = num_blocks * block_size
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -1529,7 +1553,12 @@ def attend_local(
     Returns:
         The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
     """
-    q, k, v, decays, form, block_index = inputs.q, inputs.k, inputs.v, inputs.decays, inputs.form, inputs.block_index
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    decays = inputs.decays
+    form = inputs.form
+    block_index = inputs.block_index
     size, num_blocks = form.block_size, block_index.shape[1]
     if form.sinks and inputs.sink_tokens is None:
         inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
@@ -1553,7 +1582,8 @@ def attend_local(
 
     outputs, past = [], inputs.past
     for first in range(0, num_blocks, segment_blocks):
-        begin, end = max(first - form.lag, 0), min(first + segment_blocks, num_blocks)
+        begin = max(first - form.lag, 0)
+        end = min(first + segment_blocks, num_blocks)
         segment = inputs.segment(begin, end, past)
         o, summaries = attend_segment(segment, impl)
         outputs.append(o[:, (first - begin) * size :])
@@ -1584,7 +1614,8 @@ def advance(
     Returns:
         [B, G, R, K, V + 1].
     """
-    log_rate, distance = decays.log_rate.to(summaries.dtype), end_block[:, None] - block_index
+    log_rate = decays.log_rate.to(summaries.dtype)
+    distance = end_block[:, None] - block_index
     weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
     enters = distance >= lag
     if past is not None:
@@ -1606,7 +1637,10 @@ def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.
     Returns:
         The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
     """
-    form, block_index, past, q_features = inputs.form, inputs.block_index, inputs.past, inputs.q_features
+    form = inputs.form
+    block_index = inputs.block_index
+    past = inputs.past
+    q_features = inputs.q_features
     summaries = block_summaries(inputs.k_features, inputs.v, inputs.valid, block_index, form)
     decays = inputs.decays.to(summaries.dtype)
     far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, inputs.sequence_id)
@@ -1776,7 +1810,8 @@ class LocalState(RowState):
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
         """Undo in the sums what `crop` took from the positions; arguments as in `continue_local`."""
-        decays, block = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
+        decays = decays.to(self.running.dtype)
+        block = (self.position - 1).clamp(min=0) // form.block_size
         old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
         entered = self.summary(old_block - form.lag, form.block_size, map_keys, form)  # when `old_block` was opened
         decay = torch.exp(decays.log_rate)[..., None, None]
@@ -1811,7 +1846,8 @@ class LocalState(RowState):
         """
         place_in_block = torch.arange(form.block_size, device=block.device)
         position = block[:, None] * form.block_size + place_in_block
-        rows, slot = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
+        rows = torch.arange(len(block), device=block.device)[:, None]
+        slot = self.slot(position, form)
         is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
         k_features = map_keys(self.k[rows, slot], self.angles[rows, slot])
         k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
@@ -1863,7 +1899,9 @@ def continue_local(
         takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
             return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, angles)
-    size, num_tokens, before = form.block_size, q.shape[1], state.position.clone()
+    size = form.block_size
+    num_tokens = q.shape[1]
+    before = state.position.clone()
     num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
     num_blocks, num_slots = (num_tokens + size - 1) // size, 0
     first_block = torch.zeros_like(before)
@@ -1875,7 +1913,9 @@ def continue_local(
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     angles = layout.place_keys(state.angles, angles)
-    q, q_features, k_features = layout.place_queries(q), layout.place_queries(q_features), map_keys(k, angles)
+    q = layout.place_queries(q)
+    q_features = layout.place_queries(q_features)
+    k_features = map_keys(k, angles)
     past = sink_tokens = None
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
@@ -1923,8 +1963,13 @@ def local_step(
     Returns:
         [B, 1, H, V] in the dtype of the sums.
     """
-    size, lag, sum_dtype, position = form.block_size, form.lag, state.running.dtype, state.position
-    batch, num_kv_heads, share = len(position), k.shape[2], q.shape[2] // k.shape[2]
+    size = form.block_size
+    lag = form.lag
+    sum_dtype = state.running.dtype
+    position = state.position
+    batch = len(position)
+    num_kv_heads = k.shape[2]
+    share = q.shape[2] // k.shape[2]
     decays = decays.to(sum_dtype)
     write_token(k, v, angles, is_key, state, form)
 
@@ -1969,7 +2014,8 @@ def write_token(
 ) -> None:
     """Write one new token per row into the slot of its position; arguments as in `local_step`."""
     position = state.position
-    rows, slot = torch.arange(len(position), device=position.device), state.slot(position, form)
+    rows = torch.arange(len(position), device=position.device)
+    slot = state.slot(position, form)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
         held[rows, slot] = new.to(held.dtype)
@@ -1989,7 +2035,8 @@ def add_pending_token(
     """
     sum_dtype = state.pending.dtype
     old_position = state.position - (form.lag - 1) * form.block_size
-    rows, slot = torch.arange(len(old_position), device=old_position.device), state.slot(old_position, form)
+    rows = torch.arange(len(old_position), device=old_position.device)
+    slot = state.slot(old_position, form)
     is_far = (old_position >= form.sinks) & state.valid[rows, slot]
     is_far = is_far if takes_part is None else is_far & takes_part
     k_features = map_keys(state.k[rows, slot][:, None], state.angles[rows, slot][:, None])[:, 0]
@@ -2309,7 +2356,8 @@ class MHLASettings:
 
     def check_combinations(self) -> None:
         """Raise ValueError if settings that are valid by themselves do not go together."""
-        decay, local = self.mixing_form == "decay", self.local is not None
+        decay = self.mixing_form == "decay"
+        local = self.local is not None
         if decay and self.layout is not None:
             expected = '"softmax", "direct" or "free" for grids'
             raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')
@@ -2534,7 +2582,8 @@ class MHLACore(nn.Module):
         options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
         if rotate is not None:
             if self.settings.normalize:
-                options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
+                options["q_den"] = q.to(v.dtype)
+                options["k_den"] = k.to(v.dtype)
             q, k = rotate(q, k)
         return q.to(v.dtype), k.to(v.dtype), v, options
 
@@ -2655,7 +2704,8 @@ class DecayMixing(nn.Module):
         power = self.power.float() if hasattr(self, "power") else None
         balance = None if self.initial_balance is None else self.balance.float()
         if heads is not None:
-            weight, log_rate = heads.part(weight, False, 0), heads.part(log_rate, False, 0)
+            weight = heads.part(weight, False, 0)
+            log_rate = heads.part(log_rate, False, 0)
             power = None if power is None else heads.part(power, False, 0)
             balance = None if balance is None else heads.part(balance, False, 0)
         return Decays(weight, log_rate, power), balance
@@ -2673,8 +2723,10 @@ class DecayMixing(nn.Module):
 
     def unpack(self, packed: torch.Tensor) -> tuple[Decays, torch.Tensor | None]:
         """Return what `pack` was given."""
-        count, share = self.num_decays, self.num_heads // self.num_kv_heads
-        weight, log_rate = packed[:, :count], packed[::share, count : 2 * count]
+        count = self.num_decays
+        share = self.num_heads // self.num_kv_heads
+        weight = packed[:, :count]
+        log_rate = packed[::share, count : 2 * count]
         power = packed[:, 2 * count] if hasattr(self, "power") else None
         return Decays(weight, log_rate, power), None if self.initial_balance is None else packed[:, -1]
 
@@ -2791,7 +2843,9 @@ class DecayMHLA(MHLACore):
         q_features = self.q_map(self.unrotate(q, angles), self.heads)
         map_keys: KeyMap = self.map_keys
         if balance is None:  # the near part is linear, too, and reads features
-            q, k, map_keys = q_features, self.map_keys(k, angles), keep_rotated
+            q = q_features
+            k = self.map_keys(k, angles)
+            map_keys = keep_rotated
         inputs = (q, k, v, q_features, map_keys, decays, balance, form)
         padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
         drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
