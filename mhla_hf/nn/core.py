@@ -46,7 +46,7 @@ class OutputNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(value_dim))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class OutputGate(nn.Linear):
     """
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
 
     def reset_parameters(self) -> None:
@@ -127,7 +127,7 @@ def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
 
 
 class MHLACore(nn.Module):
-    """What the cores of sequences and grids share: feature maps, mixing, and what is done to the output.
+    """What the cores of sequences and grids share: feature maps, mixing, output norm, and gate.
 
     Args:
         settings: The settings.

@@ -65,7 +65,7 @@ class DecayMixing(nn.Module):
             self.get_parameter(name).data.copy_(value)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         num_others = self.num_decays - 1
         other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
         weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others])

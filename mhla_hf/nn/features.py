@@ -43,7 +43,7 @@ class FeatureMap(nn.Module):
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:
             identity = torch.eye(self.head_dim).expand(self.weight.shape)

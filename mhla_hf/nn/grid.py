@@ -70,7 +70,7 @@ class GridMixing(Mixing):
         layout: Number of blocks along each axis.
         num_heads: As in `Mixing`.
         prefix: Whether class or register tokens, in a block of their own, come before the grid. Initially that block and
-            all others weigh as much for each other as an average block.
+            all others weigh as much for each other as an average block does.
         choices: `start`, `form` and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, and reach
             zero at the largest distance there is.
     """
@@ -81,7 +81,7 @@ class GridMixing(Mixing):
         super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of `weight`, by which models that are built on "meta" are filled."""
+        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
         count = prod(self.layout)
         start = torch.ones(count, count)
         if self.start == "locality" and count > 1:
@@ -150,7 +150,7 @@ class PositionConv(GridConv):
             value.data.zero_()
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 

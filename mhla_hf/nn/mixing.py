@@ -89,7 +89,7 @@ class Mixing(nn.Module):
         self.weight.data.copy_(self.initial_values()["weight"])
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of `weight`, by which models that are built on "meta" are filled."""
+        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
         if self.start == "uniform":
             start = torch.ones(self.num_blocks, self.num_blocks)
         else:

@@ -65,7 +65,7 @@ def mhla(
         o [B, T, H, V] in v's dtype; with `return_state`, the pair (o, MHLAState).
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; one sentence that names it.
+        TypeError, ValueError: If an argument is invalid; the message names it.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize, impl)
@@ -118,7 +118,7 @@ def mhla_step(
         o [B, T, H, V] in v's dtype, and the state.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; the state has not been changed then.
+        TypeError, ValueError: If an argument is invalid; the state is then unchanged.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize, impl)

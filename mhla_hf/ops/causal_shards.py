@@ -31,7 +31,7 @@ class RowShards:
         block_size: Tokens per block, C.
         num_ranks: P.
 
-    Attributes (tensors are on the CPU; the row has M blocks):
+    Attributes, whose tensors are on the CPU (the row has M blocks):
         num_sequences: N.
         first_token: int64 [M + 1], the first token of each block, and the end of the row.
         block_index: int64 [M], the index of each block in its sequence.
@@ -86,11 +86,11 @@ class BlockMover:
         self.back = back
 
     def align(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, ..] -> [B, M * C, ..]."""
+        """Move tokens to block edges: [B, T, ..] -> [B, M * C, ..]."""
         return x if self.source is None else MoveTokens.apply(x, self.source, self.back)
 
     def take_back(self, o: torch.Tensor) -> torch.Tensor:
-        """[B, M * C, ..] -> [B, T, ..]."""
+        """Undo `align`: [B, M * C, ..] -> [B, T, ..]."""
         return o if self.source is None else MoveTokens.apply(o, self.back, self.source)
 
 
@@ -108,7 +108,7 @@ def shards_of(
 
 
 def check_no_padding(**padding: torch.Tensor | None) -> None:
-    """Raise ValueError if any of these arguments, which shards do not support, is not None."""
+    """Raise ValueError unless these arguments, which shards do not support, are all None."""
     for name, value in padding.items():
         if value is not None:
             raise ValueError(f"{name}: got a tensor with a shard of a sequence, expected None.")
@@ -148,7 +148,7 @@ def sharded_local_attention(
         cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
         group: The processes; None is the default group.
         key_mask, starts: Not supported.
-        Others as in `local_attention`, of the tokens of the shard.
+        Other arguments: As in `local_attention`, for the tokens of the shard.
 
     Raises:
         ValueError: If key_mask or starts is given, cu_seqlens is missing, or a shard is shorter than the part of the window
@@ -207,7 +207,7 @@ def carry_sums(
     Args:
         summaries: [B, G, M, K, V + 1], the summaries of the blocks of this shard and of those that its window reads.
         decays, lag: As in `advance`.
-        shards, rank: Of this process.
+        shards, rank: The shards of the row, and the rank of this process.
         block_index, sequence_id: int64 [M], of the same blocks.
         group: The processes.
     """
@@ -236,7 +236,7 @@ def shared_sinks(
     sequence_id: torch.Tensor,
     group: "dist.ProcessGroup | None",
 ) -> SinkTokens:
-    """Return the sinks of the sequence of every block; a sequence that began in an earlier shard has them from there."""
+    """Return the sinks of every block's sequence; those of a sequence that began in an earlier shard come from there."""
     first = shards.block_borders[rank]
     first_of_sequence = first - shards.block_index[first]
     begin_rank = int(torch.searchsorted(shards.block_borders, first_of_sequence, right=True)) - 1
@@ -263,7 +263,7 @@ def sharded_causal_mhla(
         group: The processes; None is the default group.
         starts: Not supported.
         cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
-        Others as in `mhla`, of the tokens of the shard.
+        Other arguments: As in `mhla`, for the tokens of the shard.
 
     Raises:
         ValueError: If starts is given or cu_seqlens is missing.
@@ -301,7 +301,9 @@ def sharded_sum(
     Args:
         q: [B, M * C, H, K], k [B, M * C, G, K], and v [B, M * C, G, V]: the tokens of this shard at block edges.
         mixing: [M', M'] or [H, M', M'], of all M' blocks of the row.
-        shards, rank, group, impl: Of this process.
+        shards, rank: The shards of the row, and the rank of this process.
+        group: The processes.
+        impl: As in `mhla`.
 
     Returns:
         [B, M * C, H, V] in fp32 or fp64.

@@ -68,11 +68,11 @@ class LocalState(RowState):
         """Create a state that has seen no tokens.
 
         Args:
-            k, v: Keys [B, T, G, D] and values [B, T, G, V] like those that will come: their shapes, dtypes, and device.
-            num_rates: R.
-            num_features: K.
+            k, v: Keys [B, T, G, D] and values [B, T, G, V], which give the shapes, dtypes, and device; not read.
+            num_rates: Number of decay rates, R.
+            num_features: Width of the features of the far part, K.
             form: The options.
-            angles: [.., A], rotation angles like those that will come; None is A = 0.
+            angles: [.., A], rotation angles, which give A; None is A = 0.
         """
         angles = k.new_zeros(0) if angles is None else angles
         batch, _, num_kv_heads, value_dim = v.shape

@@ -59,7 +59,7 @@ def sharded_mhla(
     order, inverse = order.to(q.device), inverse.to(q.device)
 
     def by_block(x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H or G, K] -> [R, M, C, K]."""
+        """Gather all heads by block: [B, T, H or G, K] -> [R, M, C, K]."""
         x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
         return x.index_select(1, order).unflatten(1, (len(local), -1))
 

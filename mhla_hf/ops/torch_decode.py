@@ -172,9 +172,9 @@ def step_across_blocks(
     sum_dtype, size = state.summaries.dtype, state.block_size
     layout, open_tokens = append_tokens(k, v, k_den, state, num_new)
     prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(num_new)), layout.blocks)
-    query = blocks_second(layout.place_queries(q), sum_dtype, size)
-    query_den = None if q_den is None else blocks_second(layout.place_queries(q_den), sum_dtype, size)
-    tokens = [blocks_second(x, sum_dtype, size) for x in open_tokens]
+    query = heads_then_blocks(layout.place_queries(q), sum_dtype, size)
+    query_den = None if q_den is None else heads_then_blocks(layout.place_queries(q_den), sum_dtype, size)
+    tokens = [heads_then_blocks(x, sum_dtype, size) for x in open_tokens]
     visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     diagonal = diagonal_weight(mixing, layout.blocks, sum_dtype)
     o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
@@ -258,9 +258,9 @@ def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -
     """Mix the summaries of KV heads for query heads: query head h reads KV head h // (H // G).
 
     Args:
-        weight: [R, H or 1, n, N].
-        summaries: [R, G, N, ...].
-        num_heads: H.
+        weight: [R, H or 1, n, N], the weights of N closed blocks for n query blocks.
+        summaries: [R, G, N, ...], their summaries.
+        num_heads: Number of query heads, H.
 
     Returns:
         [R, H, n, ...].
@@ -359,10 +359,10 @@ def window_entries(
 
 
 def heads_first(x: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, H, K] -> [B, H, 1, T, K] in `sum_dtype`."""
+    """Move heads before tokens, as a single block: [B, T, H, K] -> [B, H, 1, T, K] in `sum_dtype`."""
     return x.to(sum_dtype).transpose(1, 2)[:, :, None]
 
 
-def blocks_second(x: torch.Tensor, sum_dtype: torch.dtype, size: int) -> torch.Tensor:
-    """[B, n * C, H, K] -> [B, H, n, C, K] in `sum_dtype`."""
+def heads_then_blocks(x: torch.Tensor, sum_dtype: torch.dtype, size: int) -> torch.Tensor:
+    """Move heads before tokens, cut into blocks: [B, n * C, H, K] -> [B, H, n, C, K] in `sum_dtype`."""
     return heads_first(x, sum_dtype).squeeze(2).unflatten(2, (-1, size))

@@ -27,7 +27,7 @@ class BlockCut:
             self.order, self.inverse = gather_by_block(block, sizes, self.size)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, T, K] -> [R, M, C, K]."""
+        """Cut tokens into blocks: [R, T, K] -> [R, M, C, K]."""
         if self.missing > 0:
             x = torch.nn.functional.pad(x, (0, 0, 0, self.missing if self.order is None else 1))
         if self.order is not None:
@@ -35,7 +35,7 @@ class BlockCut:
         return x.unflatten(1, (self.count, self.size))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, M, C, V] -> [R, T, V]; the inverse of `split`."""
+        """Undo `split`: [R, M, C, V] -> [R, T, V]."""
         x = x.flatten(1, 2)
         return x[:, : self.length] if self.order is None else x.index_select(1, self.inverse)
 
@@ -100,7 +100,7 @@ class Heads:
         return x[self.rows, :, self.heads.start // share : (self.heads.stop - 1) // share + 1]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H or G, K] -> [R, T, K]; KV heads are repeated for the query heads that share them."""
+        """Gather the selected heads: [B, T, H or G, K] -> [R, T, K]; KV heads are repeated for their query heads."""
         x = self.select(x).to(self.sum_dtype).transpose(1, 2)
         if x.shape[1] < self.num_heads:
             x = x.repeat_interleave(self.num_heads // x.shape[1], 1)

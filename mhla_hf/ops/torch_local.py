@@ -50,7 +50,7 @@ def near_and_far(
         far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column sums the keys.
         valid: bool [B, M * C], the tokens that are keys.
         weight: [H, R], the weights of the running sums.
-        balance: [H], the balance between far and near part; None without a softmax.
+        balance: [H], as in `local_attention`; None without a softmax.
         sink_tokens: The sinks; None if there are none.
         block_index: int [B or 1, M], the index of each block in its sequence.
         form: The options.
@@ -71,7 +71,7 @@ def near_and_far(
     share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
     def per_query(x: torch.Tensor) -> torch.Tensor:
-        """[H] -> [G, 1, (H / G) * C, 1]."""
+        """Repeat a number per head for its queries: [H] -> [G, 1, (H / G) * C, 1]."""
         return x.view(num_kv_heads, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
 
     far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
@@ -87,7 +87,7 @@ def near_and_far(
 def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
     """Cut or pad the tokens of x [B, T, ..] to `count`, with zeros, or, while compiling, with the last token.
 
-    A pad by zero tokens would be a special case with a graph of its own under torch.compile; a gather is not.
+    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
     """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
@@ -97,7 +97,7 @@ def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def by_block_and_group(x: torch.Tensor, num_kv_heads: int, size: int, sum_dtype: torch.dtype) -> torch.Tensor:
-    """[B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`: the heads of a group come before their tokens."""
+    """Group heads by KV head and tokens by block: [B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`."""
     x = x.to(sum_dtype).unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 

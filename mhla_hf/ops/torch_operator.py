@@ -86,7 +86,7 @@ class RowScaleFree(torch.autograd.Function):
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Apply `blocked_forward`, which is differentiable once, through `blocked_backward`.
+    """Compute `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
 
     Called as `BlockedAttention.apply(q, k, v, mixing, form)` with a `BlockedForm`.
     """

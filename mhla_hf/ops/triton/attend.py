@@ -87,7 +87,7 @@ def dq_kernel(
     Args:
         do: [B, T, H, V], the gradient of the output.
         o, inv: What `forward_kernel` wrote; None if not normalized.
-        Others as in `forward_kernel`.
+        Other arguments: As in `forward_kernel`.
     """
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     k_tile, row, head, block, state, num_states, token, valid, real = tile_of(
@@ -143,7 +143,7 @@ def dkdv_kernel(
         dstates_z: [B, G, M, K], likewise; None if not normalized.
         tables, num_tokens, block_size, span, num_blocks: The blocks of the keys, see `KernelBlocks`.
         num_heads: Number of KV heads, G.
-        Others as in `forward_kernel`.
+        Other arguments: As in `forward_kernel`.
     """
     num_tiles_of_both: tl.constexpr = max((K + BK - 1) // BK, (V + BV - 1) // BV)
     tile, row, head, block, state, num_states, token, valid, real = tile_of(

@@ -36,9 +36,9 @@ def kernel_kind(
     unrounded: bool,
     backward: bool,
 ) -> tuple:
-    """Return the kind of a call of `mhla`: all that decides which kernels run, in the order that `small_call` takes it.
+    """Return what tells apart the calls of `mhla` that are checked separately, as `small_call` takes it.
 
-    Grids, left padding, and packed sequences only change where tokens lie, and are not part of it.
+    Grids, left padding, and packed sequences only change where tokens lie, and make no difference.
 
     Args:
         q, k, v, q_den, normalize, causal, blocks, unrounded: As in `mhla`.

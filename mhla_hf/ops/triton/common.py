@@ -230,7 +230,7 @@ def kernel_blocks(
     starts: torch.Tensor | None = None,
     edges: torch.Tensor | None = None,
 ) -> KernelBlocks:
-    """Return the `KernelBlocks` of `Blocks` that `blocks_as_numbers` wrote, with tables where they are needed."""
+    """Convert what `blocks_as_numbers` returned to `KernelBlocks`, with tables if kernels need them."""
     num_axes = len(numbers) // 2 - 1
     block_size, prefix = numbers[-2:]
     blocks = Blocks(tuple(numbers[:num_axes]), tuple(numbers[num_axes:-2]), block_size or None, prefix)
@@ -247,7 +247,7 @@ def kernel_blocks(
 
 
 def blocks_as_numbers(blocks: Blocks) -> list[int]:
-    """Return `Blocks` as the integers that an operator's schema can take: shape, counts, block size or 0, and prefix."""
+    """Convert `Blocks` to integers, as operator schemas require: shape, counts, block size or 0, and prefix."""
     return [*blocks.shape, *blocks.counts, blocks.block_size or 0, blocks.prefix]
 
 

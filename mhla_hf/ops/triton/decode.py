@@ -126,7 +126,7 @@ def attend_one(
 def decode_kind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_den: torch.Tensor | None, normalize: bool | str
 ) -> tuple:
-    """Return the kind of a step: all that decides what the kernel computes, in the order that `small_step` takes it."""
+    """Return what tells apart the steps that are checked separately (see `check.py`), as `small_step` takes it."""
     den_width = 0 if q_den is None else q_den.shape[3]
     widths = (concrete(q.shape[3]), concrete(v.shape[3]), concrete(den_width))
     grouped = not q.shape[2] <= k.shape[2]

@@ -213,7 +213,7 @@ def local_forward(
     normalize: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The operator: outputs [B, T, H, V] in `dtype`. Arguments as in `near_and_far` and `SinkTokens`."""
+    """Run the kernel; returns [B, T, H, V] in `dtype`. Arguments as in `near_and_far`, `SinkTokens`, and `LocalForm`."""
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
     num_blocks = block_index.shape[1]
@@ -330,7 +330,7 @@ def local_kind(
     balance: torch.Tensor | None,
     form: LocalForm,
 ) -> tuple:
-    """Return the kind of a call: all that decides what the kernel computes, in the order of `small_local_call`.
+    """Return what tells apart the calls that are checked separately (see `check.py`), as `small_local_call` takes it.
 
     Blocks of more than 1.5 chunks are all of one kind.
     """

@@ -82,6 +82,7 @@ def mix(
         s: [B, G, N, ...].
         num_heads: Number of heads of the result; as many as in `s` if all heads share the mixing matrix.
         causal: Whether to sum over j < i alone (with `transposed`, over j > i).
+        transposed: Whether to sum m_ji s_j instead, as the backward pass needs it.
 
     Returns:
         [B, num_heads, M, ...] in s's dtype.

@@ -214,7 +214,7 @@ class KernelCall:
 
         Args:
             dstates, dstates_z: The gradients of `states` and `states_z`.
-            diagonal_grad: [B, H, M * chunks, K], the part of the diagonal's from within chunks; None if not causal.
+            diagonal_grad: What `dq_kernel` wrote, [B, H, M * chunks, K]; None if not causal.
         """
         grad = mix_states_grads(dstates, self.s, self.mixing.dim(), self.num_chunks)
         if dstates_z is not None and self.z is not None:
@@ -297,7 +297,7 @@ def triton_backward(
     Args:
         do: [B, T, H, V], the gradient of the output.
         o, inv: What `triton_forward` returned; ignored if not normalized.
-        Others as in `triton_forward`.
+        Other arguments: As in `triton_forward`.
 
     Returns:
         The gradients of q, k, v, and mixing.

@@ -138,7 +138,7 @@ def summaries(
 def part_span(span: int, num_sums: int) -> int:
     """Return the tokens per part for `num_sums` blocks of up to `span` tokens.
 
-    Parts are small enough to make for `ENOUGH_PROGRAMS`, but not smaller than `MIN_PART_TOKENS` unless blocks are.
+    There are `ENOUGH_PROGRAMS` parts if possible, but none is smaller than `MIN_PART_TOKENS`, unless the blocks are.
     """
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
