@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 5941ea0efd5c
+sha256: 64751caed35f
 """
 
 from collections.abc import Callable
@@ -424,7 +424,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "5941ea0efd5c"
+NAMESPACE = "64751caed35f"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -874,7 +874,7 @@ def near_and_far(
         far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column sums the keys.
         valid: bool [B, M * C], the tokens that are keys.
         weight: [H, R], the weights of the running sums.
-        balance: [H], the balance between far and near part; None without a softmax.
+        balance: [H], as in `local_attention`; None without a softmax.
         sink_tokens: The sinks; None if there are none.
         block_index: int [B or 1, M], the index of each block in its sequence.
         form: The options.
@@ -895,7 +895,7 @@ def near_and_far(
     share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
     def per_query(x: torch.Tensor) -> torch.Tensor:
-        """[H] -> [G, 1, (H / G) * C, 1]."""
+        """Repeat a number per head for its queries: [H] -> [G, 1, (H / G) * C, 1]."""
         return x.view(num_kv_heads, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
 
     far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
@@ -911,7 +911,7 @@ def near_and_far(
 def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
     """Cut or pad the tokens of x [B, T, ..] to `count`, with zeros, or, while compiling, with the last token.
 
-    A pad by zero tokens would be a special case with a graph of its own under torch.compile; a gather is not.
+    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
     """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
@@ -921,7 +921,7 @@ def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def by_block_and_group(x: torch.Tensor, num_kv_heads: int, size: int, sum_dtype: torch.dtype) -> torch.Tensor:
-    """[B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`: the heads of a group come before their tokens."""
+    """Group heads by KV head and tokens by block: [B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`."""
     x = x.to(sum_dtype).unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
@@ -1225,7 +1225,7 @@ def local_forward(
     normalize: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The operator: outputs [B, T, H, V] in `dtype`. Arguments as in `near_and_far` and `SinkTokens`."""
+    """Run the kernel; returns [B, T, H, V] in `dtype`. Arguments as in `near_and_far`, `SinkTokens`, and `LocalForm`."""
     batch, num_tokens, num_heads, key_width = q.shape
     num_kv_heads, value_width = v.shape[2:]
     num_blocks = block_index.shape[1]
@@ -1342,7 +1342,7 @@ def local_kind(
     balance: torch.Tensor | None,
     form: LocalForm,
 ) -> tuple:
-    """Return the kind of a call: all that decides what the kernel computes, in the order of `small_local_call`.
+    """Return what tells apart the calls that are checked separately (see `check.py`), as `small_local_call` takes it.
 
     Blocks of more than 1.5 chunks are all of one kind.
     """
@@ -1768,11 +1768,11 @@ class LocalState(RowState):
         """Create a state that has seen no tokens.
 
         Args:
-            k, v: Keys [B, T, G, D] and values [B, T, G, V] like those that will come: their shapes, dtypes, and device.
-            num_rates: R.
-            num_features: K.
+            k, v: Keys [B, T, G, D] and values [B, T, G, V], which give the shapes, dtypes, and device; not read.
+            num_rates: Number of decay rates, R.
+            num_features: Width of the features of the far part, K.
             form: The options.
-            angles: [.., A], rotation angles like those that will come; None is A = 0.
+            angles: [.., A], rotation angles, which give A; None is A = 0.
         """
         angles = k.new_zeros(0) if angles is None else angles
         batch, _, num_kv_heads, value_dim = v.shape
@@ -2140,7 +2140,7 @@ class FeatureMap(nn.Module):
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:
             identity = torch.eye(self.head_dim).expand(self.weight.shape)
@@ -2446,7 +2446,7 @@ class OutputNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(value_dim))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
@@ -2465,7 +2465,7 @@ class OutputGate(nn.Linear):
     """
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
 
     def reset_parameters(self) -> None:
@@ -2517,7 +2517,7 @@ def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
 
 
 class MHLACore(nn.Module):
-    """What the cores of sequences and grids share: feature maps, mixing, and what is done to the output.
+    """What the cores of sequences and grids share: feature maps, mixing, output norm, and gate.
 
     Args:
         settings: The settings.
@@ -2672,7 +2672,7 @@ class DecayMixing(nn.Module):
             self.get_parameter(name).data.copy_(value)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, by which models that are built on "meta" are filled."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         num_others = self.num_decays - 1
         other_weight = INITIAL_DECAY_WEIGHT if self.learn else FROZEN_DECAY_WEIGHT
         weight = torch.tensor([1.0 - other_weight * num_others, *[other_weight] * num_others])
