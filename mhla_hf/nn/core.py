@@ -91,7 +91,7 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
     Returns:
         source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
-        back: int64 [B, T], likewise.
+        inverse: int64 [B, T], likewise.
         starts: int64 [B], the place at which the real tokens of each row begin.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
@@ -101,9 +101,9 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
     return source, source.argsort(), starts
 
 
-def move_tokens(x: torch.Tensor, source: torch.Tensor | None, back: torch.Tensor | None) -> torch.Tensor:
+def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
     """Move the tokens of x [B, T, H, K] as `padding_first` says."""
-    return x if source is None else MoveTokens.apply(x, source, back)
+    return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
 def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
@@ -272,11 +272,11 @@ class MHLA(MHLACore):
         settings = self.settings
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)
         if key_mask is not None:
-            source, back, starts = padding_first(key_mask)
-            q, k, v = (move_tokens(x, source, back) for x in (q, k, v))
+            source, inverse, starts = padding_first(key_mask)
+            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
             for name in ("q_den", "k_den"):
                 if name in options:
-                    options[name] = move_tokens(options[name], source, back)
+                    options[name] = move_tokens(options[name], source, inverse)
         options["starts"] = starts
         options["impl"] = settings.impl
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
@@ -291,7 +291,7 @@ class MHLA(MHLACore):
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         if key_mask is not None:
-            o = move_tokens(o, back, source)
+            o = move_tokens(o, inverse, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)

@@ -113,8 +113,8 @@ class DecayMHLA(MHLACore):
             angles = angles.to(q.dtype).expand(len(q), -1, -1, -1)
         is_real = key_mask
         if key_mask is not None:
-            source, back, starts = padding_first(key_mask)
-            q, k, v, angles = (move_tokens(x, source, back) for x in (q, k, v, angles))
+            source, inverse, starts = padding_first(key_mask)
+            q, k, v, angles = (move_tokens(x, source, inverse) for x in (q, k, v, angles))
             is_real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():
             # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
@@ -142,7 +142,7 @@ class DecayMHLA(MHLACore):
                     q, k, v, q_features, map_keys(k, angles), decays, balance, form, cu_seqlens=cu_seqlens, **padding
                 )
         if key_mask is not None:
-            o = move_tokens(o, back, source)
+            o = move_tokens(o, inverse, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)

@@ -73,12 +73,12 @@ class SequenceMHLA(MHLACore):
         q, k, v, options = self.operands(q, k, v, key_mask, None)
         if starts is not None:
             assert key_mask is not None  # see `starts`
-            source, back = shift_to_start(starts, length)
-            q, k, v = (MoveTokens.apply(x, source, back) for x in (q, k, v))
+            source, inverse = shift_to_start(starts, length)
+            q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
             key_mask = key_mask.gather(1, source.clamp_min(0)) & (source >= 0)
         mixing = self.mixing(self.mixing.layout)[..., : blocks.num_blocks, : blocks.num_blocks]
         o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=settings.impl, **options)
         assert isinstance(o, torch.Tensor)  # no state was asked for
         if starts is not None:
-            o = MoveTokens.apply(o, back, source)
+            o = MoveTokens.apply(o, inverse, source)
         return self.finish_output(o, hidden_states, v.dtype)

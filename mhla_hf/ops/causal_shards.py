@@ -78,20 +78,20 @@ class BlockMover:
     """Moves tokens to block edges and back; leaves them alone if they are there already.
 
     Args:
-        source, back: int64 [1, M * C] and [1, T], as `MoveTokens` takes them; None if there is nothing to move.
+        source, inverse: int64 [1, M * C] and [1, T], as `MoveTokens` takes them; None if there is nothing to move.
     """
 
-    def __init__(self, source: torch.Tensor | None, back: torch.Tensor | None):
+    def __init__(self, source: torch.Tensor | None, inverse: torch.Tensor | None):
         self.source = source
-        self.back = back
+        self.inverse = inverse
 
     def align(self, x: torch.Tensor) -> torch.Tensor:
         """Move tokens to block edges: [B, T, ..] -> [B, M * C, ..]."""
-        return x if self.source is None else MoveTokens.apply(x, self.source, self.back)
+        return x if self.source is None else MoveTokens.apply(x, self.source, self.inverse)
 
     def take_back(self, o: torch.Tensor) -> torch.Tensor:
         """Undo `align`: [B, M * C, ..] -> [B, T, ..]."""
-        return o if self.source is None else MoveTokens.apply(o, self.back, self.source)
+        return o if self.source is None else MoveTokens.apply(o, self.inverse, self.source)
 
 
 def shards_of(

@@ -129,16 +129,16 @@ def decayed_sums(
     offset = min(lag - 1, num_blocks)
     padding = num_groups * SCAN_GROUP - num_blocks
     summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
-    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # place i holds S_{i - lag + 1}
+    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # index i holds S_{i - lag + 1}
 
-    place = torch.arange(SCAN_GROUP, device=summaries.device)
+    in_group = torch.arange(SCAN_GROUP, device=summaries.device)
     distance = block_distances(SCAN_GROUP, summaries)
     within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
     within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
-    to_group_end = powers(log_rate, SCAN_GROUP - 1 - place)[:, None]  # [G, 1, R, j]
+    to_group_end = powers(log_rate, SCAN_GROUP - 1 - in_group)[:, None]  # [G, 1, R, j]
     group_distance = block_distances(num_groups, summaries)
     across = powers(log_rate, SCAN_GROUP * (group_distance - 1).clamp(min=0)).masked_fill(group_distance < 1, 0)
-    from_group_start = powers(log_rate, place).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
+    from_group_start = powers(log_rate, in_group).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
     if sequence_id is not None:
         # Zero every path on which a summary would reach a block of another sequence. The padding values -1, -2, and -3
         # differ from each other and from every sequence, so padding matches nothing.

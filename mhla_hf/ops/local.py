@@ -65,15 +65,17 @@ def local_attention(
     """
     num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    back = block_index = sequence_id = None
+    inverse = block_index = sequence_id = None
     if starts is not None:
         if cu_seqlens is not None:
             raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
-        source, back = shift_to_start(starts.to(q.device), num_tokens)
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
     if cu_seqlens is not None:
-        source, back, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
-    if back is not None:
-        q, k, v, q_features, k_features = (MoveTokens.apply(x, source, back) for x in (q, k, v, q_features, k_features))
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
+    if inverse is not None:
+        q, k, v, q_features, k_features = (
+            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
+        )
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if block_index is None:
@@ -82,7 +84,7 @@ def local_attention(
         q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id=sequence_id
     )
     o, _ = attend_local(inputs)
-    return o if back is None else MoveTokens.apply(o, back, source)
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
 @dataclass
@@ -148,7 +150,7 @@ class LocalInputs:
 def attend_local(
     inputs: LocalInputs, end_block: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the outputs of a run of blocks, and the running sums behind it.
+    """Compute the outputs of a run of blocks, and the running sums after it.
 
     Without gradients a long sequence is computed `SEGMENT_TOKENS` at a time, so that memory and cost per token do not grow.
 

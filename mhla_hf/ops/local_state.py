@@ -97,9 +97,9 @@ class LocalState(RowState):
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
         """
         torch.maximum(self.furthest, self.position, out=self.furthest)
-        back = int((self.furthest - self.position).max()) + count
-        if back > self.block_size:
-            reach = count - (back - self.block_size)
+        behind = int((self.furthest - self.position).max()) + count
+        if behind > self.block_size:
+            reach = count - (behind - self.block_size)
             raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
         shortest = int(self.position.min())
         if count > shortest:

@@ -131,28 +131,28 @@ class Heads:
 class MoveTokens(torch.autograd.Function):
     """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
-    Called as `MoveTokens.apply(x, source, back)` with x [B, T, H, K], source int64 [B or 1, P], and back int64 [B or 1, T],
-    the gather in the opposite direction. With it the backward pass is a gather, too, instead of a slow scatter.
+    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
+    [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too, instead of a scatter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(source, back)
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, inverse)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        source, back = ctx.saved_tensors
-        return MoveTokens.apply(grad, back, source), None, None
+        source, inverse = ctx.saved_tensors
+        return MoveTokens.apply(grad, inverse, source), None, None
 
 
 def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `source` and `back` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
+    """Return `source` and `inverse` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
     place = torch.arange(num_tokens, device=starts.device)
     starts = starts[:, None]
-    source, back = place + starts, place - starts
-    return torch.where(source < num_tokens, source, -1), torch.where(back >= 0, back, -1)
+    source, inverse = place + starts, place - starts
+    return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
 def align_sequences(
@@ -170,7 +170,7 @@ def align_sequences(
 
     Returns:
         source: int64 [1, M * C], for `MoveTokens`.
-        back: int64 [1, T], for `MoveTokens`.
+        inverse: int64 [1, T], for `MoveTokens`.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
     """
@@ -179,12 +179,12 @@ def align_sequences(
     first_block = torch.nn.functional.pad(last_block, (1, 0))
     token = torch.arange(num_tokens, device=borders.device)
     token_sequence = torch.searchsorted(borders, token, right=True) - 1
-    back = first_block[token_sequence] * block_size + token - borders[token_sequence]
+    inverse = first_block[token_sequence] * block_size + token - borders[token_sequence]
     num_blocks = (num_tokens + (len(borders) - 1) * (block_size - 1)) // block_size
-    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, back, token)
+    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, inverse, token)
     block = torch.arange(num_blocks, device=borders.device)
     sequence_id = torch.searchsorted(last_block, block, right=True)
-    return source[None], back[None], block - first_block[sequence_id], sequence_id
+    return source[None], inverse[None], block - first_block[sequence_id], sequence_id
 
 
 def mixing_of_sequences(mixing: torch.Tensor, block_index: torch.Tensor, sequence_id: torch.Tensor) -> torch.Tensor:

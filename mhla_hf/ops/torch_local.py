@@ -128,13 +128,13 @@ def near_keys(
     visible = []
     size, num_blocks = form.block_size, block_index.shape[1]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(form.lag)):
-        kept = max(num_blocks - back, 0)
+    for distance in reversed(range(form.lag)):
+        kept = max(num_blocks - distance, 0)
         keys.append(pad(k[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
         values.append(pad(v[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
         # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
-        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= back)[..., None]
-        visible.append(is_key[:, :, None] & (all_pairs.tril() if back == 0 else all_pairs))
+        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= distance)[..., None]
+        visible.append(is_key[:, :, None] & (all_pairs.tril() if distance == 0 else all_pairs))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
 
 

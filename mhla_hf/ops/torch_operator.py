@@ -33,18 +33,18 @@ def torch_mhla(
         is_key = key_mask[:, :, None, None]
         k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
         k_den = None if k_den is None else torch.where(is_key, k_den, 0)
-    back = None
+    inverse = None
     if starts is not None:
-        source, back = shift_to_start(starts.to(q.device), q.shape[1])
+        source, inverse = shift_to_start(starts.to(q.device), q.shape[1])
     if cu_seqlens is not None:
         assert blocks.block_size is not None  # causal blocks are those of a sequence
-        source, back, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
         mixing = mixing_of_sequences(mixing, block_index, sequence_id)
         blocks = Blocks.sequence(source.shape[1], blocks.block_size)
-    if back is not None:
-        q, k, v = (MoveTokens.apply(x, source, back) for x in (q, k, v))
+    if inverse is not None:
+        q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
         if q_den is not None:
-            q_den, k_den = (MoveTokens.apply(x, source, back) for x in (q_den, k_den))
+            q_den, k_den = (MoveTokens.apply(x, source, inverse) for x in (q_den, k_den))
     if causal:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
     key_blocks = blocks if key_blocks is None else key_blocks
@@ -63,7 +63,7 @@ def torch_mhla(
             den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
         o = divide_or_zero(num, den)
         o = o if unrounded else o.to(v.dtype)
-    return o if back is None else MoveTokens.apply(o, back, source)
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
 class RowScaleFree(torch.autograd.Function):

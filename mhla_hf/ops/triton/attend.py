@@ -58,8 +58,8 @@ def forward_kernel(
             weight += dot(query, tl.trans(load_tile(k, row, token, kv_head, real, k_lanes, K)), DOT)
     if CAUSAL:
         diagonal = tl.load(mixing + head * mixing_head_stride + block.to(tl.int64) * (mixing_row_stride + 1))
-        place = tl.arange(0, BT)
-        weight = tl.where(place[None, :] <= place[:, None], weight * diagonal, 0.0)
+        in_tile = tl.arange(0, BT)
+        weight = tl.where(in_tile[None, :] <= in_tile[:, None], weight * diagonal, 0.0)
         total += dot(weight, load_tile(v, row, token, kv_head, real, v_lanes, V), DOT)
         den += tl.sum(weight, 1)
     if states_z is not None:
@@ -116,8 +116,8 @@ def dq_kernel(
             tl.store(r + (row * num_tokens + token) * num_heads + head, den_grad, mask=valid)
     if CAUSAL:
         diagonal = tl.load(mixing + head * mixing_head_stride + block.to(tl.int64) * (mixing_row_stride + 1))
-        place = tl.arange(0, BT)
-        dweight = tl.where(place[None, :] <= place[:, None], dweight, 0.0)
+        in_tile = tl.arange(0, BT)
+        dweight = tl.where(in_tile[None, :] <= in_tile[:, None], dweight, 0.0)
         from_chunk = dot(dweight, load_tile(k, row, token, kv_head, real, k_lanes, K), DOT)
         total += from_chunk * diagonal
         query = load_tile(q, row, token, head, valid, k_lanes, K).to(tl.float32)

@@ -84,7 +84,7 @@ def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
 @kernel
 @no_type_check
 def block_range(block, row, tables, num_tokens, block_size):
-    """Return the first place of a block and the one behind its last; `tables` as in `KernelBlocks`."""
+    """Return the first place of a block and the one after its last; `tables` as in `KernelBlocks`."""
     edges, starts = tables[0], tables[2]
     if edges is not None:
         low = tl.load(edges + 2 * block)
@@ -213,7 +213,7 @@ class KernelBlocks:
         num_tokens: T.
         span: The most tokens in a block.
         block_size: Tokens per block; 0 if blocks are listed in `edges`.
-        tables: edges int32 [M, 2], the first place of each block and the one behind its last; order int32 [T], the token at
+        tables: edges int32 [M, 2], the first place of each block and the one after its last; order int32 [T], the token at
             each place; starts int64 [B], as in `mhla`. Each is None if not needed.
     """
 

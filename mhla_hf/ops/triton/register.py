@@ -90,7 +90,9 @@ def triton_mhla(
         if normalize == "official":
             k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
             return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
-        ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)  # 16, because kernels like such strides
+        ones = v.new_ones((), dtype=torch.float32).expand(
+            *k.shape[:3], 16
+        )  # its strides are multiples of 16, as in most calls
         den = TRITON_FORWARD(q, k, ones, mixing, **plain_sum)[0][..., 0]
         return divide_or_zero(num, den).to(dtype)
 
@@ -244,7 +246,7 @@ def triton_forward(
 
     Args:
         q, k, v, mixing, key_mask, starts, causal: As in `mhla`; a causal mixing matrix is cut to the blocks.
-        edges: int32 [M, 2], the first token of each block and the one behind its last, for packed sequences.
+        edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
         blocks, key_blocks: From `blocks_as_numbers`.
         normalize: Whether to divide by the sum of the weights.
         scale: Factor of the outputs.

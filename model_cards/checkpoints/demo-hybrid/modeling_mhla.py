@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 64751caed35f
+sha256: 0a3ff3a4a230
 """
 
 from collections.abc import Callable
@@ -178,16 +178,16 @@ def decayed_sums(
     offset = min(lag - 1, num_blocks)
     padding = num_groups * SCAN_GROUP - num_blocks
     summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
-    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # place i holds S_{i - lag + 1}
+    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # index i holds S_{i - lag + 1}
 
-    place = torch.arange(SCAN_GROUP, device=summaries.device)
+    in_group = torch.arange(SCAN_GROUP, device=summaries.device)
     distance = block_distances(SCAN_GROUP, summaries)
     within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
     within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
-    to_group_end = powers(log_rate, SCAN_GROUP - 1 - place)[:, None]  # [G, 1, R, j]
+    to_group_end = powers(log_rate, SCAN_GROUP - 1 - in_group)[:, None]  # [G, 1, R, j]
     group_distance = block_distances(num_groups, summaries)
     across = powers(log_rate, SCAN_GROUP * (group_distance - 1).clamp(min=0)).masked_fill(group_distance < 1, 0)
-    from_group_start = powers(log_rate, place).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
+    from_group_start = powers(log_rate, in_group).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
     if sequence_id is not None:
         # Zero every path on which a summary would reach a block of another sequence. The padding values -1, -2, and -3
         # differ from each other and from every sequence, so padding matches nothing.
@@ -278,28 +278,28 @@ def divide_or_zero(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.
 class MoveTokens(torch.autograd.Function):
     """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
-    Called as `MoveTokens.apply(x, source, back)` with x [B, T, H, K], source int64 [B or 1, P], and back int64 [B or 1, T],
-    the gather in the opposite direction. With it the backward pass is a gather, too, instead of a slow scatter.
+    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
+    [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too, instead of a scatter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(source, back)
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, inverse)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        source, back = ctx.saved_tensors
-        return MoveTokens.apply(grad, back, source), None, None
+        source, inverse = ctx.saved_tensors
+        return MoveTokens.apply(grad, inverse, source), None, None
 
 
 def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `source` and `back` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
+    """Return `source` and `inverse` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
     place = torch.arange(num_tokens, device=starts.device)
     starts = starts[:, None]
-    source, back = place + starts, place - starts
-    return torch.where(source < num_tokens, source, -1), torch.where(back >= 0, back, -1)
+    source, inverse = place + starts, place - starts
+    return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
 def align_sequences(
@@ -317,7 +317,7 @@ def align_sequences(
 
     Returns:
         source: int64 [1, M * C], for `MoveTokens`.
-        back: int64 [1, T], for `MoveTokens`.
+        inverse: int64 [1, T], for `MoveTokens`.
         block_index: int64 [M], the index of each block in its sequence.
         sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
     """
@@ -326,12 +326,12 @@ def align_sequences(
     first_block = torch.nn.functional.pad(last_block, (1, 0))
     token = torch.arange(num_tokens, device=borders.device)
     token_sequence = torch.searchsorted(borders, token, right=True) - 1
-    back = first_block[token_sequence] * block_size + token - borders[token_sequence]
+    inverse = first_block[token_sequence] * block_size + token - borders[token_sequence]
     num_blocks = (num_tokens + (len(borders) - 1) * (block_size - 1)) // block_size
-    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, back, token)
+    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, inverse, token)
     block = torch.arange(num_blocks, device=borders.device)
     sequence_id = torch.searchsorted(last_block, block, right=True)
-    return source[None], back[None], block - first_block[sequence_id], sequence_id
+    return source[None], inverse[None], block - first_block[sequence_id], sequence_id
 
 
 def ring_slot(position: torch.Tensor, num_slots: int, sinks: int = 0) -> torch.Tensor:
@@ -424,7 +424,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "64751caed35f"
+NAMESPACE = "0a3ff3a4a230"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -952,13 +952,13 @@ def near_keys(
     visible = []
     size, num_blocks = form.block_size, block_index.shape[1]
     all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(form.lag)):
-        kept = max(num_blocks - back, 0)
+    for distance in reversed(range(form.lag)):
+        kept = max(num_blocks - distance, 0)
         keys.append(pad(k[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
         values.append(pad(v[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
         # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
-        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= back)[..., None]
-        visible.append(is_key[:, :, None] & (all_pairs.tril() if back == 0 else all_pairs))
+        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= distance)[..., None]
+        visible.append(is_key[:, :, None] & (all_pairs.tril() if distance == 0 else all_pairs))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
 
 
@@ -1459,15 +1459,17 @@ def local_attention(
     """
     num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    back = block_index = sequence_id = None
+    inverse = block_index = sequence_id = None
     if starts is not None:
         if cu_seqlens is not None:
             raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
-        source, back = shift_to_start(starts.to(q.device), num_tokens)
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
     if cu_seqlens is not None:
-        source, back, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
-    if back is not None:
-        q, k, v, q_features, k_features = (MoveTokens.apply(x, source, back) for x in (q, k, v, q_features, k_features))
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
+    if inverse is not None:
+        q, k, v, q_features, k_features = (
+            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
+        )
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
     if block_index is None:
@@ -1476,7 +1478,7 @@ def local_attention(
         q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id=sequence_id
     )
     o, _ = attend_local(inputs)
-    return o if back is None else MoveTokens.apply(o, back, source)
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
 @dataclass
@@ -1542,7 +1544,7 @@ class LocalInputs:
 def attend_local(
     inputs: LocalInputs, end_block: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the outputs of a run of blocks, and the running sums behind it.
+    """Compute the outputs of a run of blocks, and the running sums after it.
 
     Without gradients a long sequence is computed `SEGMENT_TOKENS` at a time, so that memory and cost per token do not grow.
 
@@ -1797,9 +1799,9 @@ class LocalState(RowState):
             ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
         """
         torch.maximum(self.furthest, self.position, out=self.furthest)
-        back = int((self.furthest - self.position).max()) + count
-        if back > self.block_size:
-            reach = count - (back - self.block_size)
+        behind = int((self.furthest - self.position).max()) + count
+        if behind > self.block_size:
+            reach = count - (behind - self.block_size)
             raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
         shortest = int(self.position.min())
         if count > shortest:
@@ -2491,7 +2493,7 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
     Returns:
         source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
-        back: int64 [B, T], likewise.
+        inverse: int64 [B, T], likewise.
         starts: int64 [B], the place at which the real tokens of each row begin.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
@@ -2501,9 +2503,9 @@ def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
     return source, source.argsort(), starts
 
 
-def move_tokens(x: torch.Tensor, source: torch.Tensor | None, back: torch.Tensor | None) -> torch.Tensor:
+def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
     """Move the tokens of x [B, T, H, K] as `padding_first` says."""
-    return x if source is None else MoveTokens.apply(x, source, back)
+    return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
 def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
@@ -2832,8 +2834,8 @@ class DecayMHLA(MHLACore):
             angles = angles.to(q.dtype).expand(len(q), -1, -1, -1)
         is_real = key_mask
         if key_mask is not None:
-            source, back, starts = padding_first(key_mask)
-            q, k, v, angles = (move_tokens(x, source, back) for x in (q, k, v, angles))
+            source, inverse, starts = padding_first(key_mask)
+            q, k, v, angles = (move_tokens(x, source, inverse) for x in (q, k, v, angles))
             is_real = key_mask if source is None else key_mask.gather(1, source)
         if q.shape[1] == 1 and torch.compiler.is_compiling():
             # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
@@ -2861,7 +2863,7 @@ class DecayMHLA(MHLACore):
                     q, k, v, q_features, map_keys(k, angles), decays, balance, form, cu_seqlens=cu_seqlens, **padding
                 )
         if key_mask is not None:
-            o = move_tokens(o, back, source)
+            o = move_tokens(o, inverse, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
