@@ -132,7 +132,7 @@ class MoveTokens(torch.autograd.Function):
     """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
     Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
-    [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too, instead of a scatter.
+    [B or 1, T], is the gather in the opposite direction, by which the backward pass is a gather, too, not a scatter.
     """
 
     @staticmethod
