@@ -90,7 +90,7 @@ def triton_mhla(
         if normalize == "official":
             k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
             return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
-        # A width of 16 makes all strides multiples of 16, for which Triton has compiled the kernels already.
+        # A width of 16 makes all strides multiples of 16, on which Triton specializes its memory accesses.
         ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)
         den = TRITON_FORWARD(q, k, ones, mixing, **plain_sum)[0][..., 0]
         return divide_or_zero(num, den).to(dtype)
