@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mhla_hf.ops.decays import Decays
+from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.local import local_attention
-from mhla_hf.ops.torch_local import LocalForm
 
 KV_BYTES = 256  # of a token's key and value in one KV head, bf16
 

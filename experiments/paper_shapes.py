@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import Blocks, MHLAConfig, MHLAForCausalLM, convert
 from mhla_hf.bench import FORWARD, TRAINING, Operator, relative_error
-from mhla_hf.ops.decays import Decays
-from mhla_hf.ops.local import LocalForm, local_attention
+from mhla_hf.ops.decays import Decays, LocalForm
+from mhla_hf.ops.local import local_attention
 
 DIT = {"patch_size": 2, "in_channels": 4, "out_channels": 8, "attention_bias": True, "num_embeds_ada_norm": 1000}
 DIT_S = {**DIT, "num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64}

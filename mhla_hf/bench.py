@@ -29,7 +29,7 @@ from .checkpoints.machine import describe_run
 from .nn.settings import MHLASettings
 from .ops.api import mhla
 from .ops.blocks import Blocks
-from .ops.local import LocalForm
+from .ops.decays import LocalForm
 from .ops.local_state import LocalState
 from .speed import clock
 

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.decays import Decays
+from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.reference import mhla_reference
-from mhla_hf.ops.torch_local import LocalForm
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -1,13 +1,18 @@
-"""The MHLA core: everything an attention module gains when it stops being softmax attention.
+"""The MHLA core: all that an attention module gains when it stops being softmax attention.
 
-It takes q, k and v where softmax attention would, and returns what softmax attention would. Feature maps, mixing, output
-norm and gate live here, so that a converted layer holds all of its new parameters under one name, `mhla`. `MHLACore` is
-what sequences and grids share, `MHLA` the causal core of language models, `GridMHLA` (`grid.py`) that of images and video.
-Every parameter sits in a module that is called, never read from outside: offloading moves weights when modules are called.
+It takes the q, k, and v that softmax attention would take and returns what softmax attention would return. Feature maps,
+mixing, output norm, and gate live here, so a converted layer holds all of its new parameters under one name, `mhla`.
+`MHLACore` is what sequences and grids share, `MHLA` the causal core of language models, and `GridMHLA` (`grid.py`) the core
+of image and video models.
+
+Every parameter belongs to a module that is called, and is not read from outside of it: offloading moves weights when
+modules are called.
 """
 
 import logging
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +25,20 @@ from .features import FeatureMap
 from .mixing import Mixing
 from .settings import MHLASettings
 
-GATE_OPEN = 1.2784645  # silu(GATE_OPEN) == 1
+OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
+
+# A rotary embedding: from q [B, T, H, K] and k [B, T, G, K] to both rotated.
+Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class OutputNorm(nn.Module):
-    """RMSNorm over each head's output, computed in fp32, one weight of `[V]` for all heads (section 4.1)."""
+    """RMSNorm over the output of each head, with one weight [V] for all heads (paper section 4.1).
+
+    Args:
+        value_dim: Width V of a head's output.
+        eps: Added to the mean square.
+    """
 
     def __init__(self, value_dim: int, eps: float):
         super().__init__()
@@ -33,27 +46,53 @@ class OutputNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(value_dim))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: torch.Tensor) -> torch.Tensor:
-        """Of o `[.., V]`; where it and the weight differ in dtype, in fp32 (fp64 if one is)."""
-        weight = self.weight
+        """Normalize o [.., V]; if it and the weight differ in dtype, in fp32 (fp64 if one of them is)."""
+        weight: torch.Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
             o, weight = o.to(dtype), weight.to(dtype)
         return F.rms_norm(o, weight.shape, weight, self.eps)
 
 
-def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
-    """Zeros in `[B, T, H, K]` where key_mask `[B, T]` is False: NaN in padding would get through a weight of 0."""
-    return tensors if key_mask is None else tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
+class OutputGate(nn.Linear):
+    """Computes the gate of every output channel before its silu, which is one at the start (paper section 4.1).
+
+    The core applies the silu, so that quantization and LoRA, which replace or wrap linear layers, see a linear layer.
+    """
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+        return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for name, value in self.initial_values().items():
+            self.get_parameter(name).data.copy_(value)
 
 
-def padding_first(key_mask: torch.Tensor) -> tuple:
-    """Where tokens go so that padding comes before all real tokens of its row and has no place among them.
+def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Zero each tensor [B, T, H, K] where key_mask [B, T] is False: NaN in padding would pass through a weight of 0."""
+    if key_mask is None:
+        return tensors
+    return tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
 
-    Returns the `source` and `back` of `MoveTokens` (None for single tokens) and where the real tokens begin, int64 `[B]`.
+
+def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Compute how to move tokens so that the padding of each row comes before all of its real tokens.
+
+    Padding in the middle or at the end of a row then does not count as a position.
+
+    Args:
+        key_mask: bool [B, T], False for padding.
+
+    Returns:
+        source: int64 [B, T], for `MoveTokens`; None for single tokens, which need not move.
+        inverse: int64 [B, T], likewise.
+        starts: int64 [B], the place at which the real tokens of each row begin.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
@@ -62,59 +101,56 @@ def padding_first(key_mask: torch.Tensor) -> tuple:
     return source, source.argsort(), starts
 
 
-def move_tokens(source: torch.Tensor | None, back: torch.Tensor | None, *tensors: torch.Tensor) -> tuple:
-    """`MoveTokens` of each tensor `[B, T, H, K]`, as `padding_first` says."""
-    return tensors if source is None else tuple(MoveTokens.apply(x, source, back) for x in tensors)
+def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
+    """Move the tokens of x [B, T, H, K] as `padding_first` says."""
+    return x if source is None else MoveTokens.apply(x, source, inverse)
 
 
-def refuse_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
-    """No gradient flows through a cache that holds tokens: refused in training, said once elsewhere."""
+def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
+    """Raise ValueError in training, and warn otherwise, if gradients are asked for through a cache that holds tokens."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        sentence = "past_key_values: got a cache that holds tokens, expected torch.no_grad() or use_cache=False: "
-        sentence += "no gradient flows through an MHLA cache."
+        expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
+        message = f"past_key_values: got a cache that holds tokens, expected {expected}."
         if core.training:
-            raise ValueError(sentence)
-        warnings.warn(sentence, stacklevel=3)
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
 
 
-class OutputGate(nn.Linear):
-    """W x + b for every output channel, of which silu is one at the start (section 4.1).
-
-    The silu is the core's: what replaces or wraps linear layers (quantization, LoRA) knows only of the product.
-    """
-
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, GATE_OPEN)}
-
-    def reset_parameters(self) -> None:
-        """As `initial_values` says."""
-        for name, value in self.initial_values().items():
-            self.get_parameter(name).data.copy_(value)
-
-
-def mixing_choices(settings: MHLASettings, num_heads: int) -> dict:
-    """What a mixing matrix takes of the settings."""
-    choices = {"start": settings.mixing_start, "form": settings.mixing_form, "learn": settings.learn_mixing}
-    return {"num_heads": num_heads if settings.per_head else None, **choices}
+def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
+    """Return the keyword arguments of `Mixing` and `GridMixing` that follow from the settings."""
+    return {
+        "num_heads": num_heads if settings.per_head else None,
+        "start": settings.mixing_start,
+        "form": settings.mixing_form,
+        "learn": settings.learn_mixing,
+    }
 
 
 class MHLACore(nn.Module):
-    """What the causal core and the grid core share: feature maps, mixing, and what is done to the output.
+    """What the cores of sequences and grids share: feature maps, mixing, output norm, and gate.
 
     Args:
-        settings: the choices.
-        mixing: the module that holds the mixing.
-        num_heads: query heads H.
-        num_kv_heads: key/value heads G; query head h uses head h // (H // G).
-        key_dim: width K of q and k.
-        value_dim: width V of v.
-        hidden_size: width of the layer's input, needed by the gate.
+        settings: The settings.
+        mixing: The module that holds the mixing.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
+        key_dim: Width K of q and k.
+        value_dim: Width V of v.
+        hidden_size: Width of the layer's input, which the gate reads.
         norm_eps: eps of the output norm.
     """
 
     def __init__(
-        self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
+        self,
+        settings: MHLASettings,
+        mixing: nn.Module,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        hidden_size: int,
+        norm_eps: float = 1e-6,
     ):
         super().__init__()
         self.settings = settings
@@ -128,25 +164,47 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def operands(self, q, k, v, key_mask, rotate) -> tuple:
-        """Features of q and k, v, and the operator's options that follow from them and the settings.
+    def operands(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        rotate: Rotation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Prepare the arguments of `mhla`.
 
-        `settings.rope` says whether `rotate`, if there is one, comes before the maps or after. All features are in v's
-        dtype: under autocast a rotation leaves fp32, which softmax attention would cast back, too.
+        Args:
+            q, k, v, key_mask: As in `MHLA.forward`.
+            rotate: Rotary embedding, applied before or after the feature maps as `settings.rope` says; None if q and k are
+                rotated already, or never.
+
+        Returns:
+            Features of q and k, v, and the options of `mhla` that follow from the settings. All features are in v's dtype:
+            a rotation under autocast leaves fp32, which softmax attention would cast back, too.
         """
         if rotate is not None and self.settings.rope == "before":
-            (q, k), rotate = rotate(q, k), None
+            q, k = rotate(q, k)
+            rotate = None
         q, k, v = without_padding(key_mask, q, k, v)
-        q, k = self.q_map(q), *without_padding(key_mask, self.k_map(k))
-        options = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
+        q = self.q_map(q)
+        (k,) = without_padding(key_mask, self.k_map(k))
+        options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
         if rotate is not None:
             if self.settings.normalize:
-                options |= {"q_den": q.to(v.dtype), "k_den": k.to(v.dtype)}
+                options["q_den"] = q.to(v.dtype)
+                options["k_den"] = k.to(v.dtype)
             q, k = rotate(q, k)
         return q.to(v.dtype), k.to(v.dtype), v, options
 
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Output norm and gate over o `[B, T, H, V]`, which is then in `dtype`."""
+        """Apply the output norm and the gate.
+
+        Args:
+            o: [B, T, H, V], the output of the attention.
+            hidden_states: [B, T, hidden_size], which the gate reads.
+            dtype: Dtype of the result.
+        """
         if self.settings.output_norm:
             o = self.norm(o)
         o = o.to(dtype)
@@ -156,7 +214,7 @@ class MHLACore(nn.Module):
 
 
 def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
-    """One sentence if `settings` are not those of a causal model, or of another one of sequences, named `model`."""
+    """Raise ValueError if the settings do not suit a model of sequences; `model` is what the error calls it."""
     if settings.normalize == "official":
         raise ValueError(f'normalize: got "official", expected true or false for {model}.')
     for name in ("layout", "cpe"):
@@ -165,43 +223,62 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
 
 
 class MHLA(MHLACore):
-    """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
+    """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C).
 
-    Args: as `MHLACore`, which makes its own `Mixing` from `settings`.
+    Args:
+        settings: The settings, from which the core makes its own `Mixing`.
+        num_heads: Number of query heads, H.
+        widths: The other arguments of `MHLACore`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
+    def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_causal(settings)
-        mixing = Mixing(settings.num_blocks, **mixing_choices(settings, num_heads))
+        mixing = Mixing(settings.num_blocks, **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
-        self, q, k, v, *, hidden_states=None, rotate=None, starts=None, key_mask=None, cu_seqlens=None, cache=None,
-        scale=None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attend.
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        rotate: Rotation | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Any = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attend to all tokens at and before each one's position.
 
         Args:
-            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`.
-            hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
-            rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
-            starts: int64 `[B]`, first real token of each row of a left-padded batch; not read where there is a key_mask.
-            key_mask: bool `[B, T]`, False where a token is padding, which has no place in a row wherever it stands;
-                without cu_seqlens.
-            cu_seqlens: int `[N + 1]`, borders of packed sequences (B is 1).
-            cache: a layer of an MHLA cache; read and written in place.
-            scale: of the base's softmax; not used, a constant cancels in the normalized form and is fixed in the other.
+            q: [B, T, H, K].
+            k: [B, T, G, K].
+            v: [B, T, G, V].
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
+            starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
+            key_mask: bool [B, T], False for padding, which does not count as a position wherever it is; not along with
+                cu_seqlens.
+            cu_seqlens: int [N + 1], borders of packed sequences (B = 1).
+            cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
+            scale: The scale of the base model's softmax. Ignored: a constant factor cancels in the normalized form, and the
+                other form always takes K**-0.5.
 
         Returns:
-            `[B, T, H, V]` in v's dtype.
+            [B, T, H, V] in v's dtype.
         """
         settings = self.settings
         q, k, v, options = self.operands(q, k, v, key_mask, rotate)
         if key_mask is not None:
-            source, back, starts = padding_first(key_mask)
-            q, k, v = move_tokens(source, back, q, k, v)
-            options |= {x: move_tokens(source, back, options[x])[0] for x in ("q_den", "k_den") if x in options}
-        options |= {"starts": starts, "impl": settings.impl}
+            source, inverse, starts = padding_first(key_mask)
+            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
+            for name in ("q_den", "k_den"):
+                if name in options:
+                    options[name] = move_tokens(options[name], source, inverse)
+        options["starts"] = starts
+        options["impl"] = settings.impl
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         if cache is None:
             o = self.attend(q, k, v, blocks, cu_seqlens=cu_seqlens, **options)
@@ -209,16 +286,18 @@ class MHLA(MHLACore):
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(q, k, v, mixing, blocks=blocks, causal=True, return_state=True, **options)
         else:
-            refuse_gradients(self, q, k, v)
+            check_no_gradients(self, q, k, v)
             cache.state.leave_inference_mode()
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         if key_mask is not None:
-            (o,) = move_tokens(back, source, o)
+            o = move_tokens(o, inverse, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
-    def attend(self, q, k, v, blocks, **options) -> torch.Tensor:
-        """Attention over whole sequences; over shards of them: see training/sequence_parallel.py."""
-        return mhla(q, k, v, self.mixing(blocks.num_blocks), blocks=blocks, causal=True, **options)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, **options: Any) -> torch.Tensor:
+        """Attend over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards."""
+        o = mhla(q, k, v, self.mixing(blocks.num_blocks), blocks=blocks, causal=True, **options)
+        assert isinstance(o, torch.Tensor)  # no state was asked for
+        return o

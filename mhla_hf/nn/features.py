@@ -1,7 +1,7 @@
-"""Feature maps: what is done to q and k before the products that replace softmax(q k^T).
+"""Feature maps: what is applied to q and k before the products that replace softmax(q k^T).
 
-The learned one follows Hedgehog (arXiv 2402.04347): two softmaxes over the width, of x W and of -x W, with W the identity
-at the start, so that a converted model begins close to attention that peaks where softmax attention does.
+The learned one follows Hedgehog (arXiv 2402.04347): two softmaxes over the width, of x W and of -x W. W starts at the
+identity, so a converted model begins with attention that peaks about where softmax attention does.
 """
 
 import torch
@@ -10,29 +10,27 @@ from torch import nn
 
 from .heads import HeadSplit
 
-RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # above relu(x), what keeps every denominator alive
-
-
-LEARNED_STARTS = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # W begins as so many times the identity
-LARGEST_EXPONENT = 6.0
+RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # added to relu(x); keeps the denominator from vanishing
+INITIAL_WEIGHT_SCALE = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # learned maps start at this times the identity
+MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 class FeatureMap(nn.Module):
-    """Maps `[B, T, H, K]` to `[B, T, H, features]`, the same for q and for k.
+    """Maps [B, T, H, K] to features [B, T, H, F]; queries and keys use the same kind with weights of their own.
 
     Args:
-        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp" (see `MHLASettings`).
-        num_heads: heads of its input (the learned map has its own W per head).
-        head_dim: width K.
+        kind: "relu", "plain_relu", "elu", "identity", "hedgehog", "softmax" or "exp"; see `MHLASettings.feature_map`.
+        num_heads: Number of heads, H; learned maps have one W per head.
+        head_dim: Width of the input, K.
     """
 
-    by_head = True
+    by_head = True  # parameters have the heads as their first axis, along which tensor parallelism splits them
 
     def __init__(self, kind: str, num_heads: int, head_dim: int):
         super().__init__()
         self.kind = kind
         self.head_dim = head_dim
-        if kind in LEARNED_STARTS:
+        if kind in INITIAL_WEIGHT_SCALE:
             self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
         if kind == "exp":
             self.bias = nn.Parameter(torch.empty(num_heads, head_dim))
@@ -41,18 +39,29 @@ class FeatureMap(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width of the result."""
+        """Width of the output, F."""
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each own parameter, for models that are built empty and filled later."""
-        if self.kind not in LEARNED_STARTS:
-            return {}
-        weight = LEARNED_STARTS[self.kind] * torch.eye(self.head_dim).expand(self.weight.shape)
-        return {"weight": weight} | ({"bias": torch.zeros(self.bias.shape)} if self.kind == "exp" else {})
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+        values = {}
+        if self.kind in INITIAL_WEIGHT_SCALE:
+            identity = torch.eye(self.head_dim).expand(self.weight.shape)
+            values["weight"] = INITIAL_WEIGHT_SCALE[self.kind] * identity
+        if self.kind == "exp":
+            values["bias"] = torch.zeros(self.bias.shape)
+        return values
 
     def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Map x `[B, T, H, K]`, or of some of the H heads: the MHLA heads of `heads`."""
+        """Compute features.
+
+        Args:
+            x: [B, T, H, K]; with `heads`, the MHLA heads alone.
+            heads: Which of the H heads are MHLA; None if all are.
+
+        Returns:
+            Features with as many heads as x, in x's dtype.
+        """
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
@@ -65,8 +74,8 @@ class FeatureMap(nn.Module):
             return y.softmax(-1).to(x.dtype)
         if self.kind == "exp":
             bias = self.bias if heads is None else heads.part(self.bias, False, 0)
-            return (torch.exp((y + bias).clamp(max=LARGEST_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
-        if torch.compiler.is_compiling():  # a stack would not be fused
+            return (torch.exp((y + bias).clamp(max=MAX_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
+        if torch.compiler.is_compiling():  # which would not fuse a stack
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
             both = torch.stack([y, -y], -2)

@@ -1,10 +1,12 @@
-"""MHLA on grids: the core of image and video layers, and its mixing matrix.
+"""The MHLA core of image and video layers, over tokens on a grid, and its mixing matrix.
 
-The counts of blocks are the model's, the size of the grid is the input's. A larger or odd-sized grid gets larger
-blocks; an axis with fewer tokens than blocks gets one block per token, and the matrix is averaged down to those blocks.
+The model fixes the number of blocks, the input the size of the grid. A larger or odd-sized grid gets larger blocks. An axis
+with fewer tokens than blocks gets one block per token, and the matrix is averaged down to these blocks.
 """
 
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,68 +15,95 @@ from torch import nn
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.shards import sharded_mhla
-from .core import MHLACore, mixing_choices
-from .mixing import Mixing, locality_start
+from .core import MHLACore, Rotation, mixing_options
+from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of neighboring pairs: x `[B, T, H, K]`, cos and sin `[.., T, 1, K]`, each number twice; in fp32."""
+    """Apply a rotary embedding to neighboring pairs of channels, in fp32.
+
+    Args:
+        x: [B, T, H, K].
+        cos, sin: [.., T, 1, K], with every number twice, once for each channel of a pair.
+
+    Returns:
+        [B, T, H, K] in x's dtype.
+    """
     turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     return (x * cos.float() + turned * sin.float()).to(x.dtype)
 
 
-def block_overlap(new: int, old: int) -> torch.Tensor:
-    """How much of each of `new` equal parts of an axis lies in each of `old`: fp32 `[new, old]`, rows sum to 1."""
-    starts, size = torch.arange(new, dtype=torch.float32) / new, 1.0 / new
-    edges = torch.arange(old + 1, dtype=torch.float32) / old
+def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
+    """Return how much of each of `num_new` equal parts of an axis lies in each of `num_old` equal parts.
+
+    Returns:
+        fp32 [num_new, num_old]; rows sum to 1.
+    """
+    starts = torch.arange(num_new, dtype=torch.float32) / num_new
+    size = 1.0 / num_new
+    edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
     low = torch.maximum(starts[:, None], edges[None, :-1])
     high = torch.minimum(starts[:, None] + size, edges[None, 1:])
     overlap = (high - low).clamp_min(0.0)
     return overlap / overlap.sum(1, keepdim=True)
 
 
-def grid_distances(layout) -> torch.Tensor:
-    """Euclidean distance between the places of two blocks in the grid of blocks, fp32 `[M, M]` (section 4.2)."""
+def grid_distances(layout: Sequence[int]) -> torch.Tensor:
+    """Return the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2).
+
+    Args:
+        layout: Number of blocks along each axis.
+    """
     axes = [torch.arange(count, dtype=torch.float32, device="cpu") for count in layout]
-    places = torch.cartesian_prod(*axes).view(-1, len(axes))
-    return (places[:, None] - places).square().sum(-1).sqrt()
+    positions = torch.cartesian_prod(*axes).view(-1, len(axes))
+    return (positions[:, None] - positions).square().sum(-1).sqrt()
 
 
 class GridMixing(Mixing):
-    """A learned mixing matrix over the blocks of a grid, used in fp32 whatever the model's dtype (section 4.2).
+    """A learned mixing matrix over the blocks of a grid, fp32 whatever the model's dtype (paper section 4.2).
 
-    `weight` is `[M, M]`, or `[H, M, M]` with one matrix per head; M is the product of `layout`, plus one for the block of
-    prefix tokens if there are any.
+    The parameter `weight` is [M, M], or [H, M, M] with one matrix per head. M is the product of `layout`, plus one if there
+    are prefix tokens.
 
-    Args: as `Mixing`, whose distances are here those of the grid, the largest being their end; and
-        layout: blocks per axis.
-        prefix: True if class or register tokens, in a block of their own, come before the grid. They and all others see
-            each other as an average block is seen.
+    Args:
+        layout: Number of blocks along each axis.
+        num_heads: As in `Mixing`.
+        prefix: Whether class or register tokens, in a block of their own, come before the grid. Initially that block and
+            all others weigh as much for each other as an average block does.
+        choices: `start`, `form` and `learn` of `Mixing`. "locality" weights fall with the distance in the grid, and reach
+            zero at the largest distance there is.
     """
 
-    def __init__(self, layout, num_heads: int | None = None, *, prefix: bool = False, **choices):
-        self.layout, self.prefix = tuple(layout), prefix
+    def __init__(self, layout: Sequence[int], num_heads: int | None = None, *, prefix: bool = False, **choices: Any):
+        self.layout = tuple(layout)
+        self.prefix = prefix
         super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of `weight`, for models that are built empty and filled later."""
+        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
         count = prod(self.layout)
         start = torch.ones(count, count)
         if self.start == "locality" and count > 1:
             distances = grid_distances(self.layout)
-            start = locality_start(distances, distances.max())
+            start = locality_weights(distances, distances.max())
         start = start / start.sum(-1, keepdim=True)
         if self.prefix:
             start = F.pad(start, (1, 0, 1, 0), value=1.0 / count)
             start = start / start.sum(-1, keepdim=True)
         return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
-    def forward(self, counts) -> torch.Tensor:
-        """The weights between the blocks of a grid cut into `counts` blocks per axis: `[M', M']` or `[H, M', M']`, fp32.
+    def forward(self, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]  # a count for every axis
+        """Return the weights between the blocks of a grid.
 
-        Fewer blocks than `layout` on an axis: both sides are averaged over the old blocks that a new one covers, so that
-        uniform mixing stays uniform.
+        An axis with fewer blocks than in `layout` averages, on both sides of the matrix, over the blocks of the layout that
+        each of its blocks covers. Uniform mixing stays uniform.
+
+        Args:
+            counts: Number of blocks along each axis of the input.
+
+        Returns:
+            fp32 [M', M'] or [H, M', M'].
         """
         weight = self.weight.float()
         weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
@@ -83,8 +112,8 @@ class GridMixing(Mixing):
         if tuple(counts) == self.layout:
             return weight
         overlap = torch.ones(1, 1)
-        for new, old in zip(counts, self.layout, strict=True):
-            overlap = torch.kron(overlap, block_overlap(new, old))
+        for num_new, num_old in zip(counts, self.layout, strict=True):
+            overlap = torch.kron(overlap, block_overlap(num_new, num_old))
         if self.prefix:
             overlap = torch.block_diag(torch.ones(1, 1), overlap)
         overlap = overlap.to(weight.device)
@@ -92,21 +121,28 @@ class GridMixing(Mixing):
 
 
 class GridConv(nn.Module):
-    """A depthwise convolution of tokens over their grid, with an odd kernel size, the same on each of 1, 2 or 3 axes."""
+    """A depthwise convolution of tokens over their grid.
+
+    Args:
+        channels: Number of channels.
+        kernel: Kernel size along every axis; odd.
+        axes: Number of axes, 1 to 3.
+    """
 
     def __init__(self, channels: int, kernel: int, axes: int = 2):
         super().__init__()
-        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
-        self.conv = kind(channels, channels, kernel, padding=kernel // 2, groups=channels)
+        conv_class = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
+        self.conv = conv_class(channels, channels, kernel, padding=kernel // 2, groups=channels)
 
-    def forward(self, x: torch.Tensor, grid) -> torch.Tensor:
-        """`[B, T, C]` or `[B, T, H, V]` with T the row-major tokens of `grid` -> the same shape."""
-        planes = x.flatten(2).mT.contiguous()  # else wrong gradients of 3 axes in bf16 on CPUs (PyTorch 2.13)
-        return self.conv(planes.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
+    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+        """Convolve x [B, T, C] or [B, T, H, V], whose T tokens are those of `grid` in row-major order; same shape."""
+        # contiguous: PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs otherwise
+        channels_first = x.flatten(2).mT.contiguous()
+        return self.conv(channels_first.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
 
 
 class PositionConv(GridConv):
-    """The paper's CPE (appendix F.2): a convolution of v that is zero at the start."""
+    """The paper's CPE (appendix F.2): a convolution of v that is zero at the start; arguments as in `GridConv`."""
 
     def __init__(self, channels: int, kernel: int, axes: int):
         super().__init__(channels, kernel, axes)
@@ -114,40 +150,64 @@ class PositionConv(GridConv):
             value.data.zero_()
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of each parameter, for models that are built empty and filled later."""
+        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 
 class GridMHLA(MHLACore):
-    """Bidirectional multi-head linear attention over the tokens of a grid (sections 4.1 and 4.2).
+    """Bidirectional multi-head linear attention over the tokens of a grid (paper sections 4.1 and 4.2).
 
-    Args: as `MHLACore`, with as many heads for k and v as for q; `settings.layout` is required. prefix: how many class or
-        register tokens come before the grid.
+    Args:
+        settings: The settings; `layout` is required.
+        num_heads: Number of heads H of q, k, and v.
+        value_dim: Width V of v.
+        prefix: Number of class or register tokens before the grid.
+        widths: The other arguments of `MHLACore`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths):
-        mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_choices(settings, num_heads))
+    mixing: GridMixing
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths: Any):
+        if settings.layout is None:
+            raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
+        mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         self.prefix = prefix
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
 
-    def forward(self, q, k, v, *, grid, hidden_states=None, rotate=None, key_mask=None, shard=None) -> torch.Tensor:
-        """Attend.
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        grid: Sequence[int],
+        hidden_states: torch.Tensor | None = None,
+        rotate: Rotation | None = None,
+        key_mask: torch.Tensor | None = None,
+        shard: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Attend to all tokens of the grid.
 
         Args:
-            q, k: `[B, T, H, K]`. v: `[B, T, H, V]`; T is `prefix` tokens, then the grid's, row-major.
-            grid: tokens per axis, as many axes as `settings.layout`.
-            hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
-            rotate: rotary embedding of q and k or, with `rope="after"`, of their features: a function of both.
-            key_mask: bool `[B, T]`, False where a token is padding.
-            shard: where tokens are spread over processes, `rank`, `edges` and `add_up` of `sharded_mhla`; then neither
-                prefix, key_mask nor cpe.
+            q: [B, T, H, K]; the T tokens are the `prefix` tokens, then those of the grid in row-major order.
+            k: [B, T, H, K].
+            v: [B, T, H, V].
+            grid: Number of tokens along each axis, with as many axes as `settings.layout`.
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
+            key_mask: bool [B, T], False for padding.
+            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`. Does
+                not go along with prefix tokens, a key_mask, or cpe.
 
         Returns:
-            `[B, T, H, V]` in v's dtype.
+            [B, T, H, V] in v's dtype.
+
+        Raises:
+            ValueError: If the grid does not have T tokens, or `shard` comes with one of these.
         """
-        blocks = Blocks.grid(grid, self.settings.layout, prefix=self.prefix)
+        blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
             raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
@@ -156,10 +216,11 @@ class GridMHLA(MHLACore):
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
+            assert isinstance(o, torch.Tensor)  # no state was asked for
         else:
             o = sharded_mhla(q, k, v, mixing, blocks=blocks, **shard, **options)
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
-            local = self.cpe(v[:, self.prefix :], grid)
-            o = o + F.pad(local, (0, 0, 0, 0, self.prefix, 0))
+            position = self.cpe(v[:, self.prefix :], grid)
+            o = o + F.pad(position, (0, 0, 0, 0, self.prefix, 0))
         return o

@@ -1,48 +1,63 @@
-"""Which KV heads of a layer keep softmax: one tensor of all heads is cut in two, and two outputs are joined in its order."""
+"""Splits the KV heads of a layer into those that keep softmax and those that are MHLA, and joins their outputs again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 
 class HeadSplit:
-    """The KV heads of one layer, each softmax or MHLA; a query head goes with the KV head that it reads.
+    """The KV heads of one layer, each of which is softmax or MHLA; query heads go with the KV head that they read.
 
-    Heads are cut as slices, not gathered by an index: nothing has to be on a device, and one run of heads is a view.
+    Tensors are cut into slices instead of being gathered by an index: no index has to be moved to a device, and a single run
+    of heads is a view.
 
     Args:
-        softmax_heads: KV heads that keep softmax.
-        num_kv_heads: KV heads of the layer G.
+        softmax_heads: The KV heads that keep softmax.
+        num_kv_heads: The number of KV heads of the layer, G.
+
+    Attributes:
+        counts: The number of softmax heads (key True) and of MHLA heads (key False).
+        runs: Consecutive heads of one kind, each as (first KV head, one past the last, whether they are softmax).
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
         self.softmax_heads = sorted(softmax_heads)
         self.num_kv_heads = num_kv_heads
         self.counts = {True: len(self.softmax_heads), False: num_kv_heads - len(self.softmax_heads)}
-        self.runs = []  # [first KV head, one past the last, whether they are softmax]
-        for head in range(num_kv_heads):
-            kept = head in self.softmax_heads
-            if self.runs and self.runs[-1][2] == kept:
-                self.runs[-1][1] = head + 1
-            else:
-                self.runs.append([head, head + 1, kept])
+        self.runs: list[tuple[int, int, bool]] = []
+        first = 0
+        for end in range(1, num_kv_heads + 1):
+            is_softmax = first in self.softmax_heads
+            if end == num_kv_heads or (end in self.softmax_heads) != is_softmax:
+                self.runs.append((first, end, is_softmax))
+                first = end
 
     def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
-        """The softmax heads, or else the MHLA heads, of `x`, which has the G KV heads or their query heads along `dim`."""
+        """Return the softmax heads of `x`, or else its MHLA heads.
+
+        Args:
+            x: A tensor with the G KV heads, or their H query heads, along `dim`.
+            softmax: Which of the two.
+            dim: The axis of the heads.
+        """
         share = x.shape[dim] // self.num_kv_heads
-        parts = [x.narrow(dim, a * share, (b - a) * share) for a, b, kept in self.runs if kept == softmax]
+        parts = [
+            x.narrow(dim, first * share, (end - first) * share)
+            for first, end, is_softmax in self.runs
+            if is_softmax == softmax
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def join(self, parts: dict[bool, torch.Tensor], dim: int) -> torch.Tensor:
-        """All heads in their order along `dim`, from those of the softmax heads (True) and of the MHLA heads (False)."""
+    def join(self, parts: Mapping[bool, torch.Tensor], dim: int) -> torch.Tensor:
+        """Join the softmax heads (key True) and the MHLA heads (key False) in their original order along `dim`."""
         pieces, begin = [], {True: 0, False: 0}
-        for first, end, kept in self.runs:
-            size = (end - first) * parts[kept].shape[dim] // self.counts[kept]
-            pieces.append(parts[kept].narrow(dim, begin[kept], size))
-            begin[kept] += size
+        for first, end, is_softmax in self.runs:
+            size = (end - first) * parts[is_softmax].shape[dim] // self.counts[is_softmax]
+            pieces.append(parts[is_softmax].narrow(dim, begin[is_softmax], size))
+            begin[is_softmax] += size
         return torch.cat(pieces, dim)
 
     def of_rank(self, rank: int, size: int) -> "HeadSplit":
-        """The heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
+        """Return the heads of one of `size` tensor-parallel processes, which take them in order, renumbered from 0."""
         count = self.num_kv_heads // size
         return HeadSplit([head - rank * count for head in self.softmax_heads if head // count == rank], count)

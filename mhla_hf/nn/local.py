@@ -1,135 +1,212 @@
-"""The causal core of converted language models: mixing by decays, and a local softmax where asked for."""
+"""The causal core of converted language models: mixing by decays, optionally with a local softmax."""
 
 from dataclasses import replace
 from math import log
+from typing import Any
 
 import torch
 
-from ..ops.local import LocalForm, local_attention
-from ..ops.local_state import LocalState, continue_local
-from .core import MHLACore, check_causal, move_tokens, padding_first, refuse_gradients, without_padding
+from ..ops.decays import Decays, LocalForm
+from ..ops.local import local_attention
+from ..ops.local_state import KeyMap, LocalState, continue_local
+from .core import MHLACore, check_causal, check_no_gradients, move_tokens, padding_first, without_padding
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
 from .settings import MHLASettings
 
-WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it has learned, at 1,024 and 4,096 tokens
+# Measured on SmolLM2 at 1,024 and 4,096 tokens: with this balance the far part does no harm before it has learned.
+HARMLESS_BALANCE = -4.0
 
 
 def start_balance(settings: MHLASettings, key_dim: int) -> float:
-    """The balance at which far weights begin in the unit of the softmax.
+    """Return the initial balance of the far part (`local_attention`).
 
-    <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
-    real keys saturate: there the start is small enough that a conversion is not worse than its window.
+    For random keys, <fq, fk> is about 2 / K with Hedgehog features and of the order of K with features that do not sum to
+    one; the balance compensates for that. Features of real keys saturate: with `rope="near"` the far part starts so small
+    that a converted model is not worse than its window alone.
     """
     if settings.rope == "near":
-        return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
+        sums_to_one = settings.feature_map in ("hedgehog", "softmax")
+        return HARMLESS_BALANCE if sums_to_one else HARMLESS_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
 
 def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """What stands in the place of undoing RoPE where there is none."""
+    """Return `x` unchanged; takes the place of undoing a rotary embedding where there is none."""
     return x
 
 
 class DecayMHLA(MHLACore):
-    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
+    """Causal attention whose far part is MHLA by decays (`ops/local.py` has the formula).
 
-    Its parameters are those of all heads, also where some keep softmax: which ones do can then be chosen after they learned.
+    It has the parameters of all heads even if some of them keep softmax, so these can still be chosen after training.
 
-    Args: as `MHLACore`, which makes its own `DecayMixing` from `settings`.
+    Args:
+        settings: The settings, from which the core makes its own `DecayMixing`.
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of KV heads, G.
+        key_dim: Width K of q and k.
+        widths: The other arguments of `MHLACore`.
 
     Attributes:
-        heads: the `HeadSplit` of a layer in which some KV heads keep softmax, whose q, k and v do not come here; else None.
-        unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
+        heads: The `HeadSplit` of a layer in which some KV heads keep softmax; their q, k, and v do not come here. Else None.
+        unrotate: A function of q or k and of their angles that undoes the rotary embedding, for `rope="near"`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
+    mixing: DecayMixing
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
         check_causal(settings)
         local = settings.local is not None
-        balance = start_balance(settings, key_dim) if local else None
-        choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
-        mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
+        mixing = DecayMixing(
+            num_heads,
+            num_kv_heads,
+            settings.num_decays,
+            balance=start_balance(settings, key_dim) if local else None,
+            learn=settings.learn_mixing,
+            free_decay=settings.free_decay,
+            length_power=settings.length_power,
+        )
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
         self.heads: HeadSplit | None = None
-        self.unrotate = keep_rotated
+        self.unrotate: KeyMap = keep_rotated
         self.form = LocalForm(
             settings.block_size,
             lag=settings.window if local else 1,
             sinks=settings.sinks if local else 0,
             scale=key_dim**-0.5,
-            normalize=settings.normalize,
+            normalize=settings.normalize is not False,
             impl=settings.impl,
             unrounded=settings.output_norm,
         )
 
     def forward(
-        self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None,
-        angles=None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attend; arguments as `MHLA.forward`, all of the MHLA heads alone.
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Any = None,
+        scale: float | None = None,
+        angles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to all tokens at and before each one's position.
 
-        scale: of q k^T in the softmax, the base's; None is K**-0.5. angles: `[B or 1, T, 1, A]`, how q and k were rotated;
-        None if they were not.
+        Args:
+            q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, of the MHLA heads alone.
+            scale: Factor of q k^T in the softmax, which is that of the base model; None is K**-0.5.
+            angles: [B or 1, T, 1, A], how q and k were rotated; None if they were not.
+
+        Returns:
+            [B, T, H, V] in v's dtype.
         """
         form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
-        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)  # autocast leaves rotated ones in fp32
-        angles = q.new_zeros(*q.shape[:2], 1, 0) if angles is None else angles.to(q.dtype).expand(len(q), -1, -1, -1)
-        real = key_mask
+        # Under autocast, rotated q and k arrive in fp32.
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
+        if angles is None:
+            angles = q.new_zeros(*q.shape[:2], 1, 0)
+        else:
+            angles = angles.to(q.dtype).expand(len(q), -1, -1, -1)
+        is_real = key_mask
         if key_mask is not None:
-            source, back, starts = padding_first(key_mask)
-            q, k, v, angles = move_tokens(source, back, q, k, v, angles)
-            real = key_mask if source is None else key_mask.gather(1, source)
-        if q.shape[1] == 1 and torch.compiler.is_compiling():  # in memory, or each key would rotate the query anew
+            source, inverse, starts = padding_first(key_mask)
+            q, k, v, angles = (move_tokens(x, source, inverse) for x in (q, k, v, angles))
+            is_real = key_mask if source is None else key_mask.gather(1, source)
+        if q.shape[1] == 1 and torch.compiler.is_compiling():
+            # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
-        mixing, map_keys = self.read_mixing(cache), self.map_keys
-        fq = self.q_map(self.unrotate(q, angles), self.heads)
-        if mixing[1] is None:  # without a balance the near part reads features, too
-            q, k, map_keys = fq, self.map_keys(k, angles), keep_rotated
-        inputs, padding = (q, k, v, fq), {"key_mask": real, "starts": starts}
-        dropped = (cache is None or cache.state is None) and self.drops_window()
-        if dropped and cache is not None:
-            with torch.no_grad():
-                self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
-        if cache is not None and not dropped:
-            o = self.continue_cache(*inputs, map_keys, mixing, form, cache, angles=angles, **padding)
+        decays, balance = self.read_mixing(cache)
+        q_features = self.q_map(self.unrotate(q, angles), self.heads)
+        map_keys: KeyMap = self.map_keys
+        if balance is None:  # the near part is linear, too, and reads features
+            q = q_features
+            k = self.map_keys(k, angles)
+            map_keys = keep_rotated
+        inputs = (q, k, v, q_features, map_keys, decays, balance, form)
+        padding: dict[str, Any] = {"key_mask": is_real, "starts": starts}
+        drop_window = (cache is None or cache.state is None) and self.draw_window_dropout()
+        if cache is not None and not drop_window:
+            o = self.continue_cache(*inputs, cache, angles=angles, **padding)
         else:
-            form = replace(form, lag=1) if dropped else form
+            if cache is not None:  # the cache has to see the tokens as they are
+                with torch.no_grad():
+                    self.continue_cache(*inputs, cache, angles=angles, **padding)
+            form = replace(form, lag=1) if drop_window else form
             with torch.autocast(q.device.type, enabled=False):
-                o = self.attend(*inputs, map_keys(k, angles), *mixing, form, cu_seqlens=cu_seqlens, **padding)
+                o = self.attend(
+                    q, k, v, q_features, map_keys(k, angles), decays, balance, form, cu_seqlens=cu_seqlens, **padding
+                )
         if key_mask is not None:
-            (o,) = move_tokens(back, source, o)
+            o = move_tokens(o, inverse, source)
             if cache is not None:
                 cache.note_padding(key_mask)
         return self.finish_output(o, hidden_states, v.dtype)
 
-    attend = staticmethod(local_attention)  # of whole sequences; shards of them: see training/sequence_parallel.py
+    # Attends over whole sequences; `training/sequence_parallel.py` replaces this for sequences in shards.
+    attend = staticmethod(local_attention)
 
     def map_keys(self, k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """The far part's features of keys `[B, N, G, D]`, which were rotated by `angles` `[B, N, 1, A]`."""
+        """Compute the features of keys for the far part; see `KeyMap`."""
         return self.k_map(self.unrotate(k, angles), self.heads)
 
-    def read_mixing(self, cache) -> tuple:
-        """The decays and the balance. A cache keeps those it began with, as one tensor: each one that a step takes costs."""
-        if cache is None or cache.state is None:
-            mixing = self.mixing(self.heads)
-            if cache is not None:
-                cache.mixing = self.mixing.pack(*mixing)
-            return mixing
-        return self.mixing.unpack(cache.mixing)
+    def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
+        """Return the decays and the balance of the MHLA heads.
 
-    def drops_window(self) -> bool:
-        """Whether this training step leaves all blocks before the open one to the far part."""
-        share = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
-        return share > 0 and float(torch.rand(())) < share
+        A cache keeps those that it began with, packed into one tensor, because every tensor that a compiled step reads
+        costs time.
+        """
+        if cache is not None and cache.state is not None:
+            return self.mixing.unpack(cache.mixing)
+        decays, balance = self.mixing(self.heads)
+        if cache is not None:
+            cache.mixing = self.mixing.pack(decays, balance)
+        return decays, balance
 
-    def continue_cache(self, q, k, v, fq, map_keys, mixing, form, cache, *, key_mask, starts, angles):
-        """The outputs of new tokens behind those of `cache.state`, which goes on by them."""
-        fresh, (decays, balance) = cache.state is None, mixing
+    def draw_window_dropout(self) -> bool:
+        """Draw whether this training step leaves all blocks before the open one to the far part."""
+        probability = self.settings.window_dropout if self.training and self.form.lag > 1 else 0
+        return probability > 0 and float(torch.rand(())) < probability
+
+    def continue_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_features: torch.Tensor,
+        map_keys: KeyMap,
+        decays: Decays,
+        balance: torch.Tensor | None,
+        form: LocalForm,
+        cache: Any,
+        *,
+        key_mask: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        angles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the outputs of new tokens after those in `cache.state`, and add them to it; see `continue_local`."""
+        fresh = cache.state is None
         if fresh:
-            features = self.k_map.num_features
-            cache.state = LocalState.empty(k, v, self.mixing.num_decays, features, form, angles)
+            num_features = self.k_map.num_features
+            cache.state = LocalState.empty(k, v, self.mixing.num_decays, num_features, form, angles)
         else:
-            refuse_gradients(self, q, k, v)
-        options = {"fresh": fresh, "key_mask": key_mask, "starts": starts, "angles": angles}
-        return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)
+            check_no_gradients(self, q, k, v)
+        return continue_local(
+            q,
+            k,
+            v,
+            q_features,
+            map_keys,
+            decays,
+            balance,
+            form,
+            cache.state,
+            fresh=fresh,
+            key_mask=key_mask,
+            starts=starts,
+            angles=angles,
+        )

@@ -1,34 +1,45 @@
-"""The mixing matrix: what every query block takes from the summary of every key block (section 4.2).
+"""The mixing matrix: the weights with which every query block reads the summary of every key block (paper section 4.2).
 
-It answers for more blocks than it has rows. Rows up to M are the learned matrix, untouched. Row i >= M reads the
-last learned row by distance, and beyond that distance continues it with a geometric tail fitted to its oldest entries:
-a prompt longer than the trained one keeps the outputs of its beginning, and uniform mixing stays uniform at any length.
+It extends to more blocks than it has rows. The first M rows are the learned matrix, unchanged. A row i >= M reads the last
+learned row by distance, and continues it beyond that distance with a geometric tail fitted to its oldest entries. So the
+outputs for the beginning of a prompt do not depend on its length, and uniform mixing stays uniform at any length.
 """
 
 import torch
 from torch import nn
 
-MIXING_FLOOR = 1e-3
+MIN_INITIAL_WEIGHT = 1e-3
 
 
-def locality_start(distances: torch.Tensor, reach: torch.Tensor | float) -> torch.Tensor:
-    """1 - distance / reach, not below `MIXING_FLOOR` (section 4.2; a weight of exactly zero could not learn).
+def locality_weights(distances: torch.Tensor, max_distance: torch.Tensor | float) -> torch.Tensor:
+    """Return initial weights that fall linearly with distance, 1 - distance / max_distance (paper section 4.2).
+
+    Weights are at least `MIN_INITIAL_WEIGHT`, because a weight of exactly zero could not learn.
 
     Args:
-        distances: `[M, M]` distances between blocks.
-        reach: the distance at which the weight ends: a number, or `[M, 1]` for one of its own per row.
+        distances: [M, M], distances between blocks.
+        max_distance: The distance at which the weight would reach zero: a number, or [M, 1] for one per row.
     """
-    return (1.0 - distances / reach).clamp_min(MIXING_FLOOR)
+    return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
 
 def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The lower-triangular matrix of `num_blocks` rows that continues `core` `[..., M, M]` (see the top of this file)."""
+    """Extend or cut a lower-triangular matrix to `num_blocks` rows, as the top of this file says.
+
+    Args:
+        core: [..., M, M].
+        num_blocks: The number of rows n of the result.
+
+    Returns:
+        [..., n, n].
+    """
     size = core.shape[-1]
     if num_blocks <= size:
         return core[..., :num_blocks, :num_blocks]
-    by_distance = core[..., -1, :].flip(-1)
+    by_distance = core[..., -1, :].flip(-1)  # [..., M], the last row by distance
     tiny = torch.finfo(core.dtype).tiny
-    oldest, middle = by_distance[..., -1], by_distance[..., size // 2]
+    oldest = by_distance[..., -1]
+    middle = by_distance[..., size // 2]
     steps = max(size - 1 - size // 2, 1)
     decay = (oldest.clamp_min(tiny) / middle.clamp_min(tiny)).clamp(max=1.0) ** (1.0 / steps)
     exponents = torch.arange(1, num_blocks - size + 1, device=core.device, dtype=core.dtype)
@@ -36,55 +47,73 @@ def extend_causal(core: torch.Tensor, num_blocks: int) -> torch.Tensor:
     by_distance = torch.cat([by_distance, tail], dim=-1)
     rows = torch.arange(size, num_blocks, device=core.device)[:, None]
     columns = torch.arange(num_blocks, device=core.device)[None, :]
-    below = by_distance[..., (rows - columns).clamp_min(0)].masked_fill(columns > rows, 0.0)
+    bottom = by_distance[..., (rows - columns).clamp_min(0)].masked_fill(columns > rows, 0.0)
     top = torch.cat([core, core.new_zeros(*core.shape[:-1], num_blocks - size)], dim=-1)
-    return torch.cat([top, below], dim=-2)
+    return torch.cat([top, bottom], dim=-2)
 
 
 class Mixing(nn.Module):
-    """A learned causal mixing matrix, used in fp32 whatever the model's dtype.
+    """A learned causal mixing matrix, computed in fp32 whatever the dtype of the model.
 
-    `weight` is `[M, M]`, or `[H, M, M]` with one matrix per query head: logits of a softmax over the blocks a query block
-    may see ("softmax"), the nonnegative weights themselves ("direct"), or weights of any sign ("free").
+    The parameter `weight` is [M, M], or [H, M, M] with one matrix per query head. It holds logits of a softmax over the
+    blocks that a query block may see ("softmax"), nonnegative weights ("direct"), or weights of any sign ("free").
 
     Args:
-        num_blocks: M.
-        num_heads: None for one matrix shared by all heads (the paper's), else H.
-        start: "locality" (1 - distance / M) or "uniform"; rows sum to one.
+        num_blocks: Number of rows and columns, M.
+        num_heads: Number of query heads H for one matrix per head; None if all heads share one, as in the paper.
+        start: Initial weights: "locality" (1 - distance / M) or "uniform". Rows sum to one.
         form: "softmax", "direct" or "free".
-        learn: False freezes the matrix.
+        learn: Whether the matrix is trained.
     """
 
-    def __init__(self, num_blocks: int, num_heads=None, *, start="locality", form="softmax", learn: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        num_heads: int | None = None,
+        *,
+        start: str = "locality",
+        form: str = "softmax",
+        learn: bool = True,
+    ):
         super().__init__()
         if form == "decay":
-            what = '"softmax", "direct" or "free" for a model from scratch'
-            raise ValueError(f'mixing_form: got "decay", expected {what}.')
-        self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
-        self.by_head = num_heads is not None
+            expected = '"softmax", "direct" or "free" for a model from scratch'
+            raise ValueError(f'mixing_form: got "decay", expected {expected}.')
+        self.num_blocks = num_blocks
+        self.start = start
+        self.form = form
+        self.learn = learn
+        self.by_head = num_heads is not None  # see `FeatureMap.by_head`
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=learn)
         self.weight.data.copy_(self.initial_values()["weight"])
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        """The start of `weight`, for models that are built empty and filled later."""
+        """Return the initial value of `weight`, for models that are built on the meta device and filled later."""
         if self.start == "uniform":
             start = torch.ones(self.num_blocks, self.num_blocks)
         else:
             position = torch.arange(self.num_blocks, dtype=torch.float32)
-            start = locality_start((position[:, None] - position[None, :]).abs(), float(self.num_blocks))
+            start = locality_weights((position[:, None] - position[None, :]).abs(), float(self.num_blocks))
         if self.form == "softmax":
             return {"weight": start.log().tril().expand(self.weight.shape)}
         start = start.tril()
         return {"weight": (start / start.sum(-1, keepdim=True)).expand(self.weight.shape)}
 
     def check_values(self, name: str) -> None:
-        """One sentence if the loaded weights, all finite, cannot be a mixing matrix; `name` is the module's."""
+        """Check weights after they were loaded.
+
+        Args:
+            name: The name of this module, for the error.
+
+        Raises:
+            ValueError: If a weight of the "direct" form is negative.
+        """
         if self.form == "direct" and not self.weight.is_meta and (self.weight < 0).any():
             raise ValueError(f"{name}.weight: got negative mixing weights, expected nonnegative ones.")
 
     def core(self) -> torch.Tensor:
-        """The learned matrix as weights: `[M, M]` or `[H, M, M]`, fp32, lower triangular."""
+        """Return the learned matrix as weights: [M, M] or [H, M, M], fp32, lower triangular."""
         weight = self.weight.float()
         if self.form != "softmax":
             return (weight.clamp_min(0.0) if self.form == "direct" else weight).tril()
@@ -92,5 +121,5 @@ class Mixing(nn.Module):
         return weight.masked_fill(future, float("-inf")).softmax(-1)
 
     def forward(self, num_blocks: int) -> torch.Tensor:
-        """The weights for a sequence of `num_blocks` blocks: `[n, n]` or `[H, n, n]`, fp32, lower triangular."""
+        """Return the weights for a sequence of n = `num_blocks` blocks: [n, n] or [H, n, n], fp32, lower triangular."""
         return extend_causal(self.core(), num_blocks)

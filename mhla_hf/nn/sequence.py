@@ -1,48 +1,69 @@
-"""MHLA over whole sequences: the core of encoders, where every token sees every other of its own row.
+"""The MHLA core of encoders, over whole sequences where every token sees every other one of its row.
 
 Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of
-the mixing matrix: what a row gets depends on nothing that it is batched with.
+the mixing matrix. So the result of a row does not depend on the other rows of its batch.
 """
+
+from typing import Any
 
 import torch
 
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens, shift_to_start
-from .core import MHLACore, check_causal, mixing_choices
+from .core import MHLACore, check_causal, mixing_options
 from .grid import GridMixing
 from .settings import MHLASettings
 
 
 def check_encoder(settings: MHLASettings) -> None:
-    """One sentence if `settings` are not those of an encoder."""
+    """Raise ValueError if the settings do not suit an encoder."""
     check_causal(settings, "an encoder")
     if settings.mixing_form == "decay":
         raise ValueError('mixing_form: got "decay", expected "softmax", "direct" or "free" for an encoder.')
 
 
 class SequenceMHLA(MHLACore):
-    """Bidirectional multi-head linear attention over `[B, T, H, K]` queries (sections 4.1 and 4.2).
+    """Bidirectional multi-head linear attention over sequences (paper sections 4.1 and 4.2).
 
-    Args: as `MHLACore`, which makes its own `GridMixing` of `settings.num_blocks` blocks in a row.
+    Args:
+        settings: The settings. The core makes its own `GridMixing` of `settings.num_blocks` blocks in a row.
+        num_heads: Number of query heads, H.
+        widths: The other arguments of `MHLACore`.
     """
 
-    def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
+    mixing: GridMixing
+
+    def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_encoder(settings)
-        mixing = GridMixing((settings.num_blocks,), **mixing_choices(settings, num_heads))
+        mixing = GridMixing((settings.num_blocks,), **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
-    def forward(self, q, k, v, *, hidden_states=None, starts=None, key_mask=None) -> torch.Tensor:
-        """Attend.
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to all real tokens of each row.
 
         Args:
-            q: `[B, T, H, K]`. k: `[B, T, G, K]`. v: `[B, T, G, V]`; T is at most `num_blocks` blocks.
-            hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
-            starts: int64 `[B]`, first real token of each row, with key_mask; None: rows begin with one.
-            key_mask: bool `[B, T]`, False where a token is padding.
+            q: [B, T, H, K], T at most `num_blocks` blocks.
+            k: [B, T, G, K].
+            v: [B, T, G, V].
+            hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
+            starts: int64 [B], first real token of each row, along with key_mask; None if rows begin with a real token.
+            key_mask: bool [B, T], False for padding.
 
         Returns:
-            `[B, T, H, V]` in v's dtype.
+            [B, T, H, V] in v's dtype.
+
+        Raises:
+            ValueError: If there are more tokens than the mixing matrix has blocks for.
         """
         settings, length = self.settings, q.shape[1]
         blocks = Blocks.sequence(length, settings.block_size)
@@ -51,11 +72,13 @@ class SequenceMHLA(MHLACore):
             raise ValueError(f"input_ids: got {length} tokens, expected at most the {longest} of this encoder.")
         q, k, v, options = self.operands(q, k, v, key_mask, None)
         if starts is not None:
-            there, back = shift_to_start(starts, length)
-            q, k, v = (MoveTokens.apply(x, there, back) for x in (q, k, v))
-            key_mask = key_mask.gather(1, there.clamp_min(0)) & (there >= 0)
+            assert key_mask is not None  # see `starts`
+            source, inverse = shift_to_start(starts, length)
+            q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
+            key_mask = key_mask.gather(1, source.clamp_min(0)) & (source >= 0)
         mixing = self.mixing(self.mixing.layout)[..., : blocks.num_blocks, : blocks.num_blocks]
         o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=settings.impl, **options)
+        assert isinstance(o, torch.Tensor)  # no state was asked for
         if starts is not None:
-            o = MoveTokens.apply(o, back, there)
+            o = MoveTokens.apply(o, inverse, source)
         return self.finish_output(o, hidden_states, v.dtype)

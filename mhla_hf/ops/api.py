@@ -1,9 +1,11 @@
-"""`mhla` and `mhla_step`: the two functions everything else calls, and the choice of who does the work.
+"""The operator: `mhla` for whole sequences and grids, `mhla_step` for decoding, and the choice of the implementation.
 
-Inputs are checked here, by `checks.py`; the implementations expect checked inputs.
+`checks.py` validates the inputs here; the implementations expect checked inputs.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from .blocks import Blocks
 from .checks import check_blocks, check_features, check_mixing, check_options, check_padding, check_state, check_step
 from .reference import mhla_reference
 from .state import MHLAState
-from .torch_decode import append_tokens, own_tokens, torch_step
+from .torch_decode import append_tokens, count_real_tokens, torch_step
 from .torch_operator import torch_mhla
 from .triton.check import kernel_fault, kernel_kind
 from .triton.decode import attend_one, decode_fault, decode_kind
@@ -20,7 +22,7 @@ from .triton.register import triton_mhla, triton_refusal
 FORMS = {"reference": mhla_reference, "torch": torch_mhla, "triton": triton_mhla}
 OPERATOR_LOG = logging.getLogger("mhla_hf")
 KERNEL_DEVICES = ("cuda",)
-ANNOUNCED_CHOICES = set()
+ANNOUNCED_CHOICES: set[tuple[str, str]] = set()
 
 
 def mhla(
@@ -30,32 +32,40 @@ def mhla(
     cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
     return_state: bool = False, impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, MHLAState]:  # fmt: skip
-    """Multi-Head Linear Attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
+    """Compute multi-head linear attention (paper eq. 4 to 6; causal form: section 4.3 and appendix C).
 
-    With b(t) the block of token t: o[t] = sum_s w[t, s] v[s], w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
-    divided by sum_s w[t, s] if `normalize` (0/0 is 0). q and k are feature-mapped. Returns
-    o [B, T, H, V] in v's dtype, or (o, MHLAState) with `return_state`. Sums are at least fp32, also under autocast.
-    Differentiable in all tensors, once.
+    With b(t) the block of token t, o[t] = sum_s w[t, s] v[s] where w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]>,
+    divided by sum_s w[t, s] if `normalize` (0/0 is 0). Sums are in fp32 or fp64, also under autocast. Differentiable once.
 
-    q: [B, T, H, K]. k: [B, S, G, K], v: [B, S, G, V]; query head h uses key/value head h // (H // G). Floating point.
-    mixing: [Mq, Mk] or [H, Mq, Mk], rows for query blocks. Causal: any matrix with at least blocks.num_blocks rows and
-        columns; its leading part is used, its upper triangle ignored (zero gradient).
-    blocks: the blocks of the T query tokens; key_blocks: of the S keys (the same if None). Causal: `Blocks.sequence`.
-    normalize: True, False, or "official", the denominator of the authors' vision code, which is not the paper's (not
-        causal, equal blocks). q_den [B, T, H, L], k_den [B, S, G, L]: features for the denominator where they differ.
-    scale: a number; None is K**-0.5. It cancels where normalized.
-    key_mask: bool [B, S], True for real keys; the others weigh nothing but still count as positions.
-    starts: int64 [B], causal only: first real token of each left-padded row; its block 0 begins there, keys before it
-        weigh nothing and outputs before it are 0.
-    cu_seqlens: int32 or int64 [N + 1], causal only, B = 1: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1],
-        with blocks of its own. Then mixing needs rows for the longest sequence only.
-    unrounded: o in the dtype of the sums instead of v's, for what follows (fp16 overflows where nothing is normalized).
-    return_state: causal only; the state continues with `mhla_step` and has no gradient.
-    impl: "reference" (the T x T definition), "torch", "triton" (CPU tensors in triton's interpreter only), or "auto",
-        which takes triton on a GPU where it can and where a small call of the kind, run once, agreed with fp64, else
-        torch, and logs once what it took and why.
+    Args:
+        q: [B, T, H, K], feature-mapped queries, floating point.
+        k: [B, S, G, K], feature-mapped keys. Query head h uses KV head h // (H // G).
+        v: [B, S, G, V], values.
+        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block. If causal, larger matrices are cut to the leading
+            part, and the upper triangle is ignored and gets a gradient of zero.
+        blocks: The blocks of the T queries; `Blocks.sequence` if causal.
+        key_blocks: The blocks of the S keys; None if they are those of the queries.
+        causal: Whether a query sees only the keys at and before its own position.
+        normalize: True, False, or "official": the denominator of the authors' vision code, which differs from the paper's
+            (not causal, equal blocks).
+        scale: Factor of the products; None is K**-0.5. It cancels in the normalized form.
+        q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
+        k_den: [B, S, G, L], likewise for the keys.
+        key_mask: bool [B, S], True for real keys. Masked keys weigh nothing but still count as positions.
+        cu_seqlens: int32 or int64 [N + 1], borders of packed sequences (causal, B = 1). Each sequence has its own
+            blocks, so `mixing` only needs rows for the longest one.
+        starts: int64 [B], first real token of each left-padded row (causal). Block 0 of the row begins there, tokens before
+            it weigh nothing, and their outputs are 0.
+        unrounded: Return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs overflow fp16.
+        return_state: Also return the state that `mhla_step` continues from (causal, no cu_seqlens). It has no gradient.
+        impl: "reference" (the T x T definition), "torch", "triton", or "auto", which takes Triton on a GPU if a small test
+            call agreed with fp64, else PyTorch, and logs its choice once.
 
-    Raises TypeError or ValueError, in one sentence, for anything else.
+    Returns:
+        o [B, T, H, V] in v's dtype; with `return_state`, the pair (o, MHLAState).
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid; the message names it.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize, impl)
@@ -63,21 +73,27 @@ def mhla(
     check_padding(q, k, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
-        raise ValueError("return_state is True; expected so only with causal=True and without cu_seqlens.")
-    form = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
-    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mixing, q_den, k_den))
-    kind = {**form, "masked": key_mask is not None, "backward": asked}
+        raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
+    form: dict[str, Any] = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
+    differentiable = (q, k, v, mixing, q_den, k_den)
+    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
     choice = choose_implementation(
         impl,
         q.device,
         lambda: triton_refusal(q, k, v, k_den),
-        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **kind)),
+        lambda: kernel_fault(*kernel_kind(q, k, v, q_den, **form, masked=key_mask is not None, backward=backward)),
     )
-    options = {"key_blocks": key_blocks, "scale": scale, "q_den": q_den, "k_den": k_den, "key_mask": key_mask}
-    o = FORMS[choice](q, k, v, mixing, **form, **options, cu_seqlens=cu_seqlens, starts=starts)
+    tensors: dict[str, Any] = {
+        "q_den": q_den,
+        "k_den": k_den,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+        "starts": starts,
+    }
+    o = FORMS[choice](q, k, v, mixing, key_blocks=key_blocks, scale=scale, **form, **tensors)
     if not return_state:
         return o
-    return o, state_after(q, k, v, blocks.block_size, normalize, k_den, key_mask, starts)
+    return o, state_after(q, k, v, blocks, normalize is not False, k_den, key_mask, starts)
 
 
 @torch.no_grad()
@@ -86,21 +102,29 @@ def mhla_step(
     scale: float | None = None, q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None,
     starts: torch.Tensor | None = None, unrounded: bool = False, impl: str = "auto",
 ) -> tuple[torch.Tensor, MHLAState]:  # fmt: skip
-    """Continue causal MHLA by T >= 1 tokens: the outputs `mhla` gives for them in the whole sequence (appendix C).
+    """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
-    q [B, T, H, K], k [B, T, G, K], v [B, T, G, V] and the options as in `mhla`; state: from `mhla(...,
-    return_state=True)`, an earlier step or `MHLAState.empty`, changed in place. starts: int64 [B]; tokens of this
-    call before it are ignored and not counted (left padding in a first chunk). mixing must have a row for every block
-    reached. Returns (o [B, T, H, V] in v's dtype, state). No gradients. There is one form of the step, in PyTorch; with
-    impl="triton" a kernel does the attention of single tokens.
+    There is one implementation of the step, in PyTorch; with impl="triton" a kernel takes over the attention of single
+    tokens. Nothing has a gradient.
 
-    Raises TypeError or ValueError, in one sentence, before the state is touched.
+    Args:
+        q: [B, T, H, K], the queries of the new tokens. k [B, T, G, K] and v [B, T, G, V] are their keys and values.
+        mixing: As in `mhla`, with a row for every block that is reached.
+        state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
+        starts: int64 [B]. Tokens of this call before it are ignored and not counted (left padding in a first chunk).
+        normalize, scale, q_den, k_den, unrounded, impl: As in `mhla`.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, and the state.
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid; the state is then unchanged.
     """
     check_features(q, k, v, q_den, k_den, normalize)
     check_options(scale, normalize, impl)
     check_state(state, q, k, v, normalize, k_den)
     check_step(q, k, mixing, state, starts)
-    impl = "torch" if impl == "auto" and q.shape[1] > 1 else impl  # there is a kernel for single tokens
+    impl = "torch" if impl == "auto" and q.shape[1] > 1 else impl  # the kernel handles single tokens only
     choice = choose_implementation(
         impl,
         q.device,
@@ -108,46 +132,83 @@ def mhla_step(
         lambda: decode_fault(*decode_kind(q, k, v, q_den, normalize)),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    attend = attend_one if choice == "triton" else None
     with torch.autocast(q.device.type, enabled=False):
-        attend = attend_one if choice == "triton" else None
-        return torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded, attend), state
+        o = torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded, attend)
+    return o, state
 
 
 @torch.no_grad()
-def state_after(q, k, v, block_size, normalize, k_den, key_mask, starts):
-    """The state of a decoder that has seen all of k and v."""
-    widths = q.shape[0], k.shape[2], q.shape[2], k.shape[3], v.shape[3], block_size
-    options = {"dtype": torch.promote_types(k.dtype, v.dtype), "device": k.device, "normalize": normalize}
-    state = MHLAState.empty(*widths, **options, den_dim=None if k_den is None else k_den.shape[3])
+def state_after(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Blocks,
+    normalize: bool,
+    k_den: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> MHLAState:
+    """Return the state of a decoder that has seen all tokens of k and v; arguments as in `mhla`."""
+    assert blocks.block_size is not None  # causal blocks are those of a sequence
+    state = MHLAState.empty(
+        q.shape[0],
+        k.shape[2],
+        q.shape[2],
+        k.shape[3],
+        v.shape[3],
+        blocks.block_size,
+        normalize=normalize,
+        dtype=torch.promote_types(k.dtype, v.dtype),
+        device=k.device,
+        den_dim=None if k_den is None else k_den.shape[3],
+    )
     if key_mask is not None:
-        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
+        is_key = key_mask[:, :, None, None]
+        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
+        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
     with torch.autocast(q.device.type, enabled=False):
-        append_tokens(k, v, k_den, state, own_tokens(state, k.shape[1], starts))
+        append_tokens(k, v, k_den, state, count_real_tokens(state, k.shape[1], starts))
     return state
 
 
-def choose_implementation(impl, device, find_refusal, find_fault):
-    """The implementation on a device; says once what "auto" took. ValueError where Triton is asked in vain.
+def choose_implementation(
+    impl: str,
+    device: torch.device,
+    find_refusal: Callable[[], str | None],
+    find_fault: Callable[[], str | None],
+) -> str:
+    """Resolve "auto" to an implementation, and log each choice the first time it is made.
 
-    find_refusal, find_fault: say why the kernels cannot be used, and why they cannot be trusted; None if they can.
+    Args:
+        impl: What the caller asked for.
+        device: The device of the inputs.
+        find_refusal: Returns why the Triton kernels cannot run on these inputs; None if they can.
+        find_fault: Returns why their results cannot be trusted on this device; None if they can.
+
+    Raises:
+        ValueError: If `impl` is "triton" and the kernels cannot run.
     """
     if impl not in ("auto", "triton"):
         return impl
-    on_cpu = device.type not in KERNEL_DEVICES
-    refusal = None if impl == "auto" and on_cpu else find_refusal()
+    no_kernels = device.type not in KERNEL_DEVICES
+    refusal = None if impl == "auto" and no_kernels else find_refusal()
     if impl == "triton":
         if refusal is not None:
-            raise ValueError(f"impl is 'triton'; expected another one, for {refusal}.")
+            raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
         return impl
-    choice, why, level = "torch", refusal, logging.INFO
-    if on_cpu:
-        why = f"the fastest form this version has for {device.type} tensors"
+    choice = "torch"
+    reason = refusal
+    level = logging.INFO
+    if no_kernels:
+        reason = f"the fastest implementation for {device.type} tensors"
     elif refusal is None:
-        why = find_fault()
-        level = logging.WARNING if why is not None else level
-    if why is None:
-        choice, why = "triton", f"whose kernels agreed with fp64 on {device}"
-    if not torch.compiler.is_compiling() and (choice, why) not in ANNOUNCED_CHOICES:
-        ANNOUNCED_CHOICES.add((choice, why))
-        OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, why)
+        reason = find_fault()
+        level = logging.WARNING if reason is not None else level
+    if reason is None:
+        choice = "triton"
+        reason = f"whose kernels agreed with fp64 on {device}"
+    if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
+        ANNOUNCED_CHOICES.add((choice, reason))
+        OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, reason)
     return choice

@@ -1,9 +1,12 @@
-"""Causal attention of one shard of a row of tokens, where other processes hold the rest (sequence parallelism).
+"""Causal attention on a row of tokens that is spread over several processes (sequence parallelism).
 
-A row is one sequence or several packed ones, each with blocks of its own, and is cut between blocks. What travels does not
-grow with the row: with decays R running summaries from every process, and of a local softmax one block of keys and values
-from the left neighbor and one set of sinks from every process; with a matrix the summaries of all blocks, mixed as it likes.
+A row is one sequence or several packed ones, each with its own blocks, and is cut between blocks. With decays, what the
+processes exchange does not grow with the length of the row: R running sums of every process and, with a local softmax, one
+block of keys and values of the left neighbor and the sinks of every process. With a mixing matrix it is the summaries of
+all blocks, since the matrix may mix any of them.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,169 +14,310 @@ import torch.nn.functional as F
 
 from .api import mhla
 from .blocks import Blocks
+from .decays import Decays, LocalForm
 from .exchange import AllGather, FromLeft
-from .local import advance, attend_local, block_summaries, find_sinks
+from .local import LocalInputs, PastSums, advance, attend_local, block_summaries, find_sinks
 from .reference import divide_or_zero
 from .torch_forward import mix_blocks
 from .torch_layout import BlockCut, Heads, MoveTokens, mixing_of_sequences
+from .torch_local import SinkTokens
 
 
 class RowShards:
-    """How `count` processes share a row: each begins with the first block that begins in its equal part of the tokens.
+    """How P processes share a row: each begins with the first block that begins in its equal part of the tokens.
 
-    Of all M blocks: `first` [M + 1], the token that each begins with, and the row's end; `place` and `sequence` [M], its
-    place in its sequence and the sequence's number. Of the processes: `block` and `token` [P + 1], the borders. All of this
-    is on the CPU. ValueError: fewer tokens than a block for each process.
+    Args:
+        cu_seqlens: int [N + 1], the borders of the sequences of the row.
+        block_size: Tokens per block, C.
+        num_ranks: P.
+
+    Attributes, whose tensors are on the CPU (the row has M blocks):
+        num_sequences: N.
+        first_token: int64 [M + 1], the first token of each block, and the end of the row.
+        block_index: int64 [M], the index of each block in its sequence.
+        sequence_id: int64 [M], the sequence of each block.
+        block_borders: int64 [P + 1], the first block of each process, and the end.
+        token_borders: int64 [P + 1], the first token of each process, and the end.
+
+    Raises:
+        ValueError: If there are fewer tokens than a block for each process.
     """
 
-    def __init__(self, cu_seqlens: torch.Tensor, size: int, count: int):
-        edges = cu_seqlens.long().cpu()
-        tokens, self.size = int(edges[-1]), size
-        if tokens < count * size:
-            what = f"expected at least {count * size}, a block of {size} for each of {count} processes"
-            raise ValueError(f"input_ids: got {tokens} tokens, {what}.")
-        blocks = (edges.diff() + size - 1) // size
-        self.sequence = torch.arange(len(blocks)).repeat_interleave(blocks)
-        self.place = torch.arange(len(self.sequence)) - (blocks.cumsum(0) - blocks)[self.sequence]
-        self.first = torch.cat([edges[self.sequence] + self.place * size, edges[-1:]])
-        self.block = torch.searchsorted(self.first, (torch.arange(count + 1) * tokens + count - 1) // count)
-        self.token = self.first[self.block]
+    def __init__(self, cu_seqlens: torch.Tensor, block_size: int, num_ranks: int):
+        borders = cu_seqlens.long().cpu()
+        num_tokens = int(borders[-1])
+        self.block_size = block_size
+        self.num_sequences = len(borders) - 1
+        if num_tokens < num_ranks * block_size:
+            expected = f"at least {num_ranks * block_size}, a block of {block_size} for each of {num_ranks} processes"
+            raise ValueError(f"input_ids: got {num_tokens} tokens, expected {expected}.")
+        num_blocks = (borders.diff() + block_size - 1) // block_size  # of each sequence
+        self.sequence_id = torch.arange(len(num_blocks)).repeat_interleave(num_blocks)
+        first_block = num_blocks.cumsum(0) - num_blocks
+        self.block_index = torch.arange(len(self.sequence_id)) - first_block[self.sequence_id]
+        self.first_token = torch.cat([borders[self.sequence_id] + self.block_index * block_size, borders[-1:]])
+        equal_parts = (torch.arange(num_ranks + 1) * num_tokens + num_ranks - 1) // num_ranks
+        self.block_borders = torch.searchsorted(self.first_token, equal_parts)
+        self.token_borders = self.first_token[self.block_borders]
 
-    def slots(self, first, end) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token of each slot of blocks `first` to `end`, int64 [M * C], and whether there is one, bool."""
-        token = self.first[first:end, None] + torch.arange(self.size)
-        return token.flatten(), (token < self.first[first + 1 : end + 1, None]).flatten()
+    def slots(self, first: torch.Tensor | int, end: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token in each slot of blocks `first` to `end`, int64 [M * C], and whether it exists, bool."""
+        token = self.first_token[first:end, None] + torch.arange(self.block_size)
+        return token.flatten(), (token < self.first_token[first + 1 : end + 1, None]).flatten()
 
-    def align(self, rank: int, *tensors):
-        """Tokens [B, T, ..] of process `rank` (or None) brought to block edges, [B, M * C, ..]; and the way back."""
-        token, real = self.slots(self.block[rank], self.block[rank + 1])
-        if real.all():
-            return *tensors, lambda o: o
-        source = torch.where(real, token - self.token[rank], -1)[None].to(tensors[0].device)
-        back = real.nonzero().T.to(tensors[0].device)
-        moved = (None if x is None else MoveTokens.apply(x, source, back) for x in tensors)
-        return *moved, lambda o: MoveTokens.apply(o, back, source)
+    def mover(self, rank: int, device: torch.device) -> "BlockMover":
+        """Return what moves the tokens of a process to block edges."""
+        token, exists = self.slots(self.block_borders[rank], self.block_borders[rank + 1])
+        if exists.all():
+            return BlockMover(None, None)
+        source = torch.where(exists, token - self.token_borders[rank], -1)[None].to(device)
+        return BlockMover(source, exists.nonzero().T.to(device))
 
 
-def shards_of(cu_seqlens, size: int, group) -> tuple[RowShards, int]:
-    """The shards of the row with these borders, and the number of this process's own. ValueError: there are no borders."""
+class BlockMover:
+    """Moves tokens to block edges and back; leaves them alone if they are there already.
+
+    Args:
+        source, inverse: int64 [1, M * C] and [1, T], as `MoveTokens` takes them; None if there is nothing to move.
+    """
+
+    def __init__(self, source: torch.Tensor | None, inverse: torch.Tensor | None):
+        self.source = source
+        self.inverse = inverse
+
+    def align(self, x: torch.Tensor) -> torch.Tensor:
+        """Move tokens to block edges: [B, T, ..] -> [B, M * C, ..]."""
+        return x if self.source is None else MoveTokens.apply(x, self.source, self.inverse)
+
+    def take_back(self, o: torch.Tensor) -> torch.Tensor:
+        """Undo `align`: [B, M * C, ..] -> [B, T, ..]."""
+        return o if self.source is None else MoveTokens.apply(o, self.inverse, self.source)
+
+
+def shards_of(
+    cu_seqlens: torch.Tensor | None, block_size: int, group: "dist.ProcessGroup | None"
+) -> tuple[RowShards, int]:
+    """Return the shards of the row with these borders, and this process's rank.
+
+    Raises:
+        ValueError: If `cu_seqlens` is None.
+    """
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: got None with a shard of a row, expected the borders of the row's sequences.")
-    return RowShards(cu_seqlens, size, dist.get_world_size(group)), dist.get_rank(group)
+    return RowShards(cu_seqlens, block_size, dist.get_world_size(group)), dist.get_rank(group)
 
 
-def refuse_layout(**given) -> None:
-    """ValueError for what shards cannot be together with."""
-    for name, value in given.items():
+def check_no_padding(**padding: torch.Tensor | None) -> None:
+    """Raise ValueError unless these arguments, which shards do not support, are all None."""
+    for name, value in padding.items():
         if value is not None:
-            raise ValueError(f"{name}: it came with a shard of a sequence, expected None.")
+            raise ValueError(f"{name}: got a tensor with a shard of a sequence, expected None.")
 
 
-def gather(x: torch.Tensor, group) -> torch.Tensor:
-    """x of every process, `[P, *x.shape]`."""
+def gather_shards(x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
+    """Return x of all P processes: x of any shape -> [P, *x.shape]."""
     return AllGather.apply(x[None], group)
 
 
-def gather_parts(x: torch.Tensor, borders: torch.Tensor, axis: int, group) -> torch.Tensor:
-    """x of every process, one behind the other along `axis`, where process p has borders[p] to borders[p + 1]."""
+def gather_parts(x: torch.Tensor, borders: torch.Tensor, axis: int, group: "dist.ProcessGroup | None") -> torch.Tensor:
+    """Concatenate x of all processes along `axis`, where process p has `borders[p]` to `borders[p + 1]` of it."""
     lengths = borders.diff().tolist()
     padded = F.pad(x, (*[0, 0] * (x.dim() - axis - 1), 0, max(lengths) - x.shape[axis]))
-    return torch.cat([part.narrow(axis, 0, n) for part, n in zip(gather(padded, group), lengths, strict=True)], axis)
+    parts = zip(gather_shards(padded, group), lengths, strict=True)
+    return torch.cat([part.narrow(axis, 0, length) for part, length in parts], axis)
 
 
 def sharded_local_attention(
-    q, k, v, fq, fk, decays, balance, form, *, group=None, key_mask=None, starts=None, cu_seqlens=None
-):
-    """`local_attention` of the tokens of this process's shard; shapes as there, T of the shard and cu_seqlens of the row.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    k_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    key_mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `local_attention` for the tokens of this process's shard.
 
-    ValueError: key_mask or starts; no cu_seqlens; shards shorter than what a window reads of their left neighbor.
+    Args:
+        cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
+        group: The processes; None is the default group.
+        key_mask, starts: Not supported.
+        Other arguments: As in `local_attention`, for the tokens of the shard.
+
+    Raises:
+        ValueError: If key_mask or starts is given, cu_seqlens is missing, or a shard is shorter than the part of the window
+            that the next one reads.
     """
-    refuse_layout(key_mask=key_mask, starts=starts)
+    check_no_padding(key_mask=key_mask, starts=starts)
     shards, rank = shards_of(cu_seqlens, form.block_size, group)
-    if (shortest := min(shards.block.diff()[:-1].tolist(), default=form.lag)) < form.lag - 1:
-        what = f"expected at least {form.lag - 1} in all but the last, for a window of {form.lag}"
-        raise ValueError(f"cu_seqlens: got a process with {shortest} blocks of {form.block_size} tokens, {what}.")
-    back, first, end, device = form.lag - 1, int(shards.block[rank]), int(shards.block[rank + 1]), q.device
-    q, k, v, fq, fk, take_back = shards.align(rank, q, k, v, fq, fk)
-    if edge := back * form.block_size:
-        k, v, fk = (torch.cat([FromLeft.apply(x[:, -edge:], group), x], 1) for x in (k, v, fk))
-        q, fq = (torch.cat([torch.zeros_like(x[:, :edge]), x], 1) for x in (q, fq))
-    real = shards.slots(max(first - back, 0), end)[1]
-    valid = F.pad(real, (q.shape[1] - len(real), 0)).expand(len(q), -1).to(device)
-    place, sequence = (
-        F.pad(x, (back, 0), value=-1)[first : end + back].to(device) for x in (shards.place, shards.sequence)
+    blocks_back = form.lag - 1  # of the left neighbor, which the window reads
+    shortest = min(shards.block_borders.diff()[:-1].tolist(), default=form.lag)
+    if shortest < blocks_back:
+        got = f"a process with {shortest} blocks of {form.block_size} tokens"
+        expected = f"at least {blocks_back} in all but the last, for a window of {form.lag}"
+        raise ValueError(f"cu_seqlens: got {got}, expected {expected}.")
+    first = int(shards.block_borders[rank])
+    end = int(shards.block_borders[rank + 1])
+    mover = shards.mover(rank, q.device)
+    q, k, v, q_features, k_features = (mover.align(x) for x in (q, k, v, q_features, k_features))
+    tokens_back = blocks_back * form.block_size
+    if tokens_back:
+        k, v, k_features = (torch.cat([FromLeft.apply(x[:, -tokens_back:], group), x], 1) for x in (k, v, k_features))
+        q, q_features = (torch.cat([torch.zeros_like(x[:, :tokens_back]), x], 1) for x in (q, q_features))
+    exists = shards.slots(max(first - blocks_back, 0), end)[1]
+    valid = F.pad(exists, (q.shape[1] - len(exists), 0)).expand(len(q), -1).to(q.device)
+    block_index, sequence_id = (
+        F.pad(x, (blocks_back, 0), value=-1)[first : end + blocks_back].to(q.device)
+        for x in (shards.block_index, shards.sequence_id)
     )
-    given = shards, rank, place, sequence, group
-    carried, opened = carry_sums(block_summaries(fk, v, valid, place[None], form), decays, form.lag, *given)
-    sink = shared_sinks(k, v, valid, form, *given) if form.sinks else None
-    if len(cu_seqlens) == 2:  # without gradients a single sequence is then worked on in segments
-        sequence, sink = None, sink and [x[:, -1] for x in sink]
-    o, _ = attend_local(
-        q, k, v, fq, fk, valid, decays, balance, form, place[None],
-        sequence=sequence, sink=sink, carried=carried, opened=opened,
-    )  # fmt: skip
-    return take_back(o[:, edge:])
+    summaries = block_summaries(k_features, v, valid, block_index[None], form)
+    past = carry_sums(summaries, decays, form.lag, shards, rank, block_index, sequence_id, group)
+    sink_tokens = None
+    if form.sinks:
+        sink_tokens = shared_sinks(k, v, valid, form, shards, rank, sequence_id, group)
+    inputs = LocalInputs(
+        q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id, sink_tokens, past
+    )
+    if shards.num_sequences == 1:  # a single sequence, which is then computed in segments if no gradient is needed
+        inputs.sequence_id = None
+        if sink_tokens is not None:
+            inputs.sink_tokens = SinkTokens(*(x[:, -1] for x in sink_tokens))
+    o, _ = attend_local(inputs)
+    return mover.take_back(o[:, tokens_back:])
 
 
-def carry_sums(summaries, decays, lag, shards, rank, place, sequence, group):
-    """What the sequence of this shard's first block brings with it: its running sums, and as of which block, int [B]."""
-    decays, first = decays.to(summaries.dtype), shards.block[rank]
-    now = place[-1] + 1  # the block that the next shard begins with, if it goes on with the last sequence of this one
-    own = torch.where(sequence == sequence[-1], place, now)[None]
-    own = advance(None, summaries, decays, lag, own, None, now.expand(len(summaries)))
-    opened, lasts = shards.place[first], shards.block[1 : rank + 1] - 1
-    passed = (opened - shards.place[lasts] - 1).clamp(min=0)  # blocks between the ends of earlier shards and this one
-    decay = torch.exp(decays.log_rate * passed.to(own.device)[:, None, None])
-    same = (shards.sequence[lasts] == shards.sequence[first]).to(own.device)
-    decay = torch.where(same[:, None, None], decay, 0)[:, None, ..., None, None]
-    return (gather(own, group)[:rank] * decay).sum(0), opened.to(own.device).expand(len(own))
+def carry_sums(
+    summaries: torch.Tensor,
+    decays: Decays,
+    lag: int,
+    shards: RowShards,
+    rank: int,
+    block_index: torch.Tensor,
+    sequence_id: torch.Tensor,
+    group: "dist.ProcessGroup | None",
+) -> PastSums:
+    """Exchange the running sums that the sequence of this shard's first block brings from earlier shards.
+
+    Args:
+        summaries: [B, G, M, K, V + 1], the summaries of the blocks of this shard and of those that its window reads.
+        decays, lag: As in `advance`.
+        shards, rank: The shards of the row, and the rank of this process.
+        block_index, sequence_id: int64 [M], of the same blocks.
+        group: The processes.
+    """
+    decays = decays.to(summaries.dtype)
+    first = shards.block_borders[rank]
+    next_block = block_index[-1] + 1  # what the next shard begins with, if it continues the last sequence of this one
+    entering = torch.where(sequence_id == sequence_id[-1], block_index, next_block)[None]  # other sequences never enter
+    local_sums = advance(None, summaries, decays, lag, entering, next_block.expand(len(summaries)))
+    first_index = shards.block_index[first]
+    last_blocks = shards.block_borders[1 : rank + 1] - 1  # of every earlier shard
+    elapsed = (first_index - shards.block_index[last_blocks] - 1).clamp(min=0)  # blocks between that shard and this one
+    decay = torch.exp(decays.log_rate * elapsed.to(entering.device)[:, None, None])
+    same_sequence = (shards.sequence_id[last_blocks] == shards.sequence_id[first]).to(entering.device)
+    decay = torch.where(same_sequence[:, None, None], decay, 0)[:, None, ..., None, None]
+    sums = (gather_shards(local_sums, group)[:rank] * decay).sum(0)
+    return PastSums(sums, first_index.to(entering.device).expand(len(local_sums)))
 
 
-def shared_sinks(k, v, valid, form, shards, rank, place, sequence, group):
-    """Sinks as `attend_local` takes them of packed sequences; of one that began in an earlier shard, those it had there."""
-    first = shards.block[rank]
-    begun = int(torch.searchsorted(shards.block, first - shards.place[first], right=True)) - 1
-    went_on = (sequence == shards.sequence[first].to(k.device))[:, None, None, None] & (begun < rank)
+def shared_sinks(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    valid: torch.Tensor,
+    form: LocalForm,
+    shards: RowShards,
+    rank: int,
+    sequence_id: torch.Tensor,
+    group: "dist.ProcessGroup | None",
+) -> SinkTokens:
+    """Return the sinks of every block's sequence; those of a sequence that began in an earlier shard come from there."""
+    first = shards.block_borders[rank]
+    first_of_sequence = first - shards.block_index[first]
+    begin_rank = int(torch.searchsorted(shards.block_borders, first_of_sequence, right=True)) - 1
+    continues = (sequence_id == shards.sequence_id[first].to(k.device))[:, None, None, None] & (begin_rank < rank)
     sinks = []
-    for own in find_sinks(k, v, valid, form, sequence)[:2]:
-        came = gather(own[:, -1], group)[begun]  # of the last sequence there
-        sinks.append(torch.where(went_on, came[:, None], own))
-    return *sinks, torch.ones_like(sinks[0][..., 0, 0], dtype=torch.bool)  # who reads sinks is behind a whole block
+    for local_sinks in find_sinks(k, v, valid, form, sequence_id)[:2]:
+        received = gather_shards(local_sinks[:, -1], group)[begin_rank]  # of the last sequence there
+        sinks.append(torch.where(continues, received[:, None], local_sinks))
+    # Only blocks with a complete window before them read sinks, so all sinks of their sequence exist.
+    return SinkTokens(sinks[0], sinks[1], torch.ones_like(sinks[0][..., 0, 0], dtype=torch.bool))
 
 
 def sharded_causal_mhla(
-    q, k, v, mixing, *, block_size: int, group=None, normalize=True, q_den=None, k_den=None, starts=None, cu_seqlens=None,
-    unrounded=False, impl="auto",
-):  # fmt: skip
-    """`mhla(..., causal=True)` of the tokens of this process's shard, cu_seqlens of the row.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Callable[[int], torch.Tensor], *, block_size: int,
+    group: "dist.ProcessGroup | None" = None, normalize: bool = True, q_den: torch.Tensor | None = None,
+    k_den: torch.Tensor | None = None, starts: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    unrounded: bool = False, impl: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """Compute `mhla(..., causal=True)` for the tokens of this process's shard.
 
-    mixing: a function that gives the matrix of so many blocks, the longest sequence's. ValueError: starts; no cu_seqlens.
+    Args:
+        mixing: A function from a number of blocks, that of the longest sequence, to the mixing matrix.
+        block_size: Tokens per block.
+        group: The processes; None is the default group.
+        starts: Not supported.
+        cu_seqlens: int [N + 1], the borders of the sequences of the whole row; required.
+        Other arguments: As in `mhla`, for the tokens of the shard.
+
+    Raises:
+        ValueError: If starts is given or cu_seqlens is missing.
     """
-    refuse_layout(starts=starts)
+    check_no_padding(starts=starts)
     shards, rank = shards_of(cu_seqlens, block_size, group)
-    q, k, v, q_den, k_den, take_back = shards.align(rank, q, k, v, q_den, k_den)
-    place, sequence = shards.place.to(q.device), shards.sequence.to(q.device)
-    mixing = mixing_of_sequences(mixing(int(shards.place.max()) + 1), place, sequence)
-    options = {"shards": shards, "rank": rank, "group": group, "impl": impl}
-    o = weigh_and_sum(q, k, v, mixing, **options)
+    mover = shards.mover(rank, q.device)
+    q, k, v = (mover.align(x) for x in (q, k, v))
+    block_index = shards.block_index.to(q.device)
+    sequence_id = shards.sequence_id.to(q.device)
+    matrix = mixing_of_sequences(mixing(int(shards.block_index.max()) + 1), block_index, sequence_id)
+    o = sharded_sum(q, k, v, matrix, shards=shards, rank=rank, group=group, impl=impl)
     if normalize:
         ones = torch.ones_like(v[..., :1])
-        k_den = k if k_den is None else k_den
-        o = divide_or_zero(o, weigh_and_sum(q if q_den is None else q_den, k_den, ones, mixing, **options)[..., 0])
-    return take_back(o if unrounded else o.to(v.dtype))
+        q_den = q if q_den is None else mover.align(q_den)
+        k_den = k if k_den is None else mover.align(k_den)
+        den = sharded_sum(q_den, k_den, ones, matrix, shards=shards, rank=rank, group=group, impl=impl)
+        o = divide_or_zero(o, den[..., 0])
+    return mover.take_back(o if unrounded else o.to(v.dtype))
 
 
-def weigh_and_sum(q, k, v, mixing, *, shards, rank, group, impl):
-    """The sum of weight times v over this and all earlier shards, [B, M * C, H, V] in fp32 at least."""
-    first, end = shards.block[rank : rank + 2].tolist()
-    blocks = Blocks.sequence(q.shape[1], shards.size)
-    own = mixing[..., first:end, first:end]
-    o = mhla(q, k, v, own, blocks=blocks, causal=True, normalize=False, unrounded=True, impl=impl)
+def sharded_sum(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    *,
+    shards: RowShards,
+    rank: int,
+    group: "dist.ProcessGroup | None",
+    impl: str,
+) -> torch.Tensor:
+    """Sum weight * v over the keys of this shard and of all earlier ones.
+
+    Args:
+        q: [B, M * C, H, K], k [B, M * C, G, K], and v [B, M * C, G, V]: the tokens of this shard at block edges.
+        mixing: [M', M'] or [H, M', M'], of all M' blocks of the row.
+        shards, rank: The shards of the row, and the rank of this process.
+        group: The processes.
+        impl: As in `mhla`.
+
+    Returns:
+        [B, M * C, H, V] in fp32 or fp64.
+    """
+    first, end = shards.block_borders[rank : rank + 2].tolist()
+    blocks = Blocks.sequence(q.shape[1], shards.block_size)
+    local_mixing = mixing[..., first:end, first:end]
+    o = mhla(q, k, v, local_mixing, blocks=blocks, causal=True, normalize=False, unrounded=True, impl=impl)
+    assert isinstance(o, torch.Tensor)  # no state was asked for
     (heads,) = Heads.groups(q, o.dtype, one_by_one=False)
     cut = BlockCut(blocks, q.device)
     with torch.autocast(q.device.type, enabled=False):
         summary = cut.split(heads.take(k)).mT @ cut.split(heads.take(v))  # [R, M, K, V]
-        earlier = gather_parts(summary, shards.block, 1, group)[:, :first]
+        earlier = gather_parts(summary, shards.block_borders, 1, group)[:, :first]
         m = heads.take_mixing(mixing, q.shape[3] ** -0.5)[:, first:end, :first]
         far = cut.merge(cut.split(heads.take(q)) @ mix_blocks(m, earlier))
     return o + far.unflatten(0, (len(q), -1)).transpose(1, 2)

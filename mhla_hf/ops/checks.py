@@ -1,8 +1,10 @@
-"""Every rule about the inputs of the operator, once: each function refuses what cannot be right, in one sentence.
+"""Validates the inputs of the operator; every public function calls these checks before it computes anything.
 
-Checks look at shapes, dtypes and devices; at values only where wrong ones would be silent (`starts`, `cu_seqlens`),
-and not where there are none to look at: under `torch.compile`, and while a CUDA graph is captured. The values of
+The checks look at shapes, dtypes, and devices. They look at values only where a wrong value would go unnoticed (`starts`
+and `cu_seqlens`), and never under `torch.compile` or during CUDA graph capture, where values cannot be read. The values of
 `mixing` are checked when weights are loaded.
+
+Every error is one sentence of the form `argument: got X, expected Y.`
 """
 
 import math
@@ -15,160 +17,245 @@ from .state import MHLAState
 IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 
 
-def check_tensor(name, x, q, expected="a floating-point tensor", dtypes=None):
-    """That x is a tensor of one of the dtypes (None: floating point), where q is."""
-    if not isinstance(x, torch.Tensor) or not (x.is_floating_point() if dtypes is None else x.dtype in dtypes):
-        came = x.dtype if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise TypeError(f"{name} is {came}; expected {expected}.")
+def check_tensor(
+    name: str,
+    x: object,
+    q: torch.Tensor,
+    expected: str = "a floating-point tensor",
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Check that `x` is a tensor of an accepted dtype on the device of `q`.
+
+    Args:
+        name: The argument to blame.
+        x: The value to check.
+        q: A tensor on the expected device; `x` itself if any device will do.
+        expected: What the error says was expected.
+        dtypes: The accepted dtypes; None accepts every floating-point dtype.
+
+    Raises:
+        TypeError: If `x` is not a tensor or has another dtype.
+        ValueError: If `x` is on another device.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got a {type(x).__name__}, expected {expected}.")
+    accepted = x.is_floating_point() if dtypes is None else x.dtype in dtypes
+    if not accepted:
+        raise TypeError(f"{name}: got {x.dtype}, expected {expected}.")
     if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is.")
+        raise ValueError(f"{name}: got a tensor on {x.device}, expected {q.device}, where q is.")
 
 
-def check_features(q, k, v, q_den, k_den, normalize):
-    """Shapes, dtypes and devices of the five feature tensors."""
-    named = {"q": q, "k": k, "v": v}
+def check_features(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_den: torch.Tensor | None,
+    k_den: torch.Tensor | None,
+    normalize: bool | str,
+) -> None:
+    """Check shapes, dtypes, and devices of the feature tensors; shapes as in `mhla`."""
+    features = {"q": q, "k": k, "v": v}
     if q_den is not None or k_den is not None:
-        if q_den is None or k_den is None or not normalize:
-            raise ValueError("q_den or k_den came; expected both or neither, and only where there is a denominator.")
-        named |= {"q_den": q_den, "k_den": k_den}
-    for name, x in named.items():
+        if q_den is None or k_den is None:
+            raise ValueError("q_den: got only one of q_den and k_den, expected both or neither.")
+        if not normalize:
+            raise ValueError("q_den: got features for a denominator with normalize=False, expected None.")
+        features["q_den"] = q_den
+        features["k_den"] = k_den
+    for name, x in features.items():
         check_tensor(name, x, q)
         if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} is {list(x.shape)}; expected [batch, tokens, heads, width], no axis empty.")
-    (batch, _, heads, width), (_, keys, groups, _) = q.shape, k.shape
+            raise ValueError(
+                f"{name}: got shape {list(x.shape)}, expected [batch, tokens, heads, width] with no empty axis."
+            )
+    batch, _, num_heads, width = q.shape
+    _, num_keys, num_kv_heads, _ = k.shape
     if k.shape[0] != batch or k.shape[3] != width:
-        raise ValueError(f"k is {list(k.shape)}; expected [{batch}, S, G, {width}] to go with q {list(q.shape)}.")
-    if heads % groups != 0:
-        raise ValueError(f"k has {groups} heads; expected a divisor of q's {heads}.")
+        raise ValueError(f"k: got shape {list(k.shape)}, expected [{batch}, S, G, {width}] for q {list(q.shape)}.")
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"k: got {num_kv_heads} heads, expected a divisor of the {num_heads} heads of q.")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v is {list(v.shape)}; expected [{batch}, {keys}, {groups}, V] to go with k {list(k.shape)}.")
-    if q_den is not None and q_den.shape[:3] != q.shape[:3]:
-        raise ValueError(f"q_den is {list(q_den.shape)}; expected {[*q.shape[:3]]} and a width, as in q.")
-    if k_den is not None and k_den.shape != (*k.shape[:3], q_den.shape[3]):
-        raise ValueError(f"k_den is {list(k_den.shape)}; expected {[*k.shape[:3], q_den.shape[3]]}.")
+        expected = f"[{batch}, {num_keys}, {num_kv_heads}, V]"
+        raise ValueError(f"v: got shape {list(v.shape)}, expected {expected} for k {list(k.shape)}.")
+    if q_den is None or k_den is None:
+        return
+    if q_den.shape[:3] != q.shape[:3]:
+        raise ValueError(f"q_den: got shape {list(q_den.shape)}, expected {[*q.shape[:3]]} and a width, as in q.")
+    if k_den.shape != (*k.shape[:3], q_den.shape[3]):
+        raise ValueError(f"k_den: got shape {list(k_den.shape)}, expected {[*k.shape[:3], q_den.shape[3]]}.")
 
 
-def check_options(scale, normalize, impl):
-    """The options that are not tensors."""
+def check_options(scale: float | None, normalize: bool | str, impl: str) -> None:
+    """Check the options that are not tensors."""
     if not isinstance(normalize, bool) and normalize != "official":
-        raise ValueError(f"normalize is {normalize!r}; expected True, False or 'official'.")
+        raise ValueError(f"normalize: got {normalize!r}, expected True, False or 'official'.")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale) or scale == 0):
-        raise ValueError(f"scale is {scale!r}; expected None or a finite number other than 0.")
+        raise ValueError(f"scale: got {scale!r}, expected None or a finite number other than 0.")
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {impl!r}; expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+        raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(map(repr, IMPLEMENTATIONS))}.")
 
 
-def check_blocks(q, k, blocks, key_blocks, causal, normalize):
-    """That the blocks cover the tokens, and fit the form asked for."""
+def check_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    blocks: Blocks,
+    key_blocks: Blocks | None,
+    causal: bool,
+    normalize: bool | str,
+) -> None:
+    """Check that the blocks cover the tokens and are allowed with the other options."""
     if key_blocks is None and k.shape[1] != q.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} tokens and q {q.shape[1]}; expected key_blocks, how the keys are cut.")
-    for name, cut, x in (("blocks", blocks, q), ("key_blocks", blocks if key_blocks is None else key_blocks, k)):
-        if not isinstance(cut, Blocks):
-            raise TypeError(f"{name} is {cut!r}; expected a Blocks.")
-        if cut.length != x.shape[1]:
-            raise ValueError(f"{name} covers {cut.length} tokens; expected {x.shape[1]}, as there are.")
+        raise ValueError(
+            f"key_blocks: got None with {q.shape[1]} queries and {k.shape[1]} keys, expected the blocks of the keys."
+        )
+    for name, partition, x in (("blocks", blocks, q), ("key_blocks", blocks if key_blocks is None else key_blocks, k)):
+        if not isinstance(partition, Blocks):
+            raise TypeError(f"{name}: got {partition!r}, expected Blocks.")
+        if partition.length != x.shape[1]:
+            raise ValueError(f"{name}: got blocks of {partition.length} tokens, expected {x.shape[1]} tokens.")
     same = key_blocks is None or key_blocks == blocks
     if causal and (blocks.block_size is None or not same):
-        raise ValueError("causal is True; expected blocks from Blocks.sequence, the same ones for queries and keys.")
+        raise ValueError(
+            "causal: got True, expected Blocks.sequence as blocks and the same blocks for queries and keys."
+        )
     if normalize == "official" and (causal or not same or not blocks.equal):
-        raise ValueError("normalize is 'official'; expected equal blocks, the same for queries and keys, not causal.")
+        raise ValueError(
+            "normalize: got 'official', expected equal blocks, the same for queries and keys, and causal=False."
+        )
 
 
-def check_padding(q, k, causal, key_mask, cu_seqlens, starts):
-    """The three ways to say which tokens are real."""
+def check_padding(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    key_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    starts: torch.Tensor | None,
+) -> None:
+    """Check the three arguments that say which tokens are real, and their combination."""
     if key_mask is not None:
         check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", (torch.bool,))
         if key_mask.shape != k.shape[:2]:
-            raise ValueError(f"key_mask is {list(key_mask.shape)}; expected {list(k.shape[:2])}, [batch, keys].")
+            raise ValueError(
+                f"key_mask: got shape {list(key_mask.shape)}, expected {list(k.shape[:2])}, [batch, keys]."
+            )
     if starts is not None:
-        if not causal or cu_seqlens is not None:
-            raise ValueError("starts came; expected it only with causal=True and without cu_seqlens.")
+        if not causal:
+            raise ValueError("starts: got a tensor with causal=False, expected None.")
+        if cu_seqlens is not None:
+            raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
         check_starts(starts, q)
     if cu_seqlens is not None:
         if not causal or q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens came with causal={causal} and batch {q.shape[0]}; expected True and 1.")
+            got = f"a tensor with causal={causal} and a batch of {q.shape[0]}"
+            raise ValueError(f"cu_seqlens: got {got}, expected causal=True and a batch of 1.")
         check_cu_seqlens(cu_seqlens, q)
 
 
-def check_starts(starts, q):
-    """int64 [B], 0 to T; on any device."""
+def check_starts(starts: torch.Tensor, q: torch.Tensor) -> None:
+    """Check that `starts` is int64 [B] with values from 0 to T; it may be on any device."""
     check_tensor("starts", starts, starts, "an int64 tensor", (torch.int64,))
     if starts.shape != q.shape[:1]:
-        raise ValueError(f"starts is {list(starts.shape)}; expected [{q.shape[0]}], one number per sequence.")
+        raise ValueError(f"starts: got shape {list(starts.shape)}, expected [{q.shape[0]}], one number per sequence.")
     if values_can_be_read(q.device) and (int(starts.min()) < 0 or int(starts.max()) > q.shape[1]):
-        raise ValueError(f"starts holds {int(starts.min())} to {int(starts.max())}; expected 0 to {q.shape[1]}.")
+        got = f"values from {int(starts.min())} to {int(starts.max())}"
+        raise ValueError(f"starts: got {got}, expected values from 0 to {q.shape[1]}.")
 
 
-def check_cu_seqlens(cu_seqlens, q):
-    """int32 or int64 [N + 1], rising from 0 to T."""
+def check_cu_seqlens(cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
+    """Check that `cu_seqlens` is int32 or int64 [N + 1] and rises from 0 to T."""
     check_tensor("cu_seqlens", cu_seqlens, q, "an int32 or int64 tensor", (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}; expected one axis, [sequences + 1].")
+        raise ValueError(f"cu_seqlens: got shape {list(cu_seqlens.shape)}, expected one axis, [sequences + 1].")
     if not values_can_be_read(q.device):
         return
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; expected numbers rising from 0 to {q.shape[1]}.")
+        raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, expected values rising from 0 to {q.shape[1]}.")
 
 
-def check_mixing(mixing, q, blocks, key_blocks, causal, cu_seqlens):
-    """That the mixing matrix has the rows and columns the blocks need."""
+def check_mixing(
+    mixing: torch.Tensor,
+    q: torch.Tensor,
+    blocks: Blocks,
+    key_blocks: Blocks,
+    causal: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Check that the mixing matrix has a row for every query block and a column for every key block."""
     if causal:
-        needed = blocks.num_blocks
+        num_blocks = blocks.num_blocks
         if cu_seqlens is not None:
+            assert blocks.block_size is not None  # see `check_blocks`
             longest = int(cu_seqlens.diff().max()) if values_can_be_read(q.device) else 1
-            needed = (longest - 1) // blocks.block_size + 1
-        check_mixing_shape(mixing, q, needed)
+            num_blocks = (longest - 1) // blocks.block_size + 1
+        check_mixing_shape(mixing, q, num_blocks)
         return
     check_mixing_shape(mixing, q)
-    wanted = blocks.num_blocks, key_blocks.num_blocks
-    if mixing.shape[-2:] != wanted:
-        raise ValueError(f"mixing is {list(mixing.shape)}; expected {wanted[0]} rows, {wanted[1]} columns.")
+    rows, columns = blocks.num_blocks, key_blocks.num_blocks
+    if mixing.shape[-2:] != (rows, columns):
+        raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected {rows} rows and {columns} columns.")
 
 
-def check_mixing_shape(mixing, q, needed=0):
-    """[Mq, Mk] or [H, Mq, Mk], floating point, where q is; Mq and Mk at least `needed`."""
+def check_mixing_shape(mixing: torch.Tensor, q: torch.Tensor, num_blocks: int = 0) -> None:
+    """Check that `mixing` is floating point, [Mq, Mk] or [H, Mq, Mk], with Mq and Mk at least `num_blocks`."""
     check_tensor("mixing", mixing, q)
     if mixing.dim() not in (2, 3) or (mixing.dim() == 3 and mixing.shape[0] != q.shape[2]):
-        raise ValueError(f"mixing is {list(mixing.shape)}; expected [Mq, Mk] or [{q.shape[2]}, Mq, Mk].")
-    if min(mixing.shape[-2:]) < needed:
-        raise ValueError(f"mixing is {list(mixing.shape)}; expected at least {needed} rows and columns, one per block.")
+        raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected [Mq, Mk] or [{q.shape[2]}, Mq, Mk].")
+    if min(mixing.shape[-2:]) < num_blocks:
+        expected = f"at least {num_blocks} rows and columns, one per block"
+        raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected {expected}.")
 
 
-def check_state(state, q, k, v, normalize, k_den):
-    """That the state was made for tensors like these."""
+def check_state(
+    state: MHLAState,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    normalize: bool | str,
+    k_den: torch.Tensor | None,
+) -> None:
+    """Check that the state was made for tensors of these shapes, on this device, and for this normalization."""
     if not isinstance(state, MHLAState):
-        raise TypeError(f"state is a {type(state).__name__}; expected an MHLAState.")
+        raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:
-        raise ValueError(f"normalize is {normalize!r}; expected {state.normalize}, as in the state.")
-    batch, groups, _, width, value_width = state.summaries.shape
-    made = batch, state.prefix.shape[1], groups, width, value_width
-    den = None if state.window_k_den is None else state.window_k_den.shape[3]
-    came = q.shape[0], q.shape[2], *k.shape[2:], v.shape[3]
-    if (made, den) != (came, None if k_den is None else k_den.shape[3]):
-        raise ValueError(
-            f"state is for batch {batch}, {made[1]} query and {groups} key heads, widths {width} and {value_width}, "
-            f"k_den {den} wide; expected one for q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} and k_den "
-            f"{None if k_den is None else list(k_den.shape)}."
-        )
+        raise ValueError(f"normalize: got {normalize!r}, expected {state.normalize}, as in the state.")
+    batch, num_kv_heads, _, width, value_width = state.summaries.shape
+    num_heads = state.prefix.shape[1]
+    state_den_width = None if state.window_k_den is None else state.window_k_den.shape[3]
+    den_width = None if k_den is None else k_den.shape[3]
+    state_sizes = (batch, num_heads, num_kv_heads, width, value_width, state_den_width)
+    if state_sizes != (q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], den_width):
+        got = f"a state of batch {batch}, {num_heads} query heads, {num_kv_heads} key heads, key width {width}"
+        got += f", value width {value_width} and k_den width {state_den_width}"
+        k_den_shape = None if k_den is None else list(k_den.shape)
+        expected = f"one for q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} and k_den {k_den_shape}"
+        raise ValueError(f"state: got {got}, expected {expected}.")
     if state.summaries.device != q.device:
-        raise ValueError(f"state is on {state.summaries.device}; expected {q.device}, where q is.")
+        raise ValueError(f"state: got tensors on {state.summaries.device}, expected {q.device}, where q is.")
 
 
-def check_step(q, k, mixing, state, starts):
-    """The tokens of a step, and that the mixing has a row for every block they reach."""
+def check_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    starts: torch.Tensor | None,
+) -> None:
+    """Check the tokens of a step, and that the mixing matrix has a row for every block they reach."""
     if k.shape[1] != q.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} tokens; expected q's {q.shape[1]}.")
+        raise ValueError(f"k: got {k.shape[1]} tokens, expected {q.shape[1]}, as in q.")
     if starts is not None:
         check_starts(starts, q)
     longest = int((state.length if starts is None else state.length - starts.cpu()).max()) + q.shape[1]
     check_mixing_shape(mixing, q, max(1, -(-longest // state.block_size)))
 
 
-def values_can_be_read(device):
-    """Not where torch.compile traces, nor while a CUDA graph is captured, which a copy to the host would break."""
+def values_can_be_read(device: torch.device) -> bool:
+    """Whether tensor values can be copied to the host: not while torch.compile traces or a CUDA graph is captured."""
     return not (torch.compiler.is_compiling() or is_capturing(device))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work on the device is being recorded for a CUDA graph, when no number can be read back."""
+    """Whether the current CUDA stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,23 +1,29 @@
-"""Mixing by decays: m[i, j] = sum_r w_r lambda_r^(i - j), an MHLA mixing matrix that is never written out.
+"""Mixing by decays: a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j) that is never materialized.
 
-What a query block takes from the blocks before it is then R running summaries, however long the sequence; a scan over the
-blocks computes them at a cost that grows with their number and not with its square.
+A query block then reads the earlier blocks through R running sums of their summaries, however long the sequence is. A scan
+over the blocks computes these sums at a cost that is linear in the number of blocks, where a mixing matrix is quadratic.
+`LocalForm` holds the options of the attention that mixes this way (`local.py`).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-GROUP = 8  # blocks that one small matrix mixes; what lies before them arrives as one running summary
+SCAN_GROUP = 8  # blocks per group of the two-level scan; blocks before a group arrive as one running sum
 
 
 @dataclass
 class Decays:
-    """R decays: weight w `[H, R]` of the query heads, log_rate (log lambda, at most 0) `[G, R]` of the key/value heads.
+    """R exponential decays per head, which together stand for a mixing matrix.
 
-    Query head h uses the rates of key/value head h // (H // G): the heads of a group share their running summaries.
-    power: a `[H]` or None; with it all weights of a query block are divided by n^a, n being how many blocks are far from it.
-    Sums over features grow with n, sums of a softmax hardly do.
+    Query heads that share a KV head also share its rates, and so its running sums: query head h uses the rates of KV head
+    h // (H // G).
+
+    Args:
+        weight: [H, R], the weights w of the query heads.
+        log_rate: [G, R], log(lambda) of the KV heads, at most 0.
+        power: [H] or None. If set, the weights of a query block are divided by n^power, where n is the number of blocks
+            that are far from it. The sum over n blocks of features grows with n, while the sum of a softmax hardly does.
     """
 
     weight: torch.Tensor
@@ -25,73 +31,128 @@ class Decays:
     power: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
-        """The same in another dtype."""
-        return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
+        """Return the same decays in another dtype."""
+        power = None if self.power is None else self.power.to(dtype)
+        return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
 
     def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
+        """Materialize the mixing matrix, as the reference implementation and plots need it.
+
+        Args:
+            num_blocks: Number of rows and columns, M.
+            lag: The smallest block distance that counts as far; matters only with a `power`.
+
+        Returns:
+            [H, M, M], lower triangular.
+        """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
         matrix = (self.weight[..., None, None] * power).sum(1).tril()
         block = torch.arange(num_blocks, device=matrix.device)
-        return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
+        return matrix if self.power is None else matrix * self.length_scale(block, lag).T[..., None]
 
-    def by_length(self, block: torch.Tensor, lag: int) -> torch.Tensor:
-        """n^-a for query blocks of these numbers, int of any shape -> `[.., H]`."""
-        return torch.exp(-self.power * (block - lag + 1).clamp(min=1).to(self.power.dtype).log()[..., None])
+    def length_scale(self, block: torch.Tensor, lag: int) -> torch.Tensor:
+        """Return n^-power for query blocks with these indices, int of any shape -> [.., H]; needs a `power`."""
+        assert self.power is not None
+        num_far = (block - lag + 1).clamp(min=1)
+        return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
 
 
-def spread(fq, weight):
-    """w_r `[H, R]` times query features, so that one product with the R running summaries mixes and reads them.
+@dataclass(frozen=True)
+class LocalForm:
+    """The options of near and far attention that are fixed for a layer; `local.py` has the formula.
 
-    `[B, G, M, N, K]` -> `[B, G, M, N, R * K]`; N holds the query heads of a key/value head, then tokens.
+    Args:
+        block_size: Tokens per block, C.
+        lag: Blocks in the window, the open block included: block i - lag is the nearest one that is far from block i.
+        sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
+        scale: Factor of q k^T.
+        normalize: Whether outputs are divided by the sum of the weights.
+        impl: "auto", "torch" or "triton", as in `mhla`. A single token after a state always takes "torch".
+        unrounded: Whether outputs stay in the dtype of the sums. Otherwise the Triton kernel writes them in v's dtype.
     """
-    weight = weight.view(fq.shape[1], 1, -1, 1, weight.shape[1], 1)
-    fq = fq.unflatten(3, (weight.shape[2], -1))[..., None, :]
-    return (fq * weight).flatten(5).flatten(3, 4)
+
+    block_size: int
+    lag: int = 2
+    sinks: int = 4
+    scale: float = 1.0
+    normalize: bool = True
+    impl: str = "auto"
+    unrounded: bool = True
+
+
+def expand_query_features(q_features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply query features by the weight of each decay, so that one matmul mixes and reads all R running sums.
+
+    Args:
+        q_features: [B, G, M, N, K]; N enumerates the query heads of a KV head, and within each its tokens.
+        weight: [H, R], the weights of the decays.
+
+    Returns:
+        [B, G, M, N, R * K].
+    """
+    weight = weight.view(q_features.shape[1], 1, -1, 1, weight.shape[1], 1)  # [G, 1, H / G, 1, R, 1]
+    q_features = q_features.unflatten(3, (weight.shape[2], -1))[..., None, :]  # [B, G, M, H / G, C, 1, K]
+    return (q_features * weight).flatten(5).flatten(3, 4)
 
 
 def powers(log_rate: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """lambda^distance: `[G, R]` and distances of any shape -> `[G, R, *distance.shape]`."""
+    """Return lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
     return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
 
 
 def block_distances(count: int, like: torch.Tensor) -> torch.Tensor:
-    """i - j, `[count, count]`."""
+    """Return the distances i - j between `count` blocks, int [count, count], on the device of `like`."""
     block = torch.arange(count, device=like.device)
     return block[:, None] - block[None, :]
 
 
-def decayed_sums(summaries, log_rate, lag: int = 1, sequence=None):
-    """sum over j <= i - lag of lambda_r^(i - j) S_j, for every block i: `[B, G, M, X]` -> `[B, G, M, R, X]`.
+def decayed_sums(
+    summaries: torch.Tensor, log_rate: torch.Tensor, lag: int = 1, sequence_id: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the running sums of every block i: sum over j <= i - lag of lambda_r^(i - j) S_j.
 
-    sequence: int `[M]`, which packed sequence a block belongs to; sums stay inside one. A scan of two levels: groups of
-    `GROUP` blocks each by a matrix, and the groups' own sums, an eighth as many, by another.
+    The scan has two levels. Within a group of `SCAN_GROUP` blocks a small matrix computes the sums; what comes from earlier
+    groups is the sum of whole groups, of which there are an eighth as many, computed by another matrix.
+
+    Args:
+        summaries: [B, G, M, X], the flattened summary S of each block.
+        log_rate: [G, R], log(lambda).
+        lag: The smallest distance between a block and the blocks it sums.
+        sequence_id: int [M], the packed sequence that each block belongs to; a sum never crosses sequences.
+
+    Returns:
+        [B, G, M, R, X].
     """
-    count, rates = summaries.shape[2], log_rate.shape[1]
-    groups = (count + GROUP - 1) // GROUP + 1  # never 1, for which torch.compile would make a graph of its own
-    earlier, padding = min(lag - 1, count), groups * GROUP - count
-    summaries = torch.nn.functional.pad(summaries[:, :, : count - earlier], (0, 0, earlier, padding))
-    grouped = summaries.unflatten(2, (groups, GROUP))  # S_{i - lag + 1} stands at place i
+    num_blocks, num_rates = summaries.shape[2], log_rate.shape[1]
+    num_groups = (num_blocks + SCAN_GROUP - 1) // SCAN_GROUP + 1  # never 1, which torch.compile would specialize on
+    offset = min(lag - 1, num_blocks)
+    padding = num_groups * SCAN_GROUP - num_blocks
+    summaries = torch.nn.functional.pad(summaries[:, :, : num_blocks - offset], (0, 0, offset, padding))
+    grouped = summaries.unflatten(2, (num_groups, SCAN_GROUP))  # index i holds S_{i - lag + 1}
 
-    place, distance = torch.arange(GROUP, device=summaries.device), block_distances(GROUP, summaries)
-    inner = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
-    inner = inner.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
-    to_end = powers(log_rate, GROUP - 1 - place)[:, None]  # [G, 1, R, j]
-    outer_distance = block_distances(groups, summaries)
-    outer = powers(log_rate, GROUP * (outer_distance - 1).clamp(min=0)).masked_fill(outer_distance < 1, 0)
-    from_start = powers(log_rate, place).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
-    if sequence is not None:
-        own = torch.nn.functional.pad(sequence, (0, padding), value=-1).view(groups, GROUP)
-        source = torch.nn.functional.pad(sequence[: count - earlier], (earlier, padding), value=-2).view(groups, GROUP)
+    in_group = torch.arange(SCAN_GROUP, device=summaries.device)
+    distance = block_distances(SCAN_GROUP, summaries)
+    within = powers(log_rate, (distance - 1).clamp(min=0)).masked_fill(distance < 1, 0)  # [G, R, i, j]
+    within = within.permute(0, 2, 1, 3)[:, None]  # [G, 1, i, R, j]
+    to_group_end = powers(log_rate, SCAN_GROUP - 1 - in_group)[:, None]  # [G, 1, R, j]
+    group_distance = block_distances(num_groups, summaries)
+    across = powers(log_rate, SCAN_GROUP * (group_distance - 1).clamp(min=0)).masked_fill(group_distance < 1, 0)
+    from_group_start = powers(log_rate, in_group).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
+    if sequence_id is not None:
+        # Zero every path on which a summary would reach a block of another sequence. The padding values -1, -2, and -3
+        # differ from each other and from every sequence, so padding matches nothing.
+        pad = torch.nn.functional.pad
+        reader = pad(sequence_id, (0, padding), value=-1).view(num_groups, SCAN_GROUP)
+        source = pad(sequence_id[: num_blocks - offset], (offset, padding), value=-2).view(num_groups, SCAN_GROUP)
         last = source[:, -1]
-        before = torch.cat([last.new_full((1,), -3), last[:-1]])
-        inner = inner.masked_fill(own[:, :, None, None] != source[:, None, None, :], 0)
-        to_end = to_end.masked_fill((source != last[:, None])[:, None], 0)
-        outer = outer.masked_fill(before[:, None] != last[None, :], 0)
-        from_start = from_start.masked_fill((own != before[:, None])[..., None, None], 0)
+        previous_last = torch.cat([last.new_full((1,), -3), last[:-1]])
+        within = within.masked_fill(reader[:, :, None, None] != source[:, None, None, :], 0)
+        to_group_end = to_group_end.masked_fill((source != last[:, None])[:, None], 0)
+        across = across.masked_fill(previous_last[:, None] != last[None, :], 0)
+        from_group_start = from_group_start.masked_fill((reader != previous_last[:, None])[..., None, None], 0)
 
-    ends = (to_end @ grouped).permute(0, 1, 3, 2, 4)  # [B, G, R, groups, X]
-    arriving = (outer @ ends).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, groups, 1, R, X]
-    sums = (inner.flatten(-3, -2) @ grouped).unflatten(3, (GROUP, rates)) + from_start * arriving
-    return sums.flatten(2, 3)[:, :, :count] * torch.exp(lag * log_rate)[:, None, :, None]
+    group_sums = (to_group_end @ grouped).permute(0, 1, 3, 2, 4)  # [B, G, R, groups, X]
+    from_earlier = (across @ group_sums).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, groups, 1, R, X]
+    sums = (within.flatten(-3, -2) @ grouped).unflatten(3, (SCAN_GROUP, num_rates)) + from_group_start * from_earlier
+    return sums.flatten(2, 3)[:, :, :num_blocks] * torch.exp(lag * log_rate)[:, None, :, None]

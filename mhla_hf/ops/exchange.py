@@ -1,63 +1,74 @@
-"""What processes that share a sequence send each other, with exact gradients: collectives of torch.distributed.
+"""Differentiable collectives for processes that share a sequence, built on torch.distributed.
 
-Every process of the group calls the same function in the same order; `group` None is the default one.
+Every process of the group has to call the same functions in the same order. A `group` of None is the default group.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 class ReduceScatter(torch.autograd.Function):
-    """x `[P * N, ..]` of every process -> the sum over processes of their part number `rank`, `[N, ..]`."""
+    """Sum a tensor over all processes and return this process's part.
+
+    Called as `ReduceScatter.apply(x, group)`: x [P * N, ..] -> [N, ..], where P is the number of processes.
+    """
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
         ctx.group = group
         part = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
         dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
         return part
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return AllGather.apply(grad, ctx.group), None
 
 
 class AllGather(torch.autograd.Function):
-    """x `[N, ..]` of every process -> all of them in the order of ranks, `[P * N, ..]`."""
+    """Concatenate the tensors of all processes along the first axis, in the order of their ranks.
+
+    Called as `AllGather.apply(x, group)`: x [N, ..] -> [P * N, ..], where P is the number of processes.
+    """
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
         ctx.group = group
-        everything = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(everything, x.contiguous(), group=group)
-        return everything
+        gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ReduceScatter.apply(grad, ctx.group), None
 
 
 class FromLeft(torch.autograd.Function):
-    """The tensor of the process before; zeros in the first one."""
+    """Receive the tensor of the previous rank; rank 0 receives zeros. Called as `FromLeft.apply(x, group)`."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: "dist.ProcessGroup | None") -> torch.Tensor:
         ctx.group = group
         return shift(x, 1, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return shift(grad, -1, ctx.group), None
 
 
-def shift(x: torch.Tensor, step: int, group) -> torch.Tensor:
-    """Send x to the process `step` behind this one; what came from the one before it, zeros where there is none."""
-    rank, count, came = dist.get_rank(group), dist.get_world_size(group), torch.zeros_like(x).contiguous()
-    calls = []
-    if 0 <= rank + step < count:
-        calls.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=rank + step))
-    if 0 <= rank - step < count:
-        calls.append(dist.P2POp(dist.irecv, came, group=group, group_peer=rank - step))
-    for work in dist.batch_isend_irecv(calls) if calls else ():
-        work.wait()
-    return came
+def shift(x: torch.Tensor, step: int, group: "dist.ProcessGroup | None") -> torch.Tensor:
+    """Send `x` to rank `rank + step` and return what came from rank `rank - step`, zeros if there is no such rank."""
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
+    received = torch.zeros_like(x).contiguous()
+    operations = []
+    if 0 <= rank + step < num_ranks:
+        operations.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=rank + step))
+    if 0 <= rank - step < num_ranks:
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - step))
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+    return received

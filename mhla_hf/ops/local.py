@@ -1,150 +1,323 @@
-"""Causal attention of a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
+"""Causal attention with a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
 
-With block i = t // block_size, the near keys of token t are those of its own block and of the `lag - 1` blocks before, and
-the first `sinks` tokens of the sequence; every other token is far. The two parts speak the unit of the softmax:
+Let i = t // block_size be the block of token t. Its near keys are those of block i, of the `lag - 1` blocks before it, and
+of the first `sinks` tokens of the sequence. All other earlier tokens are far. Their weights are brought to the scale of
+softmax weights by e^balance, a learned factor per head:
 
     o_t = (sum_near e^(z_ts - c) v_s + e^(balance - c) sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
 
-with z_ts = scale * <q_t, k_s>. Without a balance the near part is linear too, m[i, i] <q_t, k_s> with features for q and k:
-MHLA by decays and nothing else. All is differentiable PyTorch of static control flow, except for the kernel that may read
-what a block sees (`form.impl`): one graph for all lengths.
+with scores z_ts = scale * <q_t, k_s>, features fq and fk of queries and keys, and c the largest exponent, which cancels.
+Without a balance the near part is linear, too: its weights are m[i, i] * scale * <q_t, k_s>, with features as q and k. This
+is MHLA by decays and nothing else.
+
+Everything is differentiable PyTorch without data-dependent control flow, so torch.compile makes one graph for all lengths.
+With `form.impl` a Triton kernel may compute the attention within blocks.
 """
+
+from dataclasses import dataclass, replace
 
 import torch
 
 from .api import choose_implementation
-from .decays import Decays, decayed_sums
+from .decays import Decays, LocalForm, decayed_sums
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
-from .torch_local import LocalForm, by_block_and_group, near_and_far, resize_tokens, with_ones
+from .torch_local import SinkTokens, by_block_and_group, near_and_far, resize_tokens, with_ones
 from .triton.local import local_fault, local_kind, triton_near_and_far
 from .triton.register import triton_refusal
 
-SEGMENT = 2048  # tokens that are worked on at once where no gradient is asked for
+SEGMENT_TOKENS = 2048  # without gradients, a long sequence is computed this many tokens at a time
 
 
 def local_attention(
-    q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None, starts=None, cu_seqlens=None
-):
-    """o [B, T, H, V] in the dtype of the sums (at least fp32), or in v's where the form allows it.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    k_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    *,
+    key_mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
 
-    q [B, T, H, D], k [B, T, G, D]: rotated queries and keys of the near part (with balance None, features). v [B, T, G, V].
-    fq [B, T, H, K], fk [B, T, G, K]: features of the far part. balance: [H], see the top of this file, or None.
-    key_mask, starts, cu_seqlens: as in `mhla`.
+    Args:
+        q: [B, T, H, D], queries of the near part, rotated; features if `balance` is None.
+        k: [B, T, G, D], its keys.
+        v: [B, T, G, V], values.
+        q_features: [B, T, H, K], queries of the far part.
+        k_features: [B, T, G, K], its keys.
+        decays: The mixing of the far part.
+        balance: [H], the log of the factor of the far part relative to e^score; None without a softmax.
+        form: The options.
+        key_mask: bool [B, T], as in `mhla`.
+        starts: int64 [B], as in `mhla`; not along with cu_seqlens.
+        cu_seqlens: int [N + 1], as in `mhla`.
+
+    Returns:
+        [B, T, H, V] in the dtype of the sums (at least fp32), or in v's if the Triton kernel rounds (`form.unrounded`).
+
+    Raises:
+        ValueError: If both `starts` and `cu_seqlens` are given, or `form.impl` is "triton" where it cannot run.
     """
-    tokens, size = q.shape[1], form.block_size
+    num_tokens, size = q.shape[1], form.block_size
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    back = place = sequence = None
+    inverse = block_index = sequence_id = None
     if starts is not None:
         if cu_seqlens is not None:
-            raise ValueError("starts came with cu_seqlens; expected one of them.")
-        source, back = shift_to_start(starts.to(q.device), tokens)
+            raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
     if cu_seqlens is not None:
-        source, back, place, sequence = align_sequences(cu_seqlens, tokens, size)
-    if back is not None:
-        q, k, v, fq, fk = (MoveTokens.apply(x, source, back) for x in (q, k, v, fq, fk))
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
+    if inverse is not None:
+        q, k, v, q_features, k_features = (
+            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
+        )
         rows = torch.arange(len(valid), device=q.device)[:, None]
         valid = (source >= 0) & valid[rows, source.clamp(min=0)]
-    if place is None:
-        place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
-    return o if back is None else MoveTokens.apply(o, back, source)
+    if block_index is None:
+        block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
+    inputs = LocalInputs(
+        q, k, v, q_features, k_features, valid, decays, balance, form, block_index[None], sequence_id=sequence_id
+    )
+    o, _ = attend_local(inputs)
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+
+
+@dataclass
+class PastSums:
+    """The running sums of the far part as a state holds them.
+
+    Args:
+        sums: [B, G, R, K, V + 1], for each rate the sum over blocks j <= block - lag of lambda^(block - j) S_j, where S_j
+            is the summary of block j (`block_summaries`).
+        block: int [B], the block that the sums stand at.
+    """
+
+    sums: torch.Tensor
+    block: torch.Tensor
+
+
+@dataclass
+class LocalInputs:
+    """What near and far attention reads of a run of M blocks of C tokens, the first of which begins at a block edge.
+
+    Args:
+        q, k, v, q_features, k_features, decays, balance, form: As in `local_attention`, with T at most M * C.
+        valid: bool [B, T], the tokens that are keys.
+        block_index: int [B or 1, M], the index of each block in its sequence.
+        sequence_id: int [M], the sequence of each block if several are packed.
+        sink_tokens: Sinks from a state; None to find them among the tokens.
+        past: Running sums from a state, for the sequence of the first block; None if nothing came before.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_features: torch.Tensor
+    k_features: torch.Tensor
+    valid: torch.Tensor
+    decays: Decays
+    balance: torch.Tensor | None
+    form: LocalForm
+    block_index: torch.Tensor
+    sequence_id: torch.Tensor | None = None
+    sink_tokens: SinkTokens | None = None
+    past: PastSums | None = None
+
+    def segment(self, first: int, end: int, past: PastSums | None) -> "LocalInputs":
+        """Return the inputs of blocks `first` to `end`, which continue from `past`; only for one sequence per row."""
+        tokens = slice(first * self.form.block_size, end * self.form.block_size)
+        return LocalInputs(
+            self.q[:, tokens],
+            self.k[:, tokens],
+            self.v[:, tokens],
+            self.q_features[:, tokens],
+            self.k_features[:, tokens],
+            self.valid[:, tokens],
+            self.decays,
+            self.balance,
+            self.form,
+            self.block_index[:, first:end],
+            sink_tokens=self.sink_tokens,
+            past=past,
+        )
 
 
 def attend_local(
-    q, k, v, fq, fk, valid, decays, balance, form, place, *, sequence=None, sink=None, carried=None, opened=None, now=None
-):  # fmt: skip
-    """Outputs [B, T, H, V] of tokens that begin at a block edge, M blocks of C; shapes as in `local_attention`.
+    inputs: LocalInputs, end_block: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the outputs of a run of blocks, and the running sums after it.
 
-    valid: bool [B, T], tokens that are keys. place: int [B or 1, M], the index of each block in its sequence. sequence: int
-    [M], its number where several are packed. sink: sink keys and values (k, v, valid) [B, S, G, ...] from a state, else
-    they are found among the tokens. carried: [B, G, R, K, V + 1], the running sums of a state whose last block is `opened`,
-    int [B], and whose sequence is that of the first block; now: int [B], the last block behind these tokens. Returns the
-    outputs and the running sums there (None without `now`). Without gradients a long sequence is taken `SEGMENT` tokens at
-    a time: memory and cost per token do not grow.
+    Without gradients a long sequence is computed `SEGMENT_TOKENS` at a time, so that memory and cost per token do not grow.
+
+    Args:
+        inputs: The tokens and all that goes with them.
+        end_block: int [B], the last block of each row, at which the returned sums stand; None to return no sums.
+
+    Returns:
+        The outputs, [B, T, H, V], and the running sums, [B, G, R, K, V + 1] (None without `end_block`).
     """
-    if form.sinks and sink is None:
-        sink = find_sinks(k, v, valid, form, sequence)
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    decays = inputs.decays
+    form = inputs.form
+    block_index = inputs.block_index
+    size, num_blocks = form.block_size, block_index.shape[1]
+    if form.sinks and inputs.sink_tokens is None:
+        inputs = replace(inputs, sink_tokens=find_sinks(k, v, inputs.valid, form, inputs.sequence_id))
     impl = choose_implementation(
         form.impl,
         q.device,
         lambda: triton_refusal(q, k, v),
-        lambda: local_fault(*local_kind(q, v, fq, decays, balance, form)),
+        lambda: local_fault(*local_kind(q, v, inputs.q_features, decays, inputs.balance, form)),
     )
-    size, count = form.block_size, place.shape[1]
-    real = torch.arange(count * size, device=q.device) < q.shape[1]
-    tensors = q, k, v, fq, fk, resize_tokens(valid, count * size) & real
-    step = max(SEGMENT // size, form.lag)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, decays.weight))
-    if count <= 2 * step or recorded or sequence is not None or torch.compiler.is_compiling():
-        o, summaries = attend_segment(*tensors, decays, balance, form, place, sequence, sink, carried, opened, impl)
-        return o, None if now is None else advance(carried, summaries, decays, form.lag, place, opened, now)
-    outputs = []
-    for first in range(0, count, step):
-        begin, end = max(first - form.lag, 0), min(first + step, count)
-        here = place[:, begin:end]
-        parts = (x[:, begin * size : end * size] for x in tensors)
-        o, summaries = attend_segment(*parts, decays, balance, form, here, None, sink, carried, opened, impl)
+    exists = torch.arange(num_blocks * size, device=q.device) < q.shape[1]
+    inputs = replace(inputs, valid=resize_tokens(inputs.valid, num_blocks * size) & exists)
+    learned = (q, k, v, inputs.q_features, inputs.k_features, decays.weight)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in learned)
+    segment_blocks = max(SEGMENT_TOKENS // size, form.lag)
+    short = num_blocks <= 2 * segment_blocks
+    if short or needs_grad or inputs.sequence_id is not None or torch.compiler.is_compiling():
+        o, summaries = attend_segment(inputs, impl)
+        if end_block is None:
+            return o, None
+        return o, advance(inputs.past, summaries, decays, form.lag, block_index, end_block)
+
+    outputs, past = [], inputs.past
+    for first in range(0, num_blocks, segment_blocks):
+        begin = max(first - form.lag, 0)
+        end = min(first + segment_blocks, num_blocks)
+        segment = inputs.segment(begin, end, past)
+        o, summaries = attend_segment(segment, impl)
         outputs.append(o[:, (first - begin) * size :])
-        last = here[:, -1] if now is None else torch.minimum(here[:, -1], now)
-        carried, opened = advance(carried, summaries, decays, form.lag, here, opened, last), last
-    return torch.cat(outputs, 1), carried
+        last = segment.block_index[:, -1]
+        last = last if end_block is None else torch.minimum(last, end_block)
+        past = PastSums(advance(past, summaries, decays, form.lag, segment.block_index, last), last)
+    return torch.cat(outputs, 1), None if past is None else past.sums
 
 
-def advance(carried, summaries, decays, lag, place, opened, now):
-    """Running sums [B, G, R, K, V + 1] as of block `now` [B], from those as of `opened` and the summaries of blocks `place`.
+def advance(
+    past: PastSums | None,
+    summaries: torch.Tensor,
+    decays: Decays,
+    lag: int,
+    block_index: torch.Tensor,
+    end_block: torch.Tensor,
+) -> torch.Tensor:
+    """Advance running sums to a later block.
 
-    Of these, blocks up to `opened - lag` are in the old sums.
+    Args:
+        past: The sums so far, which already contain the blocks up to `past.block - lag`; None for none.
+        summaries: [B, G, M, K, V + 1], the summaries of a run of blocks.
+        decays: The decays.
+        lag: The distance at which a block enters the sums.
+        block_index: int [B or 1, M], the index of each block of the run.
+        end_block: int [B], the block that the result stands at.
+
+    Returns:
+        [B, G, R, K, V + 1].
     """
-    log_rate, distance = decays.log_rate.to(summaries.dtype), now[:, None] - place
+    log_rate = decays.log_rate.to(summaries.dtype)
+    distance = end_block[:, None] - block_index
     weight = torch.exp(log_rate[None, ..., None] * distance.clamp(min=0)[:, None, None])
-    new = (distance >= lag) if opened is None else (distance >= lag) & (place > (opened - lag)[:, None])
-    weight = torch.where(new[:, None, None], weight, 0)  # [B, G, R, M]
-    running = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
-    if carried is None:
-        return running
-    return running + torch.exp(log_rate * (now - opened)[:, None, None])[..., None, None] * carried
+    enters = distance >= lag
+    if past is not None:
+        enters = enters & (block_index > (past.block - lag)[:, None])
+    weight = torch.where(enters[:, None, None], weight, 0)  # [B, G, R, M]
+    sums = (weight @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+    if past is None:
+        return sums
+    return sums + torch.exp(log_rate * (end_block - past.block)[:, None, None])[..., None, None] * past.sums
 
 
-def attend_segment(q, k, v, fq, fk, valid, decays, balance, form, place, sequence, sink, carried, opened, impl):
-    """`attend_local` all at once, of valid [B, M * C]: its outputs, and the summaries [B, G, M, K, V + 1]."""
-    summaries = block_summaries(fk, v, valid, place, form)
-    decays = decays.to(summaries.dtype)
-    mixed = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, sequence).unflatten(4, summaries.shape[3:])
-    if carried is not None:
-        passed = (place - opened[:, None]).clamp(min=0)[:, None, :, None]  # blocks before it hold no new token
-        decay = torch.exp(decays.log_rate[:, None] * passed)  # [B, G, M, R]
-        if sequence is not None:
-            decay = torch.where((sequence == sequence[0])[:, None], decay, 0)
-        mixed = mixed + decay[..., None, None] * carried[:, :, None]
+def attend_segment(inputs: LocalInputs, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the outputs of all blocks at once.
+
+    Args:
+        inputs: The tokens and all that goes with them, with `valid` [B, M * C].
+        impl: "torch" or "triton".
+
+    Returns:
+        The outputs, [B, T, H, V], and the summaries of the blocks, [B, G, M, K, V + 1].
+    """
+    form = inputs.form
+    block_index = inputs.block_index
+    past = inputs.past
+    q_features = inputs.q_features
+    summaries = block_summaries(inputs.k_features, inputs.v, inputs.valid, block_index, form)
+    decays = inputs.decays.to(summaries.dtype)
+    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, form.lag, inputs.sequence_id)
+    far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
+    if past is not None:
+        # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
+        elapsed = (block_index - past.block[:, None]).clamp(min=0)[:, None, :, None]
+        decay = torch.exp(decays.log_rate[:, None] * elapsed)  # [B, G, M, R]
+        if inputs.sequence_id is not None:
+            decay = torch.where((inputs.sequence_id == inputs.sequence_id[0])[:, None], decay, 0)
+        far_sums = far_sums + decay[..., None, None] * past.sums[:, :, None]
     if decays.power is not None:
-        scale = decays.by_length(place, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
-        fq = fq * resize_tokens(scale, fq.shape[1])[..., None].to(fq.dtype)
-    given = fq, mixed, valid, decays.weight, balance, sink, place, form
+        scale = decays.length_scale(block_index, form.lag).repeat_interleave(form.block_size, 1)  # [B or 1, M * C, H]
+        q_features = q_features * resize_tokens(scale, q_features.shape[1])[..., None].to(q_features.dtype)
     attend = triton_near_and_far if impl == "triton" else near_and_far
-    return attend(q, k, v, *given), summaries
+    o = attend(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        q_features,
+        far_sums,
+        inputs.valid,
+        decays.weight,
+        inputs.balance,
+        inputs.sink_tokens,
+        block_index,
+        form,
+    )
+    return o, summaries
 
 
-def block_summaries(fk, v, valid, place, form):
-    """What the far keys and values of each block sum to, and in a last column the keys: [B, G, M, K, V + 1]."""
-    exact = torch.float64 if torch.float64 in (fk.dtype, v.dtype) else torch.float32
-    fk, v = (resize_tokens(x, valid.shape[1]) for x in (fk, v))
-    fk = torch.where((valid & ~sink_tokens(place, form))[..., None, None], fk, 0)
+def block_summaries(
+    k_features: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
+) -> torch.Tensor:
+    """Sum k v^T over the tokens of each block that can be far (paper eq. 4); a last column sums the keys alone.
+
+    Args:
+        k_features: [B, T, G, K].
+        v: [B, T, G, V].
+        valid: bool [B, M * C], the tokens that are keys.
+        block_index: int [B or 1, M].
+        form: The options.
+
+    Returns:
+        [B, G, M, K, V + 1] in fp32, or in fp64 if an input is.
+    """
+    num_kv_heads = v.shape[2]
+    sum_dtype = torch.float64 if torch.float64 in (k_features.dtype, v.dtype) else torch.float32
+    k_features, v = (resize_tokens(x, valid.shape[1]) for x in (k_features, v))
+    is_far = valid & ~is_sink(block_index, form)
+    k_features = torch.where(is_far[..., None, None], k_features, 0)
     v = with_ones(torch.where(valid[..., None, None], v, 0))
-    fk, v = (by_block_and_group(x, v.shape[2], form.block_size, exact) for x in (fk, v))
-    return fk.mT @ v  # paper eq. 4
+    k_features, v = (by_block_and_group(x, num_kv_heads, form.block_size, sum_dtype) for x in (k_features, v))
+    return k_features.mT @ v
 
 
-def sink_tokens(place, form):
-    """Which tokens are sinks and so never far: bool [B or 1, M * C]."""
-    slot = torch.arange(form.block_size, device=place.device)
-    position = (place[:, :, None] * form.block_size + slot).flatten(1)
+def is_sink(block_index: torch.Tensor, form: LocalForm) -> torch.Tensor:
+    """Return which tokens are sinks, and therefore never far, bool [B or 1, M * C]."""
+    place_in_block = torch.arange(form.block_size, device=block_index.device)
+    position = (block_index[:, :, None] * form.block_size + place_in_block).flatten(1)
     return position < form.sinks
 
 
-def find_sinks(k, v, valid, form, sequence):
-    """The first tokens of each sequence: k, v and valid, [B, S, G, ...], or [B, M, S, G, ...] for packed ones."""
-    if sequence is None:
-        return tuple(x[:, : form.sinks] for x in (k, v, valid))
-    first = torch.searchsorted(sequence, sequence) * form.block_size  # of the same sequence
+def find_sinks(
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, form: LocalForm, sequence_id: torch.Tensor | None
+) -> SinkTokens:
+    """Return the first `form.sinks` tokens of each row, or, for packed sequences, of the sequence of each block."""
+    if sequence_id is None:
+        return SinkTokens(k[:, : form.sinks], v[:, : form.sinks], valid[:, : form.sinks])
+    first = torch.searchsorted(sequence_id, sequence_id) * form.block_size  # first token of the block's sequence
     token = (first[:, None] + torch.arange(form.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
-    return tuple(x[:, token] for x in (k, v, valid))
+    return SinkTokens(k[:, token], v[:, token], valid[:, token])

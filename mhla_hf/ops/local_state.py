@@ -1,34 +1,47 @@
-"""What a decoder remembers of near and far attention (`local.py`): as much at token ten as at token ten million.
+"""The decoder state of near and far attention (`local.py`), whose size does not depend on how many tokens came before.
 
-Each row stands at a position of its own. A ring holds the keys and values of the window and of one block more, so that
-taking tokens back (`crop`, at most a block) costs no more than a rounding of the sums. The far part is R running summaries
-and one of the block that enters them next, to which each new token adds one old one: every step does the same work, and
-none reads a number on the host.
+Every row has its own position. A ring holds the keys and values of the window and of one block more, so that `crop` can take
+back up to a block of tokens at the cost of a rounding error in the sums. The far part consists of R running sums, and of a
+pending summary of the block that enters them next. Each new token adds one old token to the pending summary, so every step
+does the same work, and no step reads a value on the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .decays import Decays
-from .local import attend_local
+from .decays import Decays, LocalForm
+from .local import LocalInputs, PastSums, attend_local
 from .state import RowState
 from .torch_layout import TokenLayout, ring_slot
-from .torch_local import LocalForm, combine, with_ones
+from .torch_local import SinkTokens, combine, with_ones
+
+# Maps keys [B, N, G, D] and their rotation angles [B, N, 1, A] to features of the far part, [B, N, G, K].
+KeyMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class LocalState(RowState):
-    """State of B rows, changed in place (its tensors keep their addresses); nothing has a gradient.
+    """The decoder state of near and far attention, for B rows.
 
-    k [B, S + W, G, D], v [B, S + W, G, V], valid bool [B, S + W]: the first S tokens (sinks), then a ring of
-    W = (lag + 1) * C: `ring_slot` says which token is where. angles [B, S + W, 1, A]: how each of them was rotated, for the
-    far part, which reads keys before their rotation; A is 0 where it does not.
-    running [B, G, R, V + 1, K]: for the block i of the last token, the sum over j <= i - lag of lambda_r^(i - j) times
-    summary j, transposed (its last row sums the keys); pending [B, G, V + 1, K]: as much of summary i - lag + 1 as has been
-    read. Both fp32 at least, and transposed because V + 1 is an awkward width for the vector units that decode.
-    position: tokens seen, int64 [B]; furthest: the most there were before any was taken back. cropped: tokens taken back
-    whose part of the sums `rewind` has yet to undo.
+    It is changed in place, and its tensors keep their addresses. Nothing has a gradient. S is the number of sinks and
+    W = (lag + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
+
+    Args:
+        block_size: Tokens per block, C.
+        k: [B, S + W, G, D], keys: the sinks, then the ring.
+        v: [B, S + W, G, V], values.
+        valid: bool [B, S + W], the slots that hold a real token.
+        angles: [B, S + W, 1, A], how each key was rotated. The far part reads keys before their rotation and undoes it.
+            A is 0 if there is nothing to undo.
+        running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
+            awkward width for the vector units that decode. At least fp32.
+        pending: [B, G, V + 1, K], the part of the summary that enters the sums next which has been read so far. At least
+            fp32.
+        position: int64 [B], the tokens that each row has seen.
+        furthest: int64 [B], the largest position before tokens were taken back.
+        cropped: Tokens taken back by `crop` whose share of the sums `rewind` has yet to undo.
     """
 
     block_size: int
@@ -43,116 +56,182 @@ class LocalState(RowState):
     cropped: int = 0
 
     @staticmethod
-    @torch.inference_mode(False)  # whose tensors could not be written outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(
-        k: torch.Tensor, v: torch.Tensor, rates: int, features: int, form: LocalForm, angles: torch.Tensor | None = None
+        k: torch.Tensor,
+        v: torch.Tensor,
+        num_rates: int,
+        num_features: int,
+        form: LocalForm,
+        angles: torch.Tensor | None = None,
     ) -> "LocalState":
-        """A state that has seen nothing, for keys, values and angles like k and v [B, T, G, ..] and angles [.., A]."""
+        """Create a state that has seen no tokens.
+
+        Args:
+            k, v: Keys [B, T, G, D] and values [B, T, G, V], which give the shapes, dtypes, and device; not read.
+            num_rates: Number of decay rates, R.
+            num_features: Width of the features of the far part, K.
+            form: The options.
+            angles: [.., A], rotation angles, which give A; None is A = 0.
+        """
         angles = k.new_zeros(0) if angles is None else angles
-        batch, _, groups, value_dim = v.shape
-        slots, exact = form.sinks + (form.lag + 1) * form.block_size, torch.promote_types(k.dtype, torch.float32)
+        batch, _, num_kv_heads, value_dim = v.shape
+        num_slots = form.sinks + (form.lag + 1) * form.block_size
+        sum_dtype = torch.promote_types(k.dtype, torch.float32)
         return LocalState(
             block_size=form.block_size,
-            k=k.new_zeros(batch, slots, *k.shape[2:]),
-            v=v.new_zeros(batch, slots, *v.shape[2:]),
-            valid=k.new_zeros(batch, slots, dtype=torch.bool),
-            angles=angles.new_zeros(batch, slots, 1, angles.shape[-1]),
-            running=k.new_zeros(batch, groups, rates, value_dim + 1, features, dtype=exact),
-            pending=k.new_zeros(batch, groups, value_dim + 1, features, dtype=exact),
+            k=k.new_zeros(batch, num_slots, *k.shape[2:]),
+            v=v.new_zeros(batch, num_slots, *v.shape[2:]),
+            valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
+            angles=angles.new_zeros(batch, num_slots, 1, angles.shape[-1]),
+            running=k.new_zeros(batch, num_kv_heads, num_rates, value_dim + 1, num_features, dtype=sum_dtype),
+            pending=k.new_zeros(batch, num_kv_heads, value_dim + 1, num_features, dtype=sum_dtype),
             position=k.new_zeros(batch, dtype=torch.int64),
             furthest=k.new_zeros(batch, dtype=torch.int64),
         )
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens of every row. ValueError where the ring no longer has what was before them."""
+        """Remove the last `count` tokens of every row; `rewind` corrects the sums before they are next read.
+
+        Raises:
+            ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
+        """
         torch.maximum(self.furthest, self.position, out=self.furthest)
-        back = int((self.furthest - self.position).max()) + count
-        if back > self.block_size:
-            raise ValueError(
-                f"count: got {count}, expected a position at most a block of {self.block_size} tokens behind the furthest."
-            )
-        if count > int(self.position.min()):
-            raise ValueError(f"count: got {count}, expected at most the {int(self.position.min())} tokens of a row.")
+        behind = int((self.furthest - self.position).max()) + count
+        if behind > self.block_size:
+            reach = count - (behind - self.block_size)
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
+        shortest = int(self.position.min())
+        if count > shortest:
+            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
         self.cropped += count
         self.position.sub_(count)
 
     @torch.no_grad()
-    def rewind(self, decays: Decays, map_keys, form: LocalForm) -> None:
-        """Undo in the sums what `crop` took from the positions; map_keys: see `continue_local`."""
-        decays, now = decays.to(self.running.dtype), (self.position - 1).clamp(min=0) // form.block_size
-        was = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
-        left = self.summary(was - form.lag, form.block_size, map_keys, form)  # what entered as block `was` opened
+    def rewind(self, decays: Decays, map_keys: KeyMap, form: LocalForm) -> None:
+        """Undo in the sums what `crop` took from the positions; arguments as in `continue_local`."""
+        decays = decays.to(self.running.dtype)
+        block = (self.position - 1).clamp(min=0) // form.block_size
+        old_block = (self.position + self.cropped - 1).clamp(min=0) // form.block_size
+        entered = self.summary(old_block - form.lag, form.block_size, map_keys, form)  # when `old_block` was opened
         decay = torch.exp(decays.log_rate)[..., None, None]
-        earlier = (self.running - decay**form.lag * left[:, :, None]) / decay
-        now, was = (x.view(-1, 1, 1, 1, 1) for x in (now, was))
-        # where nothing is far, or a rate keeps less than a rounding error, all that subtraction leaves is error
-        earlier = torch.where((now >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
-        self.running.copy_(torch.where(now < was, earlier, self.running))
+        earlier = (self.running - decay**form.lag * entered[:, :, None]) / decay
+        block, old_block = (x.view(-1, 1, 1, 1, 1) for x in (block, old_block))
+        # Where nothing is far, or where a rate keeps less than a rounding error, the subtraction leaves only error.
+        earlier = torch.where((block >= form.lag) & (decay > torch.finfo(decay.dtype).eps), earlier, 0)
+        self.running.copy_(torch.where(block < old_block, earlier, self.running))
         self.cropped = 0
         self.refresh_pending(map_keys, form)
 
-    def refresh_pending(self, map_keys, form: LocalForm) -> None:
-        """Sum `pending` anew from the ring."""
+    def refresh_pending(self, map_keys: KeyMap, form: LocalForm) -> None:
+        """Compute `pending` anew from the ring."""
         last = self.position - 1
         count = torch.where(last >= 0, last % form.block_size + 1, 0)[:, None]
         block = last.clamp(min=0) // form.block_size - form.lag + 1
         self.pending.copy_(self.summary(block, count, map_keys, form))
 
-    def summary(self, block, count, map_keys, form: LocalForm) -> torch.Tensor:
-        """The transposed summary [B, G, V + 1, K] of each row's `block` [B], of its first `count` (or [B, 1]) tokens."""
-        token = torch.arange(form.block_size, device=block.device)
-        position = block[:, None] * form.block_size + token
-        rows, place = torch.arange(len(block), device=block.device)[:, None], self.slot(position, form)
-        far = self.valid[rows, place] & (position >= form.sinks) & (token < count)
-        fk = map_keys(self.k[rows, place], self.angles[rows, place])
-        fk = torch.where(far[..., None, None], fk, 0).to(self.running.dtype)
-        v = with_ones(torch.where(far[..., None, None], self.v[rows, place], 0)).to(self.running.dtype)
+    def summary(
+        self, block: torch.Tensor, count: torch.Tensor | int, map_keys: KeyMap, form: LocalForm
+    ) -> torch.Tensor:
+        """Compute the transposed summary of one block of each row from the ring.
+
+        Args:
+            block: int64 [B], the block of each row.
+            count: The number of its first tokens to sum, a number or int64 [B, 1].
+            map_keys: See `KeyMap`.
+            form: The options.
+
+        Returns:
+            [B, G, V + 1, K].
+        """
+        place_in_block = torch.arange(form.block_size, device=block.device)
+        position = block[:, None] * form.block_size + place_in_block
+        rows = torch.arange(len(block), device=block.device)[:, None]
+        slot = self.slot(position, form)
+        is_far = self.valid[rows, slot] & (position >= form.sinks) & (place_in_block < count)
+        k_features = map_keys(self.k[rows, slot], self.angles[rows, slot])
+        k_features = torch.where(is_far[..., None, None], k_features, 0).to(self.running.dtype)
+        v = with_ones(torch.where(is_far[..., None, None], self.v[rows, slot], 0)).to(self.running.dtype)
         with torch.autocast(v.device.type, enabled=False):
-            return v.permute(0, 2, 3, 1) @ fk.transpose(1, 2)
+            return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
     def slot(self, position: torch.Tensor, form: LocalForm) -> torch.Tensor:
-        """Where the token at `position` is; anywhere for one before the first."""
+        """Return the slot of the token at `position`; an arbitrary one for negative positions."""
         return ring_slot(position, self.k.shape[1], form.sinks)
 
 
-def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, *, fresh: bool,
-                   key_mask=None, starts=None, angles=None):  # fmt: skip
-    """o [B, T, H, V] (as in `local_attention`) of T new tokens of every row; `state` goes on by them.
+def continue_local(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    map_keys: KeyMap,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    state: LocalState,
+    *,
+    fresh: bool,
+    key_mask: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    angles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Continue `local_attention` by T new tokens of every row, and add them to the state.
 
-    q, k, v, fq, decays, balance, form, key_mask and starts as in `local_attention`. map_keys: a function of keys
-    [B, N, G, D] and their angles [B, N, 1, A] that returns the far part's features [B, N, G, K]. angles: of k, [B, T, 1, A];
-    None is A = 0. fresh: the state has seen nothing. Gradients flow among the new tokens, not through the state.
+    Gradients flow among the new tokens, but not through the state.
+
+    Args:
+        q, k, v, q_features, decays, balance, form, key_mask, starts: As in `local_attention`.
+        map_keys: Computes the features of keys for the far part; see `KeyMap`.
+        state: The state; changed in place.
+        fresh: Whether the state has seen nothing yet, which saves reading it.
+        angles: [B, T, 1, A], how the keys were rotated; None is A = 0.
+
+    Returns:
+        [B, T, H, V], as in `local_attention`.
     """
     if angles is None:
         angles = state.angles.new_zeros(*q.shape[:2], 1, 0)
     if state.cropped:
         state.rewind(decays, map_keys, form)
     if q.shape[1] == 1 and not fresh:
-        real = None if key_mask is None else key_mask[:, 0]
-        own = None if starts is None else starts.to(q.device) == 0
+        is_key = None if key_mask is None else key_mask[:, 0]
+        takes_part = None if starts is None else starts.to(q.device) == 0
         with torch.autocast(q.device.type, enabled=False):
-            return local_step(q, k, v, fq, map_keys, decays, balance, form, state, real, own, angles)
-    size, steps, before = form.block_size, q.shape[1], state.position.clone()
-    count = torch.full_like(before, steps) if starts is None else steps - starts.to(q.device)
-    first = torch.zeros_like(before) if fresh else ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
-    blocks, slots = (steps + size - 1) // size + (0 if fresh else form.lag), 0 if fresh else state.k.shape[1]
-    layout = TokenLayout(before, count, steps, first, blocks, size, slots, q.device, form.sinks)
+            return local_step(q, k, v, q_features, map_keys, decays, balance, form, state, is_key, takes_part, angles)
+    size = form.block_size
+    num_tokens = q.shape[1]
+    before = state.position.clone()
+    num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
+    num_blocks, num_slots = (num_tokens + size - 1) // size, 0
+    first_block = torch.zeros_like(before)
+    if not fresh:  # begin early enough to cover the window of the open block
+        num_blocks, num_slots = num_blocks + form.lag, state.k.shape[1]
+        first_block = ((before - 1).clamp(min=0) // size - form.lag + 1).clamp(min=0)
+    layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, form.sinks)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v = layout.place_keys(state.k, k), layout.place_keys(state.v, v)
     angles = layout.place_keys(state.angles, angles)
-    q, fq, fk = layout.place_queries(q), layout.place_queries(fq), map_keys(k, angles)
-    with torch.no_grad():
-        for held, laid in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
-            layout.keep(held, laid)
-        state.position.copy_(before + count)
-    past = {"now": (before + count - 1).clamp(min=0) // size}
+    q = layout.place_queries(q)
+    q_features = layout.place_queries(q_features)
+    k_features = map_keys(k, angles)
+    past = sink_tokens = None
     if not fresh:
-        past |= {"carried": state.running.mT, "opened": (before - 1).clamp(min=0) // size}
-        if form.sinks:
-            past["sink"] = tuple(held[:, : form.sinks] for held in (state.k, state.v, state.valid))
+        past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
+    with torch.no_grad():
+        for held, laid_out in ((state.k, k), (state.v, v), (state.valid, valid), (state.angles, angles)):
+            layout.keep(held, laid_out)
+        state.position.copy_(before + num_new)
+    if not fresh and form.sinks:  # after the new tokens are written, which may be sinks
+        sinks = slice(0, form.sinks)
+        sink_tokens = SinkTokens(state.k[:, sinks], state.v[:, sinks], state.valid[:, sinks])
+    inputs = LocalInputs(
+        q, k, v, q_features, k_features, valid, decays, balance, form, layout.blocks, sink_tokens=sink_tokens, past=past
+    )
     with torch.autocast(q.device.type, enabled=False):
-        o, running = attend_local(q, k, v, fq, fk, valid, decays, balance, form, layout.blocks, **past)
+        o, running = attend_local(inputs, (before + num_new - 1).clamp(min=0) // size)
+    assert running is not None  # `attend_local` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, form)
@@ -160,50 +239,107 @@ def continue_local(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalFo
 
 
 @torch.no_grad()
-def local_step(q, k, v, fq, map_keys, decays: Decays, balance, form: LocalForm, state: LocalState, real=None, own=None,
-               angles=None):  # fmt: skip
-    """One new token of every row: o [B, 1, H, V] in the dtype of the sums; `state` goes on by it.
+def local_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    map_keys: KeyMap,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+    state: LocalState,
+    is_key: torch.Tensor | None = None,
+    takes_part: torch.Tensor | None = None,
+    angles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Continue `local_attention` by a single token of every row, with the same graph for every position.
 
-    Arguments as of `continue_local`. real: bool [B], whose token is no padding. own: bool [B], whose row goes on by it, be
-    it padding after its first token; other rows are left as they are. The same graph for every position.
+    Args:
+        q, k, v, q_features, map_keys, decays, balance, form, state, angles: As in `continue_local`.
+        is_key: bool [B], False for rows whose token is padding; None if there are none.
+        takes_part: bool [B], False for rows that have not begun, which stay as they are; None if there are none.
+
+    Returns:
+        [B, 1, H, V] in the dtype of the sums.
     """
-    size, lag, exact, p = form.block_size, form.lag, state.running.dtype, state.position
-    heads = (len(p), k.shape[2], q.shape[2] // k.shape[2])  # [B, G, H / G]
-    decays = decays.to(exact)
-    rows, slot, inside = torch.arange(len(p), device=p.device), state.slot(p, form), p % size
-    for ring, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        new = new if real is None else new.masked_fill(~real[:, None, None], 0)
-        ring[rows, slot] = new.to(ring.dtype)
-    if angles is not None:
-        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
-    state.valid[rows, slot] = torch.ones_like(p, dtype=torch.bool) if real is None else real
+    size = form.block_size
+    lag = form.lag
+    sum_dtype = state.running.dtype
+    position = state.position
+    batch = len(position)
+    num_kv_heads = k.shape[2]
+    share = q.shape[2] // k.shape[2]
+    decays = decays.to(sum_dtype)
+    write_token(k, v, angles, is_key, state, form)
 
-    opens = inside == 0 if own is None else (inside == 0) & own
+    # The first token of a block moves the sums on to it and lets the pending summary enter.
+    place_in_block = position % size
+    opens = place_in_block == 0 if takes_part is None else (place_in_block == 0) & takes_part
     opens = opens.view(-1, 1, 1, 1, 1)
     decay = torch.exp(decays.log_rate)[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
     state.running.addcmul_(torch.where(opens, decay**lag, 0), state.pending[:, :, None])
-    old = p - (lag - 1) * size
-    place = state.slot(old, form)
-    enters = (old >= form.sinks) & state.valid[rows, place]
-    enters = enters if own is None else enters & own
-    entering = map_keys(state.k[rows, place][:, None], state.angles[rows, place][:, None])[:, 0]
-    entering = entering.masked_fill(~enters[:, None, None], 0).to(exact)
-    left_v = with_ones(state.v[rows, place]).to(exact)
-    state.pending.mul_(~opens[..., 0]).addcmul_(left_v[..., None], entering[:, :, None])
+    add_pending_token(state, map_keys, form, opens, takes_part)
 
-    slots = torch.arange(state.k.shape[1], device=p.device)
-    age = (p[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # in the ring
-    last = inside + (lag - 1) * size
-    seen = state.valid & torch.where(slots < form.sinks, slots <= p[:, None], age <= last[:, None])
-    score = (q.reshape(*heads, -1).to(exact) @ state.k.permute(0, 2, 3, 1).to(exact)) * form.scale
-    fq = fq[:, 0].to(exact)
+    slots = torch.arange(state.k.shape[1], device=position.device)
+    age = (position[:, None] - slots + form.sinks) % (len(slots) - form.sinks)  # of the tokens in the ring
+    oldest_age = place_in_block + (lag - 1) * size
+    in_window = torch.where(slots < form.sinks, slots <= position[:, None], age <= oldest_age[:, None])
+    visible = (state.valid & in_window)[:, None, None]
+    query = q.reshape(batch, num_kv_heads, share, -1).to(sum_dtype)
+    score = (query @ state.k.permute(0, 2, 3, 1).to(sum_dtype)) * form.scale
+    q_features = q_features[:, 0].to(sum_dtype)
     if decays.power is not None:
-        fq = fq * decays.by_length(p // size, lag)[..., None]
-    weighed = fq.view(*heads, 1, -1) * decays.weight.view(*heads[1:], -1, 1)
-    far = weighed.flatten(3) @ state.running.mT.flatten(2, 3)
-    near_v, has_far = state.v.transpose(1, 2).to(exact), (p >= lag * size).view(-1, 1, 1, 1)
-    of_heads = (x if x is None else x.to(exact).view(*heads[1:], 1) for x in (decays.weight.sum(-1), balance))
-    o = combine(score, seen[:, None, None], near_v, far, *of_heads, has_far, form).flatten(1, 2)[:, None]
-    state.position.add_(1 if own is None else own)
-    return o if own is None else o.masked_fill(~own.view(-1, 1, 1, 1), 0)
+        q_features = q_features * decays.length_scale(position // size, lag)[..., None]
+    # [B, G, H / G, 1, K] * [G, H / G, R, 1]
+    expanded = q_features.view(batch, num_kv_heads, share, 1, -1) * decays.weight.view(num_kv_heads, share, -1, 1)
+    far = expanded.flatten(3) @ state.running.mT.flatten(2, 3)
+    near_v = state.v.transpose(1, 2).to(sum_dtype)
+    has_far = (position >= lag * size).view(-1, 1, 1, 1)
+    total_weight = decays.weight.sum(-1).to(sum_dtype).view(num_kv_heads, share, 1)
+    balance = None if balance is None else balance.to(sum_dtype).view(num_kv_heads, share, 1)
+    o = combine(score, visible, near_v, far, total_weight, balance, has_far, form).flatten(1, 2)[:, None]
+    state.position.add_(1 if takes_part is None else takes_part)
+    return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
+
+
+def write_token(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: torch.Tensor | None,
+    is_key: torch.Tensor | None,
+    state: LocalState,
+    form: LocalForm,
+) -> None:
+    """Write one new token per row into the slot of its position; arguments as in `local_step`."""
+    position = state.position
+    rows = torch.arange(len(position), device=position.device)
+    slot = state.slot(position, form)
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        new = new if is_key is None else new.masked_fill(~is_key[:, None, None], 0)
+        held[rows, slot] = new.to(held.dtype)
+    if angles is not None:
+        state.angles[rows, slot] = angles[:, 0].to(state.angles.dtype)
+    state.valid[rows, slot] = torch.ones_like(position, dtype=torch.bool) if is_key is None else is_key
+
+
+def add_pending_token(
+    state: LocalState, map_keys: KeyMap, form: LocalForm, opens: torch.Tensor, takes_part: torch.Tensor | None
+) -> None:
+    """Add to the pending summary of each row the old token that is `lag - 1` blocks behind its position.
+
+    Args:
+        state, map_keys, form, takes_part: As in `local_step`.
+        opens: bool [B, 1, 1, 1, 1], the rows whose token opens a block, where the pending summary starts from zero.
+    """
+    sum_dtype = state.pending.dtype
+    old_position = state.position - (form.lag - 1) * form.block_size
+    rows = torch.arange(len(old_position), device=old_position.device)
+    slot = state.slot(old_position, form)
+    is_far = (old_position >= form.sinks) & state.valid[rows, slot]
+    is_far = is_far if takes_part is None else is_far & takes_part
+    k_features = map_keys(state.k[rows, slot][:, None], state.angles[rows, slot][:, None])[:, 0]
+    k_features = k_features.masked_fill(~is_far[:, None, None], 0).to(sum_dtype)
+    old_v = with_ones(state.v[rows, slot]).to(sum_dtype)
+    state.pending.mul_(~opens[..., 0]).addcmul_(old_v[..., None], k_features[:, :, None])

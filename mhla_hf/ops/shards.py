@@ -1,11 +1,12 @@
-"""MHLA of one shard of the tokens of a grid, where other processes hold the rest (context parallelism).
+"""MHLA on a grid whose tokens are spread over several processes (context parallelism).
 
-A query needs of far tokens only the mixed summary of its block. Each process mixes the summaries of its own tokens for the
-blocks of all queries; these parts are added up where the queries are (a reduce-scatter), once per layer, and everything
-else stays where it is. Tokens are in the order of their blocks, so that only the blocks at borders lie in several shards.
+All that a query needs of distant tokens is the mixed summary of its block. Each process mixes the summaries of its own
+tokens for the blocks of all queries; a reduce-scatter, once per layer, adds these parts up where the queries are, and
+everything else stays where it is. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -17,46 +18,62 @@ from .torch_layout import Heads, gather_by_block
 
 
 def sharded_mhla(
-    q, k, v, mixing, *, blocks: Blocks, rank: int, edges, add_up, normalize=True, q_den=None, k_den=None, unrounded=False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks, rank: int,
+    edges: Sequence[int], add_up: Callable[[torch.Tensor], torch.Tensor], normalize: bool | str = True,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, unrounded: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """What `mhla` gives for tokens `edges[rank]` to `edges[rank + 1]` in the order of their blocks, o [B, T, H, V].
+    """Compute the outputs of `mhla` for this process's tokens: `edges[rank]` to `edges[rank + 1]` in block order.
 
-    The tensors are of these tokens, all options as in `mhla`, but blocks: the cut of all tokens. edges: where the shards of
-    all processes begin in that order, and the end. add_up: a differentiable function, called once, that takes x [P * N, ..]
-    and returns the sum over processes of part number `rank`, [N, ..] (`ReduceScatter`).
+    Args:
+        q, k, v, q_den, k_den: As in `mhla`, of these tokens alone.
+        mixing, normalize, unrounded: As in `mhla`.
+        blocks: The blocks of all tokens.
+        rank: This process's number.
+        edges: The first token of every process in block order, and the total number of tokens; P + 1 numbers.
+        add_up: A differentiable function, called once, that takes x [P * N, ..], adds it up over all processes, and returns
+            the part of this process, [N, ..]; for example `ReduceScatter`.
 
-    ValueError, one sentence, if the tensors are not that shard or normalize is "official".
+    Returns:
+        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+
+    Raises:
+        ValueError: If the tensors are not this shard, or `normalize` is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
-        what = f"expected shard {rank} of {blocks.length} tokens cut at {list(edges)}"
-        raise ValueError(f"q: got {q.shape[1]} tokens, {what}.")
+        expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"
+        raise ValueError(f"q: got {q.shape[1]} tokens, expected {expected}.")
     if normalize == "official":
-        raise ValueError("normalize is 'official'; expected True or False where tokens are sharded.")
-    exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    (heads,) = Heads.groups(q, exact, one_by_one=False)
-    ends = list(accumulate(blocks.sizes()))
-    wanted = [range(bisect_right(ends, first), bisect_left(ends, end) + 1) for first, end in pairwise(edges)]
-    own, most = wanted[rank], max(map(len, wanted))
-    rows = [
-        number for part in wanted for number in (*part, *[0] * (most - len(part)))
-    ]  # of all processes, equally many
-    sizes = torch.tensor([edges[rank], *ends[own.start : own.stop - 1], edges[rank + 1]]).diff()
-    order = gather_by_block(torch.arange(len(own)).repeat_interleave(sizes), sizes, int(sizes.max()))
-    order, inverse = (x.to(q.device) for x in order)
+        raise ValueError("normalize: got 'official', expected True or False for sharded tokens.")
+    sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    (heads,) = Heads.groups(q, sum_dtype, one_by_one=False)
+    block_ends = list(accumulate(blocks.sizes()))
+    # The blocks that the tokens of each process belong to. Every process gets equally many rows of the mixing matrix.
+    blocks_of_ranks = [
+        range(bisect_right(block_ends, first), bisect_left(block_ends, end) + 1) for first, end in pairwise(edges)
+    ]
+    largest = max(map(len, blocks_of_ranks))
+    rows = [row for of_rank in blocks_of_ranks for row in (*of_rank, *[0] * (largest - len(of_rank)))]
+    local = blocks_of_ranks[rank]
+    sizes = torch.tensor([edges[rank], *block_ends[local.start : local.stop - 1], edges[rank + 1]]).diff()
+    order, inverse = gather_by_block(torch.arange(len(local)).repeat_interleave(sizes), sizes, int(sizes.max()))
+    order, inverse = order.to(q.device), inverse.to(q.device)
 
-    def by_block(x):
-        x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # the last row fills short blocks
-        return x.index_select(1, order).unflatten(1, (len(own), -1))  # [R, M, C, K]
+    def by_block(x: torch.Tensor) -> torch.Tensor:
+        """Gather all heads by block: [B, T, H or G, K] -> [R, M, C, K]."""
+        x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
+        return x.index_select(1, order).unflatten(1, (len(local), -1))
 
     with torch.autocast(q.device.type, enabled=False):
-        summary, m = by_block(k).mT @ by_block(v), heads.take_mixing(mixing, q.shape[3] ** -0.5)
-        sums = summary.flatten(2)
+        summary = by_block(k).mT @ by_block(v)
+        m = heads.take_mixing(mixing, q.shape[3] ** -0.5)
+        sums = summary.flatten(2)  # [R, M, K * V], with normalize [R, M, K * V + L]
         if normalize:
             sums = torch.cat([sums, by_block(k if k_den is None else k_den).sum(2)], 2)
-        sums = mix_blocks(m[:, rows, own.start : own.stop], sums[..., None])[..., 0]
-        sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(own)]
-        sums, z = sums.split([summary[0, 0].numel(), sums.shape[2] - summary[0, 0].numel()], 2)
-        o = by_block(q) @ sums.unflatten(2, summary.shape[2:])
+        sums = mix_blocks(m[:, rows, local.start : local.stop], sums[..., None])[..., 0]
+        sums = add_up(sums.transpose(0, 1)).transpose(0, 1)[:, : len(local)]
+        summary_width = summary[0, 0].numel()
+        mixed, z = sums.split([summary_width, sums.shape[2] - summary_width], 2)
+        o = by_block(q) @ mixed.unflatten(2, summary.shape[2:])
         if normalize:
             o = divide_or_zero(o, (by_block(q if q_den is None else q_den) @ z[..., None]).squeeze(3))
         o = o.flatten(1, 2).index_select(1, inverse).unflatten(0, (len(q), -1)).transpose(1, 2)

@@ -1,105 +1,155 @@
-"""The backward pass in PyTorch, on blocks, for some heads at once. Letters and shapes as in `torch_forward.py`.
+"""The backward pass in PyTorch, by blocks and for several heads at once; letters and shapes as in `torch_forward.py`.
 
-Summaries and scores are computed again. g [R, M, C, V] is the gradient of the sum of weight times v, r [R, M, C] that of the
-sum of the weights (None where nothing is normalized).
+Summaries and scores are recomputed. Two gradients come in: num_grad [R, M, C, V] of the sum of weight * v, and
+den_grad [R, M, C] of the sum of the weights, which is None if not normalized.
 """
 
 import torch
 
 from .reference import divide_or_zero, without_row_scale
-from .torch_forward import HeadWork, chunk_prefix, cut_chunks, mix_blocks, own_scores, own_weights, summaries_of
+from .torch_forward import (
+    BlockedForm,
+    HeadWork,
+    chunk_prefix,
+    chunk_scores,
+    chunk_summaries,
+    cut_chunks,
+    diagonal_mixing,
+    mix_blocks,
+)
+
+FourGrads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v, and mixing
 
 
-def blocked_backward(grad, q, k, v, mixing, o, den, form):
-    """Gradients of q, k, v and mixing for that of o."""
+def blocked_backward(
+    o_grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    o: torch.Tensor | None,
+    den: torch.Tensor | None,
+    form: BlockedForm,
+) -> list[torch.Tensor]:
+    """Compute the gradients of q, k, v, and mixing.
+
+    Args:
+        o_grad: [B, T, H, V], the gradient of the output.
+        q, k, v, mixing, form: As in `blocked_forward`.
+        o, den: What it returned; None if not normalized.
+    """
     work, inputs = HeadWork(q, k, v, form), (q, k, v, mixing)
-    take_grads = causal_grads if work.causal else full_grads
+    compute_grads = causal_grads if work.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):
-        grads = [room_for(x, q.shape[2], work.exact) for x in inputs]
+        grads = [empty_grad(x, q.shape[2], work.sum_dtype) for x in inputs]
+        q_grad, k_grad, v_grad, mixing_grad = grads
         for heads in work.groups:
-            g, r = heads.take(grad), None
-            if work.normalize:
-                g = divide_or_zero(g, heads.take(den).squeeze(2))
-                r = work.rows.split(-(g * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
+            num_grad, den_grad = heads.take(o_grad), None
+            if o is not None and den is not None:  # o = num / den
+                num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
+                den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
             m = heads.take_mixing(mixing, work.scale)
-            dq, dk, dv, dm = take_grads(*work.parts(heads, q, k, v), m, work.rows.split(g), r)
-            heads.give(work.rows.merge(dq), grads[0])
-            heads.give(work.columns.merge(dk), grads[1])
-            heads.give(work.columns.merge(dv), grads[2])
-            heads.give_mixing(dm * work.scale, grads[3])
+            num_grad = work.query_cut.split(num_grad)
+            dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
+            heads.write(work.query_cut.merge(dq), q_grad)
+            heads.write(work.key_cut.merge(dk), k_grad)
+            heads.write(work.key_cut.merge(dv), v_grad)
+            heads.add_mixing_grad(dm * work.scale, mixing_grad)
         if work.normalize:
-            grads[3] = without_row_scale(grads[3], mixing, work.causal)
-    return [dx.to(x.dtype) for x, dx in zip(inputs, grads, strict=True)]
+            grads[3] = without_row_scale(mixing_grad, mixing, work.causal)
+    return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
 
 
-def room_for(x, heads, exact):
-    """Where the gradient of an input goes; zeros where contributions of several heads are added up."""
-    added = x.dim() < 4 or x.shape[2] < heads
-    return torch.zeros_like(x, dtype=exact) if added else torch.empty_like(x)
+def empty_grad(x: torch.Tensor, num_heads: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """Allocate the gradient of an input: zeros in `sum_dtype` if several heads add to it, else uninitialized memory."""
+    summed = x.dim() < 4 or x.shape[2] < num_heads
+    return torch.zeros_like(x, dtype=sum_dtype) if summed else torch.empty_like(x)
 
 
-def full_grads(q, k, v, m, g, r):
-    """Gradients of q, k, v and m [R, M, N], for g [R, M, C, V], that of the sum with v, r [R, M, C], without (or None)."""
+def full_grads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    num_grad: torch.Tensor,
+    den_grad: torch.Tensor | None,
+) -> FourGrads:
+    """Compute the gradients of q, k, v, and m [R, M, N] without a causal mask."""
     summary = k.mT @ v
-    dmixed = q.mT @ g
-    dq = g @ mix_blocks(m, summary).mT
-    dsummary = mix_blocks(m.mT, dmixed)
-    dk = v @ dsummary.mT
-    dm = torch.bmm(dmixed.flatten(2), summary.flatten(2).mT)
-    if r is not None:
+    mixed_grad = q.mT @ num_grad
+    dq = num_grad @ mix_blocks(m, summary).mT
+    summary_grad = mix_blocks(m.mT, mixed_grad)
+    dk = v @ summary_grad.mT
+    dm = torch.bmm(mixed_grad.flatten(2), summary.flatten(2).mT)
+    if den_grad is not None:
         z = k.sum(2)
-        dmixed_z = (q.mT @ r[..., None]).squeeze(3)
-        dq += r[..., None] * torch.matmul(m, z)[:, :, None]
-        dk += torch.matmul(m.mT, dmixed_z)[:, :, None]
-        dm += torch.bmm(dmixed_z, z.mT)
-    return dq, dk, k @ dsummary, dm
+        mixed_z_grad = (q.mT @ den_grad[..., None]).squeeze(3)
+        dq += den_grad[..., None] * torch.matmul(m, z)[:, :, None]
+        dk += torch.matmul(m.mT, mixed_z_grad)[:, :, None]
+        dm += torch.bmm(mixed_z_grad, z.mT)
+    return dq, dk, k @ summary_grad, dm
 
 
-def causal_grads(q, k, v, m, g, r):
-    """Gradients of q, k, v and m [R, M, M], for g [R, M, C, V], that of the sum with v, r [R, M, C], without (or None)."""
+def causal_grads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    m: torch.Tensor,
+    num_grad: torch.Tensor,
+    den_grad: torch.Tensor | None,
+) -> FourGrads:
+    """Compute the gradients of q, k, v, and m [R, M, M] with a causal mask."""
     rows, count, size, _ = q.shape
-    q, k, v, g = cut_chunks(q), cut_chunks(k), cut_chunks(v), cut_chunks(g)
-    own = own_weights(m)
-    summary = summaries_of(k, v, rows, count)
+    q = cut_chunks(q)
+    k = cut_chunks(k)
+    v = cut_chunks(v)
+    num_grad = cut_chunks(num_grad)
+    diagonal = diagonal_mixing(m)
+    summary = chunk_summaries(k, v, rows, count)
     prefix, running = chunk_prefix(summary, m)
-    score = own_scores(q, k, rows, count)
-    dweight = torch.bmm(g, v.mT)
-    if r is not None:
-        r = r.reshape(len(g), -1, 1)
-        dweight += r
-    dweight = dweight.tril_().view(rows, count, -1)
-    dm_own = torch.linalg.vecdot(score, dweight)
-    dscore = dweight.mul_(own).view(len(q), q.shape[1], -1)
-    weight = score.mul_(own).view_as(dscore)
+    score = chunk_scores(q, k, rows, count)
+    weight_grad = torch.bmm(num_grad, v.mT)
+    if den_grad is not None:
+        den_grad = den_grad.reshape(len(num_grad), -1, 1)
+        weight_grad += den_grad
+    weight_grad = weight_grad.tril_().view(rows, count, -1)
+    diagonal_grad = torch.linalg.vecdot(score, weight_grad)
+    score_grad = weight_grad.mul_(diagonal).view(len(q), q.shape[1], -1)
+    weight = score.mul_(diagonal).view_as(score_grad)
 
-    dq = torch.bmm(g, prefix.view(len(q), -1, v.shape[2]).mT).baddbmm_(dscore, k)
-    dprefix = torch.bmm(q.mT, g).view_as(summary)
-    dsummary, dm = chunk_prefix_grads(dprefix, summary, running, m)
-    dsummary = dsummary.view(len(q), -1, v.shape[2])
-    dk = torch.bmm(v, dsummary.mT).baddbmm_(dscore.mT, q)
-    dv = torch.bmm(k, dsummary).baddbmm_(weight.mT, g)
-    if r is not None:
+    dq = torch.bmm(num_grad, prefix.view(len(q), -1, v.shape[2]).mT).baddbmm_(score_grad, k)
+    prefix_grad = torch.bmm(q.mT, num_grad).view_as(summary)
+    summary_grad, dm = chunk_prefix_grads(prefix_grad, summary, running, m)
+    summary_grad = summary_grad.view(len(q), -1, v.shape[2])
+    dk = torch.bmm(v, summary_grad.mT).baddbmm_(score_grad.mT, q)
+    dv = torch.bmm(k, summary_grad).baddbmm_(weight.mT, num_grad)
+    if den_grad is not None:
         z = k.sum(1).view(rows, count, -1, k.shape[2])
         prefix_z, running_z = chunk_prefix(z, m)
-        dq += r * prefix_z.view(len(q), 1, -1)
-        dz, dm_z = chunk_prefix_grads(torch.bmm(q.mT, r).view_as(z), z, running_z, m)
-        dk += dz.view(len(q), 1, -1)
-        dm = dm + dm_z
-    dm = dm + torch.diag_embed(dm_own)
-    return *(x.view(rows, count, size, -1) for x in (dq, dk, dv)), dm
+        dq += den_grad * prefix_z.view(len(q), 1, -1)
+        z_grad, dm_from_z = chunk_prefix_grads(torch.bmm(q.mT, den_grad).view_as(z), z, running_z, m)
+        dk += z_grad.view(len(q), 1, -1)
+        dm = dm + dm_from_z
+    dm = dm + torch.diag_embed(diagonal_grad)
+    dq, dk, dv = (x.view(rows, count, size, -1) for x in (dq, dk, dv))
+    return dq, dk, dv, dm
 
 
-def chunk_prefix_grads(dprefix, summary, running, m):
-    """Gradients of the summaries [R, M, n, X] and of m [R, M, M], for that of the prefix."""
+def chunk_prefix_grads(
+    prefix_grad: torch.Tensor, summary: torch.Tensor, running: torch.Tensor | None, m: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gradients of `chunk_prefix`: of the summaries, [R, M, n, X], and of m, [R, M, M]."""
     if running is None:
-        dsummary, dm = mix_earlier_grads(dprefix.squeeze(2), summary.squeeze(2), m)
-        return dsummary[:, :, None], dm
-    dsummary, dm = mix_earlier_grads(dprefix.sum(2), summary.sum(2), m)
-    later = torch.nn.functional.pad(dprefix.flip(2)[:, :, :-1], (0, 0, 1, 0)).cumsum(2).flip(2)
-    dsummary = torch.addcmul(dsummary[:, :, None], later, own_weights(m)[..., None])
-    return dsummary, dm + torch.diag_embed(torch.linalg.vecdot(dprefix.flatten(2), running.flatten(2)))
+        summary_grad, dm = mix_earlier_grads(prefix_grad.squeeze(2), summary.squeeze(2), m)
+        return summary_grad[:, :, None], dm
+    summary_grad, dm = mix_earlier_grads(prefix_grad.sum(2), summary.sum(2), m)
+    later = torch.nn.functional.pad(prefix_grad.flip(2)[:, :, :-1], (0, 0, 1, 0)).cumsum(2).flip(2)
+    summary_grad = torch.addcmul(summary_grad[:, :, None], later, diagonal_mixing(m)[..., None])
+    return summary_grad, dm + torch.diag_embed(torch.linalg.vecdot(prefix_grad.flatten(2), running.flatten(2)))
 
 
-def mix_earlier_grads(dmixed, summary, m):
-    """Gradients of summary [R, M, X] and m [R, M, M] for dmixed, that of `mix_earlier`."""
-    return torch.matmul(m.tril(-1).mT, dmixed), torch.bmm(dmixed, summary.mT).tril_(-1)
+def mix_earlier_grads(
+    mixed_grad: torch.Tensor, summary: torch.Tensor, m: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gradients of `mix_earlier`: of the summaries, [R, M, X], and of m, [R, M, M]."""
+    return torch.matmul(m.tril(-1).mT, mixed_grad), torch.bmm(mixed_grad, summary.mT).tril_(-1)

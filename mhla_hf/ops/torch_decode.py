@@ -1,228 +1,368 @@
-"""Continue an `MHLAState`: one new token, a few, or a whole chunk of a prompt, for rows that stand at different positions.
+"""Continues an `MHLAState` by one token, a few, or a whole chunk of a prompt, for rows at different positions.
 
-Two ways through. While no row leaves its open block (`step_within_block`, every ordinary decode step) only the prefix and
-the window are read: constant time per token, and the prefix is mixed anew once per block. Otherwise (`step_across_blocks`)
-the open block and the new tokens are laid out block by block, each row from its own block edge, and handled as one batch.
-Each summary is computed from the whole block when it closes, so the numbers do not depend on how the tokens were cut into
-steps. Positions (length, block, offset, counts) are int64 [B] on the CPU.
+There are two code paths. While no row leaves its open block (`step_within_block`, every ordinary decoding step), only the
+prefix and the window are read: the time per token is constant, and the prefix is mixed anew once per block. Otherwise
+(`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block edge, and
+computed as one batch. A summary is always computed from the whole block when the block closes, so the numbers do not depend
+on how the tokens were divided into steps.
+
+Positions and block indices are int64 [B] on the CPU. "Open tokens" are lists with the keys, the values, and, if the
+denominator has features of its own, the k_den of open blocks.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from .reference import divide_or_zero
+from .state import MHLAState
 from .torch_layout import TokenLayout
 
+AttendOne = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, MHLAState, float], torch.Tensor]
 
-def torch_step(q, k, v, mixing, state, scale, q_den, k_den, starts, unrounded=False, attend_one=None):
-    """Output [B, T, H, V] of T new tokens; `state` changes in place. Inputs are checked by `mhla_step`, shapes as there.
 
-    attend_one: takes the place of PyTorch's attention for a single token inside its block (`triton/decode.py`).
+def torch_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    scale: float,
+    q_den: torch.Tensor | None,
+    k_den: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    unrounded: bool = False,
+    attend_one: AttendOne | None = None,
+) -> torch.Tensor:
+    """Compute `mhla_step`; arguments as there, already checked. `state` changes in place.
+
+    Args:
+        attend_one: Replaces the attention of a single token within its open block; see `triton/decode.py`.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
     """
-    steps = q.shape[1]
-    counts = own_tokens(state, steps, starts)
-    if int(counts.min()) == steps and int((state.length % state.block_size).max()) + steps <= state.block_size:
-        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend_one if steps == 1 else None)
+    num_tokens = q.shape[1]
+    num_new = count_real_tokens(state, num_tokens, starts)
+    no_padding = int(num_new.min()) == num_tokens
+    if no_padding and int((state.length % state.block_size).max()) + num_tokens <= state.block_size:
+        attend = attend_one if num_tokens == 1 else None
+        o = step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend)
     else:
-        o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts)
+        o = step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, num_new)
     return o if unrounded else o.to(v.dtype)
 
 
-def own_tokens(state, steps, starts):
-    """How many of `steps` tokens are each row's own, int64 [B]: those from `starts` on."""
-    return torch.full_like(state.length, steps) if starts is None else steps - starts.cpu()
+def count_real_tokens(state: MHLAState, num_tokens: int, starts: torch.Tensor | None) -> torch.Tensor:
+    """Return how many of `num_tokens` new tokens are real in each row, int64 [B]: those from `starts` on."""
+    return torch.full_like(state.length, num_tokens) if starts is None else num_tokens - starts.cpu()
 
 
-def step_within_block(q, k, v, mixing, state, scale, q_den, k_den, attend_one):
-    """T new tokens of every row, all inside each row's open block."""
-    exact, steps, size = state.summaries.dtype, q.shape[1], state.block_size
+def step_within_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    scale: float,
+    q_den: torch.Tensor | None,
+    k_den: torch.Tensor | None,
+    attend_one: AttendOne | None,
+) -> torch.Tensor:
+    """Process T new tokens of every row that all fit in the open block of their row; see `torch_step`."""
+    sum_dtype = state.summaries.dtype
+    num_tokens = q.shape[1]
+    size = state.block_size
     block, offset = state.length // size, state.length % size
     stale = state.prefix_block != block
     if stale.any():
-        rows = torch.nonzero(stale).flatten()
-        refresh_prefix(state, mixing, rows, block[rows])
+        stale_rows = torch.nonzero(stale).flatten()
+        refresh_prefix(state, mixing, stale_rows, block[stale_rows])
     entries = window_entries(state, k, v, k_den)
-    shortest, longest = (int(place) for place in state.length.aminmax())
+    shortest, longest = (int(length) for length in state.length.aminmax())
     if shortest == longest:
-        opened, seen = write_together(state, entries, longest // size, longest % size, steps)
-        own = mixing[..., longest // size, longest // size].to(exact).reshape(1, -1, 1, 1, 1)
+        open_tokens, visible = write_same_position(state, entries, longest // size, longest % size, num_tokens)
+        diagonal = mixing[..., longest // size, longest // size].to(sum_dtype).reshape(1, -1, 1, 1, 1)
     else:
-        opened, seen = write_apart(state, entries, block, offset, steps)
-        own = own_weight(mixing, block[:, None], exact)
+        open_tokens, visible = write_own_positions(state, entries, block, offset, num_tokens)
+        diagonal = diagonal_weight(mixing, block[:, None], sum_dtype)
     if attend_one is not None:
         o = attend_one(q, q_den, mixing, state, scale)
     else:
-        query, query_den, *opened_heads = (None if x is None else by_head(x, exact) for x in (q, q_den, *opened))
-        prefix, prefix_z = (None if x is None else x[:, :, None] for x in (state.prefix, state.prefix_z))
-        o = attend_blocks(query, query_den, opened_heads, prefix, prefix_z, seen, own, scale)[:, :, 0].transpose(1, 2)
-    closing = offset + steps == size
+        query = heads_first(q, sum_dtype)
+        query_den = None if q_den is None else heads_first(q_den, sum_dtype)
+        tokens = [heads_first(x, sum_dtype) for x in open_tokens]
+        prefix = state.prefix[:, :, None]
+        prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
+        o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
+        o = o[:, :, 0].transpose(1, 2)
+    closing = offset + num_tokens == size
     if closing.any():
         rows = torch.nonzero(closing).flatten()
-        push_summaries(state, rows, block[rows], [tokens[rows.to(q.device)].to(exact) for tokens in opened])
-    state.length = state.length + steps
+        close_blocks(state, rows, block[rows], [x[rows.to(q.device)].to(sum_dtype) for x in open_tokens])
+    state.length = state.length + num_tokens
     state.oldest = torch.maximum(state.oldest, (block - 1) * size)
     return o
 
 
-def write_together(state, entries, block, offset, steps):
-    """Write new tokens of rows that all stand at one place; returns the open block's tokens so far, and who sees whom."""
+def write_same_position(
+    state: MHLAState, entries: list[tuple[str, torch.Tensor]], block: int, offset: int, num_tokens: int
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Write new tokens of rows that are all at the same position into the window.
+
+    Args:
+        state: The state, changed in place.
+        entries: From `window_entries`.
+        block: The index of the open block.
+        offset: The number of tokens that it already has.
+        num_tokens: The number of new tokens, T.
+
+    Returns:
+        The open tokens, [B, offset + T, G, K or V], views of the window; and which new token sees which of them, bool
+        [T, offset + T], or None if it is all of them.
+    """
     first = block % 2 * state.block_size
     for name, new in entries:
-        getattr(state, name)[:, first + offset : first + offset + steps] = new
-    opened = [getattr(state, name)[:, first : first + offset + steps] for name, _ in entries]
-    if steps == 1:
-        return opened, None
-    return opened, torch.ones(steps, offset + steps, dtype=torch.bool, device=opened[0].device).tril(offset)
+        getattr(state, name)[:, first + offset : first + offset + num_tokens] = new
+    open_tokens = [getattr(state, name)[:, first : first + offset + num_tokens] for name, _ in entries]
+    if num_tokens == 1:
+        return open_tokens, None
+    everything = torch.ones(num_tokens, offset + num_tokens, dtype=torch.bool, device=open_tokens[0].device)
+    return open_tokens, everything.tril(offset)
 
 
-def write_apart(state, entries, block, offset, steps):
-    """As `write_together`, for rows at places of their own; returns each row's whole half of the window."""
+def write_own_positions(
+    state: MHLAState,
+    entries: list[tuple[str, torch.Tensor]],
+    block: torch.Tensor,
+    offset: torch.Tensor,
+    num_tokens: int,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Do what `write_same_position` does for rows at different positions: `block` and `offset` are int64 [B].
+
+    Returns:
+        The open tokens, [B, C, G, K or V], copies of the half of the window that holds the open block of each row; and
+        which new token sees which of them, bool [B, 1, 1, T, C].
+    """
     device = state.window_k.device
-    slots = torch.arange(state.block_size) + (block % 2 * state.block_size)[:, None]
-    places = torch.arange(steps) + offset[:, None]
-    seen = (torch.arange(state.block_size) <= places[:, :, None]).to(device)[:, None, None]
-    rows, places, slots = (
-        torch.arange(len(block), device=device)[:, None],
-        slots.gather(1, places).to(device),
-        slots.to(device),
-    )
+    slots = torch.arange(state.block_size) + (block % 2 * state.block_size)[:, None]  # [B, C]
+    place_in_block = torch.arange(num_tokens) + offset[:, None]  # [B, T]
+    visible = (torch.arange(state.block_size) <= place_in_block[:, :, None]).to(device)[:, None, None]
+    rows = torch.arange(len(block), device=device)[:, None]
+    new_slots = slots.gather(1, place_in_block).to(device)
+    slots = slots.to(device)
     for name, new in entries:
         window = getattr(state, name)
-        window[rows, places] = new.to(window.dtype)
-    return [getattr(state, name)[rows, slots] for name, _ in entries], seen
+        window[rows, new_slots] = new.to(window.dtype)
+    return [getattr(state, name)[rows, slots] for name, _ in entries], visible
 
 
-def step_across_blocks(q, k, v, mixing, state, scale, q_den, k_den, counts):
-    """T new tokens, of which row b keeps the last counts[b]; any number of blocks may close."""
-    exact, size = state.summaries.dtype, state.block_size
-    layout, opened = append_tokens(k, v, k_den, state, counts)
-    prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(counts)), layout.blocks)
-    query, query_den = (None if x is None else by_block(layout.place_queries(x), exact, size) for x in (q, q_den))
-    opened = [by_block(tokens, exact, size) for tokens in opened]
-    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    own = own_weight(mixing, layout.blocks, exact)
-    o = attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale)
+def step_across_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    scale: float,
+    q_den: torch.Tensor | None,
+    k_den: torch.Tensor | None,
+    num_new: torch.Tensor,
+) -> torch.Tensor:
+    """Process T new tokens of which the last num_new[b] of row b are real; any number of blocks may close."""
+    sum_dtype, size = state.summaries.dtype, state.block_size
+    layout, open_tokens = append_tokens(k, v, k_den, state, num_new)
+    prefix, prefix_z = mixed_summaries(state, mixing, torch.arange(len(num_new)), layout.blocks)
+    query = heads_then_blocks(layout.place_queries(q), sum_dtype, size)
+    query_den = None if q_den is None else heads_then_blocks(layout.place_queries(q_den), sum_dtype, size)
+    tokens = [heads_then_blocks(x, sum_dtype, size) for x in open_tokens]
+    visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    diagonal = diagonal_weight(mixing, layout.blocks, sum_dtype)
+    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, scale)
     return layout.take_back(o.flatten(2, 3).transpose(1, 2))
 
 
-def attend_blocks(query, query_den, opened, prefix, prefix_z, seen, own, scale):
-    """q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if prefix_z is given.
+def attend_blocks(
+    query: torch.Tensor,
+    query_den: torch.Tensor | None,
+    open_tokens: list[torch.Tensor],
+    prefix: torch.Tensor,
+    prefix_z: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    diagonal: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Compute q P + m_ii tril(q k^T) v for n blocks at once, divided by the same with ones for v if normalized.
 
-    query [B, H, n, T, K] and query_den (None: the same); opened: k, v and perhaps k_den [B, G, n, C, K or V]; prefix
-    [B, H, n, K, V]; prefix_z [B, H, n, K]; seen: which query sees which key, [T, C] at its end (None: all); own: m_ii,
-    [B, H or 1, n, 1, 1].
+    Args:
+        query: [B, H, n, T, K].
+        query_den: [B, H, n, T, L], queries of the denominator; None if they are `query`.
+        open_tokens: k, v, and perhaps k_den, [B, G, n, C, K or V or L].
+        prefix: P, [B, H, n, K, V].
+        prefix_z: [B, H, n, L], the prefix of the denominator; None if not normalized.
+        visible: bool [.., T, C], which query sees which key; None if it is all of them.
+        diagonal: m_ii, [B, H or 1, n, 1, 1].
+        scale: Factor of the outputs if not normalized.
+
+    Returns:
+        [B, H, n, T, V].
     """
-    group = query.shape[1] // opened[0].shape[1]
-    key, value, *key_den = (x.repeat_interleave(group, 1) if group > 1 else x for x in opened)
-    weight = own_part(query, key, seen, own)
-    o = query @ prefix + weight @ value
+    share = query.shape[1] // open_tokens[0].shape[1]
+    open_tokens = [x.repeat_interleave(share, 1) if share > 1 else x for x in open_tokens]
+    weight = open_block_weight(query, open_tokens[0], visible, diagonal)
+    o = query @ prefix + weight @ open_tokens[1]
     if prefix_z is None:
         return o * scale
     if query_den is not None:
-        query, weight = query_den, own_part(query_den, key_den[0], seen, own)
+        query = query_den
+        weight = open_block_weight(query_den, open_tokens[2], visible, diagonal)
     return divide_or_zero(o, (query @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1))
 
 
-def own_part(query, key, seen, own):
-    """m_ii tril(q k^T)."""
+def open_block_weight(
+    query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor | None, diagonal: torch.Tensor
+) -> torch.Tensor:
+    """Return m_ii tril(q k^T), [B, H, n, T, C]."""
     weight = query @ key.mT
-    return (weight if seen is None else torch.where(seen, weight, 0)) * own
+    return (weight if visible is None else torch.where(visible, weight, 0)) * diagonal
 
 
-def mixed_summaries(state, mixing, rows, blocks):
-    """Sum over closed blocks b < i of mixing[i, b] times summary b, for the query blocks i = blocks [R, n] of R `rows`.
+def mixed_summaries(
+    state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Mix closed blocks for query blocks: sum over b < i of mixing[i, b] times summary b.
 
-    Returns the prefixes [R, H, n, K, V] and, where normalized, those of z [R, H, n, K]; else None.
+    Args:
+        state: The state.
+        mixing: [Mq, Mk] or [H, Mq, Mk].
+        rows: int64 [R], the rows of the state to read.
+        blocks: int64 [R, n], the query blocks i of each row.
+
+    Returns:
+        The prefixes [R, H, n, K, V] and, if normalized, those of the keys [R, H, n, K], else None.
     """
-    exact, device = state.summaries.dtype, state.summaries.device
-    heads, closed = state.prefix.shape[1], min(int(blocks.max()), mixing.shape[-1])
-    summaries = state.summaries[rows.to(device), :, :closed]
-    earlier = (torch.arange(closed) < blocks[..., None]).to(device)
-    weight = mixing[..., blocks.to(device).clamp(max=mixing.shape[-2] - 1), :closed].to(exact)
-    weight = torch.where(earlier, weight, 0)  # [H, R, n, N] or [R, n, N]
+    sum_dtype = state.summaries.dtype
+    device = state.summaries.device
+    num_heads = state.prefix.shape[1]
+    num_closed = min(int(blocks.max()), mixing.shape[-1])
+    is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)
+    weight = mixing[..., blocks.to(device).clamp(max=mixing.shape[-2] - 1), :num_closed].to(sum_dtype)
+    weight = torch.where(is_earlier, weight, 0)  # [H, R, n, N] or [R, n, N]
     weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)
-    return tuple(
-        None if s is None else mix_flat(weight, s, heads)
-        for s in (summaries, None if state.z is None else state.z[rows.to(device), :, :closed])
-    )
+    rows = rows.to(device)
+    prefix = mix_grouped(weight, state.summaries[rows, :, :num_closed], num_heads)
+    prefix_z = None if state.z is None else mix_grouped(weight, state.z[rows, :, :num_closed], num_heads)
+    return prefix, prefix_z
 
 
-def mix_flat(weight, summaries, heads):
-    """weight [R, H or 1, n, N] times summaries [R, G, N, ...] -> [R, H, n, ...]; query head h has key head h // (H // G)."""
-    groups = summaries.shape[1]
+def mix_grouped(weight: torch.Tensor, summaries: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Mix the summaries of KV heads for query heads: query head h reads KV head h // (H // G).
+
+    Args:
+        weight: [R, H or 1, n, N], the weights of N closed blocks for n query blocks.
+        summaries: [R, G, N, ...], their summaries.
+        num_heads: Number of query heads, H.
+
+    Returns:
+        [R, H, n, ...].
+    """
+    share = num_heads // summaries.shape[1]
     flat = summaries.flatten(3)
-    if weight.shape[1] == 1:
-        mixed = (weight @ flat).repeat_interleave(heads // groups, 1)
+    if weight.shape[1] == 1:  # shared by all heads: mix before repeating
+        mixed = (weight @ flat).repeat_interleave(share, 1)
     else:
-        mixed = weight @ flat.repeat_interleave(heads // groups, 1)
+        mixed = weight @ flat.repeat_interleave(share, 1)
     return mixed.unflatten(-1, summaries.shape[3:])
 
 
-def refresh_prefix(state, mixing, rows, blocks):
-    """Mix the closed summaries anew for those `rows` whose open block, now `blocks`, has changed since the last time."""
+def refresh_prefix(state: MHLAState, mixing: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Mix the prefix anew for rows, int64 [R], that have moved on to the open blocks `blocks`, int64 [R]."""
     prefix, prefix_z = mixed_summaries(state, mixing, rows, blocks[:, None])
     state.prefix[rows.to(state.prefix.device)] = prefix[:, :, 0]
-    if prefix_z is not None:
+    if prefix_z is not None and state.prefix_z is not None:
         state.prefix_z[rows.to(state.prefix.device)] = prefix_z[:, :, 0]
     state.prefix_block = state.prefix_block.index_copy(0, rows, blocks)
 
 
-def own_weight(mixing, blocks, exact):
-    """m_ii of the blocks [B, n], [B, H or 1, n, 1, 1]; blocks beyond the mixing (which hold no token) repeat its last."""
-    diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(exact)
-    own = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
-    own = own[:, None] if mixing.dim() == 2 else own.transpose(0, 1)
-    return own[..., None, None]
+def diagonal_weight(mixing: torch.Tensor, blocks: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+    """Return m_ii of `blocks`, int64 [B, n] -> [B, H or 1, n, 1, 1].
+
+    Blocks beyond the mixing matrix hold no token; they repeat its last entry.
+    """
+    diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
+    weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
+    weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)
+    return weight[..., None, None]
 
 
-def push_summaries(state, rows, blocks, opened):
-    """Close the blocks `blocks` [R] of `rows`: opened holds their k, v and perhaps k_den, [R, C, G, K or V]."""
+def close_blocks(state: MHLAState, rows: torch.Tensor, blocks: torch.Tensor, open_tokens: list[torch.Tensor]) -> None:
+    """Store the summaries of complete blocks.
+
+    Args:
+        state: The state, changed in place.
+        rows: int64 [R], the row of each block.
+        blocks: int64 [R], its index.
+        open_tokens: Its k, v, and perhaps k_den, [R, C, G, K or V].
+    """
     state.reserve(int(blocks.max()) + 1)
-    rows, blocks = rows.to(state.summaries.device), blocks.to(state.summaries.device)
-    state.summaries[rows, :, blocks] = block_summary(opened[0], opened[1])
+    rows = rows.to(state.summaries.device)
+    blocks = blocks.to(state.summaries.device)
+    state.summaries[rows, :, blocks] = block_summary(open_tokens[0], open_tokens[1])
     if state.z is not None:
-        state.z[rows, :, blocks] = opened[-1 if len(opened) == 3 else 0].sum(1)
+        k_den = open_tokens[2] if len(open_tokens) == 3 else open_tokens[0]
+        state.z[rows, :, blocks] = k_den.sum(1)
 
 
-def block_summary(k, v):
-    """sum over the tokens of k v^T: [R, C, G, K], [R, C, G, V] -> [R, G, K, V] (paper eq. 4)."""
+def block_summary(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Sum k v^T over the tokens of a block (paper eq. 4): [R, C, G, K] and [R, C, G, V] -> [R, G, K, V]."""
     return k.permute(0, 2, 3, 1) @ v.transpose(1, 2)
 
 
-def append_tokens(k, v, k_den, state, counts):
-    """Write new tokens, the last counts[b] of each row, into the state.
+def append_tokens(
+    k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None, state: MHLAState, num_new: torch.Tensor
+) -> tuple[TokenLayout, list[torch.Tensor]]:
+    """Write new tokens, of which the last num_new[b] of row b are real, into the state.
 
-    Returns their `TokenLayout`, and k, v and perhaps k_den laid out by it, [B, n * C, G, K or V], with the open block's
-    earlier tokens before and zeros behind them: padding may hold anything, and NaN would get through a weight of 0.
+    Returns:
+        The `TokenLayout` of the tokens from the edge of the open block on; and the open tokens in this layout,
+        [B, n * C, G, K or V]. Padding may hold anything, and NaN would pass through a weight of 0, so places without a
+        token are zeroed.
     """
-    size, before, device = state.block_size, state.length, state.summaries.device
-    first, room = before // size, max(1, -(-int((before % size + counts).max()) // size))
-    layout = TokenLayout(before, counts, k.shape[1], first, room, size, 2 * size, device)
-    opened, filled = [], layout.filled[..., None, None]
+    size = state.block_size
+    before = state.length
+    device = state.summaries.device
+    num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
+    layout = TokenLayout(before, num_new, k.shape[1], before // size, num_blocks, size, 2 * size, device)
+    open_tokens, filled = [], layout.filled[..., None, None]
     for name, new in window_entries(state, k, v, k_den):
         window = getattr(state, name)
-        opened.append(torch.where(filled, layout.place_keys(window, new), 0))
-        layout.keep(window, opened[-1])
-    cut = [tokens.to(state.summaries.dtype).unflatten(1, (-1, size)).flatten(0, 1) for tokens in opened]
-    push_summaries(state, torch.arange(len(before)).repeat_interleave(room), layout.blocks.flatten(), cut)
-    state.length = before + counts
-    highest = (state.length - 1).clamp(min=0) // size
-    state.oldest = torch.maximum(state.oldest, (highest - 1) * size)
-    return layout, opened
+        laid_out = torch.where(filled, layout.place_keys(window, new), 0)
+        layout.keep(window, laid_out)
+        open_tokens.append(laid_out)
+    by_block = [x.to(state.summaries.dtype).unflatten(1, (-1, size)).flatten(0, 1) for x in open_tokens]
+    rows = torch.arange(len(before)).repeat_interleave(num_blocks)
+    # The last block may still be open. Its summary is not read before the block closes and it is written again.
+    close_blocks(state, rows, layout.blocks.flatten(), by_block)
+    state.length = before + num_new
+    last_block = (state.length - 1).clamp(min=0) // size
+    state.oldest = torch.maximum(state.oldest, (last_block - 1) * size)
+    return layout, open_tokens
 
 
-def window_entries(state, k, v, k_den):
-    """The window fields and the new tokens that belong into them."""
+def window_entries(
+    state: MHLAState, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the names of the window fields with the new tokens that go into them."""
     entries = [("window_k", k), ("window_v", v)]
-    if state.window_k_den is not None:
+    if k_den is not None:
         entries.append(("window_k_den", k_den))
     return entries
 
 
-def by_head(x, exact):
-    """[B, T, H, K] -> [B, H, 1, T, K] in the exact dtype."""
-    return x.to(exact).transpose(1, 2)[:, :, None]
+def heads_first(x: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+    """Move heads before tokens, as a single block: [B, T, H, K] -> [B, H, 1, T, K] in `sum_dtype`."""
+    return x.to(sum_dtype).transpose(1, 2)[:, :, None]
 
 
-def by_block(x, exact, size):
-    """[B, n * C, H, K] -> [B, H, n, C, K] in the exact dtype."""
-    return by_head(x, exact).squeeze(2).unflatten(2, (-1, size))
+def heads_then_blocks(x: torch.Tensor, sum_dtype: torch.dtype, size: int) -> torch.Tensor:
+    """Move heads before tokens, cut into blocks: [B, n * C, H, K] -> [B, H, n, C, K] in `sum_dtype`."""
+    return heads_first(x, sum_dtype).squeeze(2).unflatten(2, (-1, size))

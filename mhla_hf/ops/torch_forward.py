@@ -1,77 +1,103 @@
-"""The forward pass in PyTorch, on blocks, for some heads at once: nothing but batched matrix products.
+"""The forward pass in PyTorch, by blocks and for several heads at once: nothing but batched matrix products.
 
-Letters: R heads, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K], v [R, N, D, V],
-m [R or 1, M, N]; where blocks differ in size the missing keys are zeros. Without causality o = q P_i with P_i = sum_b m_ib
-S_b. Causal: earlier blocks act through P_i = sum_{b<i} m_ib S_b, the own block through m_ii tril(q k^T). Inside a block the
-weight does not change, so a long block is cut into chunks (n of them, of c tokens) whose summaries run on: the cost of a
-token does not grow with the block.
+Letters in shapes: R heads, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K],
+v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Blocks with fewer keys than the largest are padded with zeros.
+
+Without a causal mask o = q P_i with P_i = sum_b m_ib S_b. With one, earlier blocks act through P_i = sum_{b<i} m_ib S_b, and
+a block acts on itself through m_ii tril(q k^T). The weight m_ii is the same within a block, so a long block is cut into
+n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the block size.
 """
 
 import torch
 
+from .blocks import Blocks
 from .reference import divide_or_zero
 from .torch_layout import BlockCut, Heads
 
-HEAD_BY_HEAD_SIZE = 32768  # numbers in one head's q; measured: below, the calls cost more than the cache gives
+# Elements of q per head above which the CPU computes head by head: below, measured, the overhead of the calls costs more
+# than staying in the cache gains.
+HEAD_BY_HEAD_SIZE = 32768
+
+# blocks, key_blocks, causal, normalize (True or False), scale, unrounded: the options of `mhla`, positional because
+# autograd functions take no keywords
+BlockedForm = tuple[Blocks, Blocks, bool, bool, float, bool]
 
 
-def blocked_forward(q, k, v, mixing, form):
-    """o [B, T, H, V], and where normalized the denominator [B, T, H, 1] (else None); `form` as in `HeadWork`.
+def blocked_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, form: BlockedForm
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute outputs o = num / den, where num is the sum of weight * v and den is the sum of the weights.
 
-    o is num / den, num the sum of weight * v, den that of the weights.
+    Args:
+        q, k, v, mixing: As in `mhla`; a causal mixing matrix is cut to the blocks.
+        form: See `BlockedForm`.
+
+    Returns:
+        o: [B, T, H, V].
+        den: [B, T, H, 1], or None if not normalized; then o is num.
     """
     work = HeadWork(q, k, v, form)
-    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.exact if work.unrounded else v.dtype)
-    den = q.new_empty(*q.shape[:3], 1, dtype=work.exact) if work.normalize else None
+    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if work.unrounded else v.dtype)
+    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if work.normalize else None
+    compute_sums = causal_sums if work.causal else full_sums
     with torch.autocast(q.device.type, enabled=False):
         for heads in work.groups:
-            sums = causal_sums if work.causal else full_sums
-            num, own_den = sums(*work.parts(heads, q, k, v), heads.take_mixing(mixing, work.scale), work.normalize)
-            if work.normalize:
-                num = divide_or_zero(num, own_den)
-                heads.give(work.rows.merge(own_den[..., None]), den)
-            heads.give(work.rows.merge(num), o)
+            m = heads.take_mixing(mixing, work.scale)
+            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, work.normalize)
+            if head_den is not None and den is not None:
+                head_num = divide_or_zero(head_num, head_den)
+                heads.write(work.query_cut.merge(head_den[..., None]), den)
+            heads.write(work.query_cut.merge(head_num), o)
     return o, den
 
 
 class HeadWork:
-    """What forward and backward have in common: the cut into blocks, the heads, and which sums are taken.
+    """What the forward and the backward pass share: how tokens are cut into blocks, and which heads go together.
 
-    form: blocks, key_blocks, causal, normalize (True or False), scale and unrounded of `mhla`.
+    Args:
+        q, k, v: As in `mhla`.
+        form: See `BlockedForm`.
     """
 
-    def __init__(self, q, k, v, form):
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: BlockedForm):
         blocks, key_blocks, self.causal, self.normalize, self.scale, self.unrounded = form
-        self.exact = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-        self.rows = BlockCut(blocks, q.device)
-        self.columns = self.rows if key_blocks == blocks else BlockCut(key_blocks, q.device)
+        self.sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        self.query_cut = BlockCut(blocks, q.device)
+        self.key_cut = self.query_cut if key_blocks == blocks else BlockCut(key_blocks, q.device)
         one_by_one = q.device.type == "cpu" and q.shape[1] * q.shape[3] >= HEAD_BY_HEAD_SIZE
-        self.groups = Heads.groups(q, self.exact, one_by_one and not torch.compiler.is_compiling())
+        self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 
-    def parts(self, heads, q, k, v):
-        """q, k, v of some heads, by block."""
-        return self.rows.split(heads.take(q)), self.columns.split(heads.take(k)), self.columns.split(heads.take(v))
-
-
-def full_sums(q, k, v, m, with_den):
-    """Sum of weight times v, [R, M, C, V], and the sum of the weights, [R, M, C] (None unless with_den)."""
-    mixed = mix_blocks(m, k.mT @ v)
-    return q @ mixed, (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
+    def split(
+        self, heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k, and v of some heads by block; shapes as at the top of this file."""
+        return self.query_cut.split(heads.take(q)), self.key_cut.split(heads.take(k)), self.key_cut.split(heads.take(v))
 
 
-def mix_blocks(m, summary):
-    """sum_b m_ib S_b (paper eq. 5): [R or 1, M, N] and [R, N, K, V] -> [R, M, K, V]."""
+def full_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the sum of weight * v, [R, M, C, V], and with `with_den` the sum of the weights, [R, M, C]; no causal mask."""
+    num = q @ mix_blocks(m, k.mT @ v)
+    den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
+    return num, den
+
+
+def mix_blocks(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """Mix summaries, sum_b m_ib S_b (paper eq. 5): [R or 1, M, N] and [R, N, K, V] -> [R, M, K, V]."""
     return torch.matmul(m, summary.flatten(2)).unflatten(2, summary.shape[2:])
 
 
-def causal_sums(q, k, v, m, with_den):
-    """Sum of weight times v, [R, M, C, V], and the sum of the weights, [R, M, C] (None unless with_den)."""
+def causal_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, with_den: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the sum of weight * v, [R, M, C, V], and with `with_den` the sum of the weights, [R, M, C]; causal."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
-    weight = own_scores(q, k, rows, count)
-    weight.mul_(own_weights(m))
+    weight = chunk_scores(q, k, rows, count)
+    weight.mul_(diagonal_mixing(m))
     weight = weight.view(len(q), q.shape[1], -1)
-    prefix, _ = chunk_prefix(summaries_of(k, v, rows, count), m)
+    prefix, _ = chunk_prefix(chunk_summaries(k, v, rows, count), m)
     num = torch.bmm(q, prefix.view(len(q), -1, v.shape[2])).baddbmm_(weight, v)
     num = num.view(rows, count, size, -1)
     if not with_den:
@@ -81,43 +107,57 @@ def causal_sums(q, k, v, m, with_den):
     return num, den.view(rows, count, size)
 
 
-def cut_chunks(x):
-    """[R, M, C, K] -> [R * M * n, C / n, K]."""
+def cut_chunks(x: torch.Tensor) -> torch.Tensor:
+    """Cut blocks into n chunks: [R, M, C, K] -> [R * M * n, C / n, K]."""
     return x.reshape(-1, chunk_size(x.shape[2]), x.shape[3])
 
 
-def chunk_size(size):
-    """Tokens handled quadratically: a whole block of up to 128, of a longer one its divisor next above 64 (or below it)."""
+def chunk_size(size: int) -> int:
+    """Return the tokens per chunk of a block of `size` tokens.
+
+    A block of up to 128 tokens is one chunk. A longer one is cut by its smallest divisor from 64 to 128, or else by its
+    largest from 63 down to 32, and stays whole if it has neither.
+    """
     if size <= 128:
         return size
     divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0]
     return divisors[0] if divisors else size
 
 
-def own_scores(q, k, rows, count):
-    """tril(q k^T) of every chunk, [R, M, n * c * c]."""
+def chunk_scores(q: torch.Tensor, k: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """Return tril(q k^T) within every chunk: [R * M * n, c, K] twice -> [R, M, n * c * c]."""
     return torch.bmm(q, k.mT).tril_().view(rows, count, -1)
 
 
-def own_weights(m):
-    """m_ii, [R or 1, M, 1]."""
+def diagonal_mixing(m: torch.Tensor) -> torch.Tensor:
+    """Return the weights of blocks for themselves, m_ii, [R or 1, M, 1]."""
     return m.diagonal(dim1=-2, dim2=-1)[..., None]
 
 
-def summaries_of(k, v, rows, count):
-    """S = k^T v of every chunk (paper eq. 4), [R, M, n, K * V]."""
+def chunk_summaries(k: torch.Tensor, v: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """Return the summary S = k^T v of every chunk (paper eq. 4), [R, M, n, K * V]."""
     return torch.bmm(k.mT, v).view(rows, count, -1, k.shape[2] * v.shape[2])
 
 
-def chunk_prefix(summary, m):
-    """What each chunk sees of earlier chunks, [R, M, n, X], and the part from its own block without m_ii (None if n = 1)."""
+def chunk_prefix(summary: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Mix what every chunk reads of the chunks before it.
+
+    Args:
+        summary: [R, M, n, X], the flattened summary of every chunk.
+        m: [R or 1, M, M].
+
+    Returns:
+        prefix: [R, M, n, X], earlier blocks mixed by m, and earlier chunks of the same block times m_ii.
+        running: [R, M, n, X], the sum over the earlier chunks of the same block; None if n is 1.
+    """
     if summary.shape[2] == 1:
         return mix_earlier(m, summary.squeeze(2))[:, :, None], None
-    running = torch.nn.functional.pad(summary[:, :, :-1], (0, 0, 1, 0)).cumsum(2)  # a difference would lose small sums
+    # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.
+    running = torch.nn.functional.pad(summary[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
     earlier = mix_earlier(m, summary.sum(2))
-    return torch.addcmul(earlier[:, :, None], running, own_weights(m)[..., None]), running
+    return torch.addcmul(earlier[:, :, None], running, diagonal_mixing(m)[..., None]), running
 
 
-def mix_earlier(m, summary):
-    """sum_{b<i} m_ib S_b, [R, M, X]."""
+def mix_earlier(m: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """Mix the summaries of earlier blocks, sum_{b<i} m_ib S_b: [R or 1, M, M] and [R, M, X] -> [R, M, X]."""
     return torch.matmul(m.tril(-1), summary)

@@ -1,44 +1,56 @@
-"""How the torch implementation looks at tokens: cut into blocks, one head or all at a time, padding moved away."""
+"""Tensor layouts of the PyTorch implementation: tokens by block, heads one by one or together, padding moved aside."""
+
+from typing import Any
 
 import torch
 
+from .blocks import Blocks
+
 
 class BlockCut:
-    """Tokens of `blocks` as [M, C], C the size of the largest block; what is missing in the others is zeros.
+    """Cuts the tokens of `blocks` into [M, C], where C is the size of the largest block; smaller blocks end in zeros.
 
-    Blocks that are runs of tokens are looked at in place; others are gathered (`order`, back by `inverse`).
+    Blocks that are contiguous runs of tokens are viewed in place; others are gathered.
     """
 
-    def __init__(self, blocks, device):
-        self.count, self.length = blocks.num_blocks, blocks.length
-        in_place = blocks.contiguous and (blocks.equal or blocks.block_size is not None)
+    def __init__(self, blocks: Blocks, device: torch.device):
+        self.count = blocks.num_blocks
+        self.length = blocks.length
         self.size = min(blocks.block_size, blocks.length) if blocks.block_size is not None else max(blocks.sizes())
         self.missing = self.count * self.size - self.length
-        self.order = None
+        self.order: torch.Tensor | None = None
+        in_place = blocks.contiguous and (blocks.equal or blocks.block_size is not None)
         if not in_place:
             block = blocks.index(device)
-            # counted on the device: a copy from the host could not be recorded in a CUDA graph
+            # Count on the device: a copy from the host could not be captured in a CUDA graph.
             sizes = block.new_zeros(self.count).index_add(0, block, torch.ones_like(block))
             self.order, self.inverse = gather_by_block(block, sizes, self.size)
 
-    def split(self, x):
-        """[R, T, K] -> [R, M, C, K]."""
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """Cut tokens into blocks: [R, T, K] -> [R, M, C, K]."""
         if self.missing > 0:
             x = torch.nn.functional.pad(x, (0, 0, 0, self.missing if self.order is None else 1))
         if self.order is not None:
             x = x.index_select(1, self.order)
         return x.unflatten(1, (self.count, self.size))
 
-    def merge(self, x):
-        """[R, M, C, V] -> [R, T, V]."""
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo `split`: [R, M, C, V] -> [R, T, V]."""
         x = x.flatten(1, 2)
         return x[:, : self.length] if self.order is None else x.index_select(1, self.inverse)
 
 
-def gather_by_block(block, sizes, size):
-    """Where tokens in blocks `block` [T] go when each block of `sizes` [M] gets `size` places, and where they come from.
+def gather_by_block(block: torch.Tensor, sizes: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gather that sorts tokens by block and pads every block to `size` tokens, and its inverse.
 
-    order [M * size]: the token of each place, T where there is none. inverse [T]: the place of each token.
+    Args:
+        block: int64 [T], the block of each token.
+        sizes: int64 [M], the tokens of each block.
+        size: C, at least the largest of them.
+
+    Returns:
+        order: int64 [M * C], the token at each place, or T where a block has fewer than C tokens.
+        inverse: int64 [T], the place of each token.
     """
     length = block.shape[0]
     tokens = torch.argsort(block, stable=True)
@@ -50,153 +62,230 @@ def gather_by_block(block, sizes, size):
 
 
 class Heads:
-    """Query heads `heads` of rows `rows` of the batch, slices: views where that is a single head, else copies.
+    """Selects some query heads of some batch rows, and flattens both into one axis.
 
-    Tensors of the caller are [B, T, H or G, K]; here they are [R, T, K] in the exact dtype, R heads of all those rows.
+    The caller's tensors are [B, T, H or G, K]; the work tensors are [R, T, K] in `sum_dtype`, with R the selected heads of
+    all selected rows. A single head of a single row is a view, anything else a copy.
+
+    Args:
+        rows: The selected rows of the batch.
+        heads: The selected query heads.
+        q: The queries, which give the total numbers of rows and heads.
+        sum_dtype: The dtype of the work tensors.
     """
 
-    def __init__(self, rows, heads, q, exact):
-        self.rows, self.heads, self.every, self.exact = rows, heads, q.shape[2], exact
-        self.count, self.batch = heads.stop - heads.start, len(q[rows])
+    def __init__(self, rows: slice, heads: slice, q: torch.Tensor, sum_dtype: torch.dtype):
+        self.rows = rows
+        self.heads = heads
+        self.sum_dtype = sum_dtype
+        self.total_heads = q.shape[2]
+        self.num_heads = heads.stop - heads.start
+        self.num_rows = len(q[rows])
 
     @staticmethod
-    def groups(q, exact, one_by_one):
-        """All heads of q, one by one or at once."""
-        batch, heads = q.shape[0], q.shape[2]
+    def groups(q: torch.Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
+        """Split the heads of q into selections that are computed together: one per head and row, or a single one."""
+        batch, num_heads = q.shape[0], q.shape[2]
         if not one_by_one:
-            return [Heads(slice(None), slice(0, heads), q, exact)]
-        each = [slice(head, head + 1) for head in range(heads)]
-        return [Heads(slice(row, row + 1), head, q, exact) for row in range(batch) for head in each]
+            return [Heads(slice(None), slice(0, num_heads), q, sum_dtype)]
+        return [
+            Heads(slice(row, row + 1), slice(head, head + 1), q, sum_dtype)
+            for row in range(batch)
+            for head in range(num_heads)
+        ]
 
-    def part(self, x):
-        """The heads of x [B, T, H or G, K] that these use; query head h has key head h // (H // G)."""
-        group = self.every // x.shape[2]
-        return x[self.rows, :, self.heads.start // group : (self.heads.stop - 1) // group + 1]
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the heads of x [B, T, H or G, K] that the selection uses; query head h uses KV head h // (H // G)."""
+        share = self.total_heads // x.shape[2]
+        return x[self.rows, :, self.heads.start // share : (self.heads.stop - 1) // share + 1]
 
-    def take(self, x):
-        """[B, T, H or G, K] -> [R, T, K]."""
-        x = self.part(x).to(self.exact).transpose(1, 2)
-        return (x.repeat_interleave(self.count // x.shape[1], 1) if x.shape[1] < self.count else x).flatten(0, 1)
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the selected heads: [B, T, H or G, K] -> [R, T, K]; KV heads are repeated for their query heads."""
+        x = self.select(x).to(self.sum_dtype).transpose(1, 2)
+        if x.shape[1] < self.num_heads:
+            x = x.repeat_interleave(self.num_heads // x.shape[1], 1)
+        return x.flatten(0, 1)
 
-    def give(self, x, out):
-        """Write [R, T, K] to out [B, T, H or G, K]; query heads that share a key head are summed, into zeros."""
-        place, x = self.part(out), x.unflatten(0, (self.batch, self.count))
-        if out.shape[2] == self.every:
-            place.copy_(x.transpose(1, 2))
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write [R, T, K] to `out` [B, T, H or G, K]; into KV heads, the sum over their query heads is added."""
+        target = self.select(out)
+        x = x.unflatten(0, (self.num_rows, self.num_heads))
+        if out.shape[2] == self.total_heads:
+            target.copy_(x.transpose(1, 2))
         else:
-            place.add_(x.unflatten(1, (place.shape[2], -1)).sum(2).transpose(1, 2))
+            target.add_(x.unflatten(1, (target.shape[2], -1)).sum(2).transpose(1, 2))
 
-    def take_mixing(self, mixing, scale):
-        """[Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk], times scale."""
-        mixing = mixing.to(self.exact) * scale
-        return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.batch, 1, 1)
+    def take_mixing(self, mixing: torch.Tensor, scale: float) -> torch.Tensor:
+        """Scale the mixing matrix of the selected heads: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
+        mixing = mixing.to(self.sum_dtype) * scale
+        return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
-    def give_mixing(self, dm, out):
-        """Add the gradients [R, Mq, Mk] to out [Mq, Mk] or [H, Mq, Mk]."""
+    def add_mixing_grad(self, mixing_grad: torch.Tensor, out: torch.Tensor) -> None:
+        """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk]."""
         if out.dim() == 2:
-            out += dm.sum(0)
+            out += mixing_grad.sum(0)
         else:
-            out[self.heads] += dm.unflatten(0, (self.batch, self.count)).sum(0)
+            out[self.heads] += mixing_grad.unflatten(0, (self.num_rows, self.num_heads)).sum(0)
 
 
 class MoveTokens(torch.autograd.Function):
-    """y[b, p] = x[b, source[b, p]], zeros where source is -1.
+    """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
-    `back` says the same of the way back, so the gradient is a gather too.
+    Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
+    [B or 1, T], is the gather in the opposite direction, by which the backward pass is a gather, too, not a scatter.
     """
 
     @staticmethod
-    def forward(ctx, x, source, back):
-        ctx.save_for_backward(source, back)
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, inverse)
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
         return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
 
     @staticmethod
-    def backward(ctx, g):
-        source, back = ctx.saved_tensors
-        return MoveTokens.apply(g, back, source), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        source, inverse = ctx.saved_tensors
+        return MoveTokens.apply(grad, inverse, source), None, None
 
 
-def shift_to_start(starts, tokens):
-    """source and back [B, T] for `MoveTokens` that bring the first real token of each row to place 0."""
-    place, starts = torch.arange(tokens, device=starts.device), starts[:, None]
-    source, back = place + starts, place - starts
-    return torch.where(source < tokens, source, -1), torch.where(back >= 0, back, -1)
+def shift_to_start(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `source` and `inverse` of `MoveTokens`, int64 [B, T], that move the first real token of each row to place 0."""
+    place = torch.arange(num_tokens, device=starts.device)
+    starts = starts[:, None]
+    source, inverse = place + starts, place - starts
+    return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
-def align_sequences(cu_seqlens, tokens, size):
-    """How packed sequences are brought to block edges: source [1, M * C] and back [1, T] for `MoveTokens`, and of each of
-    those M blocks its place in its sequence and the sequence's number, int64 [M] (behind the last: a number of its own).
+def align_sequences(
+    cu_seqlens: torch.Tensor, num_tokens: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute how to move packed sequences so that each begins at a block edge.
 
-    M is the most that so many sequences can need.
+    The number of blocks M depends only on the number of tokens and sequences, not on the values of `cu_seqlens`, which
+    therefore need not be read on the host: it is the most blocks that so many sequences can need.
+
+    Args:
+        cu_seqlens: int [N + 1], the borders of the sequences.
+        num_tokens: T.
+        block_size: C.
+
+    Returns:
+        source: int64 [1, M * C], for `MoveTokens`.
+        inverse: int64 [1, T], for `MoveTokens`.
+        block_index: int64 [M], the index of each block in its sequence.
+        sequence_id: int64 [M], the sequence of each block; unused blocks at the end have an id of their own, N.
     """
-    edges = cu_seqlens.long()
-    last = ((edges.diff() + size - 1) // size).cumsum(0)
-    first = torch.nn.functional.pad(last, (1, 0))
-    token = torch.arange(tokens, device=edges.device)
-    sequence = torch.searchsorted(edges, token, right=True) - 1
-    back = first[sequence] * size + token - edges[sequence]
-    count = (tokens + (len(edges) - 1) * (size - 1)) // size
-    source = torch.full((count * size,), -1, device=edges.device).index_copy(0, back, token)
-    block = torch.arange(count, device=edges.device)
-    sequence = torch.searchsorted(last, block, right=True)
-    return source[None], back[None], block - first[sequence], sequence
+    borders = cu_seqlens.long()
+    last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
+    first_block = torch.nn.functional.pad(last_block, (1, 0))
+    token = torch.arange(num_tokens, device=borders.device)
+    token_sequence = torch.searchsorted(borders, token, right=True) - 1
+    inverse = first_block[token_sequence] * block_size + token - borders[token_sequence]
+    num_blocks = (num_tokens + (len(borders) - 1) * (block_size - 1)) // block_size
+    source = torch.full((num_blocks * block_size,), -1, device=borders.device).index_copy(0, inverse, token)
+    block = torch.arange(num_blocks, device=borders.device)
+    sequence_id = torch.searchsorted(last_block, block, right=True)
+    return source[None], inverse[None], block - first_block[sequence_id], sequence_id
 
 
-def mixing_of_sequences(mixing, place, sequence):
-    """The mixing [.., M, M] of blocks of `align_sequences`: those of different sequences weigh nothing for each other."""
-    rows, columns = place.clamp(max=mixing.shape[-2] - 1), place.clamp(max=mixing.shape[-1] - 1)
-    return torch.where(sequence[:, None] == sequence, mixing[..., rows[:, None], columns], 0)
+def mixing_of_sequences(mixing: torch.Tensor, block_index: torch.Tensor, sequence_id: torch.Tensor) -> torch.Tensor:
+    """Expand the mixing matrix of one sequence to the blocks of several packed ones, with 0 between sequences.
+
+    Args:
+        mixing: [.., Mq, Mk].
+        block_index: int64 [M], the index of each block in its sequence.
+        sequence_id: int64 [M], the sequence of each block.
+
+    Returns:
+        [.., M, M].
+    """
+    rows = block_index.clamp(max=mixing.shape[-2] - 1)
+    columns = block_index.clamp(max=mixing.shape[-1] - 1)
+    return torch.where(sequence_id[:, None] == sequence_id, mixing[..., rows[:, None], columns], 0)
 
 
-def ring_slot(position, slots, sinks=0):
-    """Which of `slots` the token at `position` is in: the first `sinks` have their own, the others share a ring."""
-    return torch.where(position < sinks, position, sinks + position % (slots - sinks))
+def ring_slot(position: torch.Tensor, num_slots: int, sinks: int = 0) -> torch.Tensor:
+    """Return the slot that holds the token at `position`: the first `sinks` tokens keep their own, the rest share a ring."""
+    return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
 class TokenLayout:
-    """New tokens behind those that are held, each row laid out from the edge of its block `first` on.
+    """Lays out the new tokens of every row, after the tokens that a state holds, from a block edge on.
 
-    before: int64 [B], tokens that a row has seen, in `slots` as `ring_slot` says (0: nothing is held). count: int64 [B], how
-    many of the `steps` new tokens are a row's own, the last ones (padding is on the left). blocks: how many of them there
-    are. All these may be on the CPU while tokens are on `device`.
+    All index tensors may be on the CPU while the tokens are on `device`.
+
+    Args:
+        before: int64 [B], the tokens that each row had seen. The state holds the last of them as `ring_slot` says.
+        num_new: int64 [B], how many of the new tokens are real. These are the last ones, since padding is on the left.
+        num_columns: The number of new tokens with padding, T.
+        first_block: int64 [B], the block of each row at which the layout begins.
+        num_blocks: The number of blocks in the layout, M.
+        block_size: Tokens per block, C.
+        num_slots: Slots of the state; 0 if it holds nothing.
+        device: The device of the tokens.
+        sinks: How many of the slots are for sink tokens.
+
+    Attributes:
+        blocks: int64 [B, M], the index of each block.
+        filled: bool [B, M * C], the places of the layout that hold a token.
     """
 
-    def __init__(self, before, count, steps, first, blocks, size, slots, device, sinks=0):
-        self.before, self.count, self.steps, self.first, self.size = before, count, steps, first * size, size
-        self.slots, self.sinks, self.device = slots, sinks, device
-        self.blocks = first[:, None] + torch.arange(blocks, device=first.device)  # [B, M]
-        position = self.first[:, None] + torch.arange(blocks * size, device=first.device)
-        token = (position - before[:, None] + (steps - count)[:, None]).clamp(min=0, max=steps - 1)
-        source = token
-        if slots:
-            source = torch.where(position < before[:, None], ring_slot(position, slots, sinks), token + slots)
-        self.token, self.source = token.to(device), source.to(device)
-        self.filled = (position < (before + count)[:, None]).to(device)
+    def __init__(
+        self,
+        before: torch.Tensor,
+        num_new: torch.Tensor,
+        num_columns: int,
+        first_block: torch.Tensor,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        device: torch.device,
+        sinks: int = 0,
+    ):
+        self.before = before
+        self.num_new = num_new
+        self.num_columns = num_columns
+        self.first_position = first_block * block_size
+        self.num_slots = num_slots
+        self.sinks = sinks
+        self.device = device
+        self.blocks = first_block[:, None] + torch.arange(num_blocks, device=first_block.device)
+        position = self.first_position[:, None] + torch.arange(num_blocks * block_size, device=first_block.device)
+        new_token = (position - before[:, None] + (num_columns - num_new)[:, None]).clamp(min=0, max=num_columns - 1)
+        source = new_token
+        if num_slots:  # slots and new tokens are concatenated, so new tokens come after `num_slots`
+            held_slot = ring_slot(position, num_slots, sinks)
+            source = torch.where(position < before[:, None], held_slot, new_token + num_slots)
+        self.new_token = new_token.to(device)
+        self.source = source.to(device)
+        self.filled = (position < (before + num_new)[:, None]).to(device)
         self.rows = torch.arange(len(before), device=device)[:, None]
 
-    def place_keys(self, held, new):
-        """What is held [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; anything where not `filled`."""
-        return (torch.cat([held, new.to(held.dtype)], 1) if self.slots else new)[self.rows, self.source]
+    def place_keys(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Lay out held and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
+        return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
-    def place_queries(self, q):
-        """[B, T, ..] -> [B, M * C, ..]."""
-        return q[self.rows, self.token]
+    def place_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Lay out new tokens alone: [B, T, ..] -> [B, M * C, ..]; arbitrary where there is none."""
+        return q[self.rows, self.new_token]
 
-    def take_back(self, o):
-        """[B, M * C, ..] -> [B, T, ..], zeros for padding."""
-        token = torch.arange(self.steps, device=self.before.device) - (self.steps - self.count)[:, None]
-        place = (token + (self.before - self.first)[:, None]).clamp(min=0).to(self.device)
-        real = (token >= 0).to(self.device)
-        return torch.where(real.view(*real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
+    def take_back(self, o: torch.Tensor) -> torch.Tensor:
+        """Return outputs to the order of the new tokens: [B, M * C, ..] -> [B, T, ..], zeros for padding."""
+        new_index = (
+            torch.arange(self.num_columns, device=self.before.device) - (self.num_columns - self.num_new)[:, None]
+        )
+        place = (new_index + (self.before - self.first_position)[:, None]).clamp(min=0).to(self.device)
+        is_real = (new_index >= 0).to(self.device)
+        return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
-    def keep(self, held, laid):
-        """Write the last of the tokens laid out, [B, M * C, ..], into `held` [B, slots, ..], in place."""
-        end, slots = (self.before + self.count - 1)[:, None], held.shape[1]
-        slot = torch.arange(slots, device=end.device)
-        last = end - (end - slot + self.sinks) % (slots - self.sinks)  # of each slot of the ring
-        position = torch.where(slot < self.sinks, slot, last)
-        new = (position >= torch.maximum(self.before, self.first)[:, None]) & (position <= end)
-        new = (new & (ring_slot(position, slots, self.sinks) == slot)).to(self.device)
-        values = laid[self.rows, (position - self.first[:, None]).clamp(0, laid.shape[1] - 1).to(self.device)]
-        held.copy_(torch.where(new.view(*new.shape, *[1] * (held.dim() - 2)), values.to(held.dtype), held))
+    def keep(self, held: torch.Tensor, laid_out: torch.Tensor) -> None:
+        """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
+        end = (self.before + self.num_new - 1)[:, None]
+        num_slots = held.shape[1]
+        slot = torch.arange(num_slots, device=end.device)
+        newest_in_slot = end - (end - slot + self.sinks) % (num_slots - self.sinks)
+        position = torch.where(slot < self.sinks, slot, newest_in_slot)
+        is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]) & (position <= end)
+        is_new = (is_new & (ring_slot(position, num_slots, self.sinks) == slot)).to(self.device)
+        place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)
+        values = laid_out[self.rows, place].to(held.dtype)
+        held.copy_(torch.where(is_new.view(*is_new.shape, *[1] * (held.dim() - 2)), values, held))

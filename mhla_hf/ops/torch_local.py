@@ -1,63 +1,94 @@
-"""What a block of tokens sees near and far (`local.py`), in PyTorch: also what the kernel's gradients are computed by."""
+"""Near and far attention of a run of blocks in PyTorch (`local.py` has the formula).
 
-from dataclasses import dataclass
+The gradients of the Triton kernel are computed by this implementation, too.
+"""
+
+from typing import NamedTuple
 
 import torch
 
-from .decays import spread
+from .decays import LocalForm, expand_query_features
 from .reference import divide_or_zero
 
 
-@dataclass(frozen=True)
-class LocalForm:
-    """What stays the same for all calls of a layer.
+class SinkTokens(NamedTuple):
+    """The S sink tokens of each row, or, for packed sequences, those of the sequence that each of M blocks belongs to.
 
-    block_size: tokens per block C. lag: blocks of the window, the open one included; the far part begins that many blocks
-    back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
-    impl: "auto", "torch" or "triton", as in `mhla`; a single token behind a state is always torch.
-    unrounded: o in the dtype of the sums; else the kernel writes it in v's.
+    Args:
+        k: [B, S, G, D] or [B, M, S, G, D].
+        v: [B, S, G, V] or [B, M, S, G, V].
+        valid: bool [B, S] or [B, M, S], which of them are keys.
     """
 
-    block_size: int
-    lag: int = 2
-    sinks: int = 4
-    scale: float = 1.0
-    normalize: bool = True
-    impl: str = "auto"
-    unrounded: bool = True
+    k: torch.Tensor
+    v: torch.Tensor
+    valid: torch.Tensor
 
 
-def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """The outputs [B, T, H, V] of M blocks of C tokens, in mixed's dtype; `triton_near_and_far` is the same in one kernel.
+def near_and_far(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    valid: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_tokens: SinkTokens | None,
+    block_index: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Compute the outputs of M blocks of C tokens from their window, the sinks, and the running sums of far blocks.
 
-    q [B, T, H, D], k [B, T, G, D], v [B, T, G, V], fq [B, T, H, K], T at most M * C. mixed: running sums
-    [B, G, M, R, K, V + 1], to be weighed by weight [H, R]. valid: bool [B, M * C]. balance, sink, place: as in
-    `attend_local`.
+    `triton_near_and_far` does the same in one kernel.
+
+    Args:
+        q: [B, T, H, D], T at most M * C.
+        k: [B, T, G, D].
+        v: [B, T, G, V].
+        q_features: [B, T, H, K], features of the queries for the far part.
+        far_sums: [B, G, M, R, K, V + 1], the running sums that each block reads. The last column sums the keys.
+        valid: bool [B, M * C], the tokens that are keys.
+        weight: [H, R], the weights of the running sums.
+        balance: [H], as in `local_attention`; None without a softmax.
+        sink_tokens: The sinks; None if there are none.
+        block_index: int [B or 1, M], the index of each block in its sequence.
+        form: The options.
+
+    Returns:
+        [B, T, H, V] in the dtype of `far_sums`.
     """
-    tokens, size, groups, exact = q.shape[1], form.block_size, k.shape[2], mixed.dtype
-    q, k, v, fq = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, fq))
+    num_tokens = q.shape[1]
+    size = form.block_size
+    num_kv_heads = k.shape[2]
+    sum_dtype = far_sums.dtype
+    q, k, v, q_features = (resize_tokens(x, valid.shape[1]) for x in (q, k, v, q_features))
     k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
-    q, k, v, fq = (by_block_and_group(x, groups, size, exact) for x in (q, k, v, fq))
-    k, v, seen = near_keys(k, v, valid.unflatten(1, (-1, size)), place, form)
-    if sink is not None:
-        k, v, seen = with_sinks(k, v, seen, sink, place, form, exact)
-    share = weight.shape[0] // groups
+    q, k, v, q_features = (by_block_and_group(x, num_kv_heads, size, sum_dtype) for x in (q, k, v, q_features))
+    k, v, visible = near_keys(k, v, valid.unflatten(1, (-1, size)), block_index, form)
+    if sink_tokens is not None:
+        k, v, visible = with_sinks(k, v, visible, sink_tokens, block_index, form, sum_dtype)
+    share = weight.shape[0] // num_kv_heads  # query heads per KV head
 
-    def of_each_query(x):
-        return x.view(groups, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
+    def per_query(x: torch.Tensor) -> torch.Tensor:
+        """Repeat a number per head for its queries: [H] -> [G, 1, (H / G) * C, 1]."""
+        return x.view(num_kv_heads, 1, share, 1, 1).expand(-1, -1, -1, size, 1).flatten(2, 3)
 
-    far = spread(fq, weight) @ mixed.flatten(3, 4)
-    seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
-    weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
-    o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
+    far = expand_query_features(q_features, weight) @ far_sums.flatten(3, 4)
+    visible = visible[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
+    has_far = (block_index >= form.lag)[:, None, :, None, None]
+    total_weight = per_query(weight.sum(-1).to(sum_dtype))
+    balance = None if balance is None else per_query(balance.to(sum_dtype))
+    o = combine((q @ k.mT) * form.scale, visible, v, far, total_weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
-    return resize_tokens(o, tokens)
+    return resize_tokens(o, num_tokens)
 
 
-def resize_tokens(x, count):
-    """The first `count` of the tokens [B, T, ..], with more behind them where there are too few: zeros, or while compiling
-    the last one again, for a graph in which padding by none is no case of its own."""
+def resize_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Cut or pad the tokens of x [B, T, ..] to `count`, with zeros, or, while compiling, with the last token.
+
+    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
+    """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
     if x.shape[1] == count:
@@ -65,61 +96,117 @@ def resize_tokens(x, count):
     return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
-def by_block_and_group(x, groups, size, exact):
-    """[B, T, H, K] -> [B, G, M, (H / G) * C, K] in the exact dtype, heads before tokens."""
-    x = x.to(exact).unflatten(2, (groups, -1)).unflatten(1, (-1, size))
+def by_block_and_group(x: torch.Tensor, num_kv_heads: int, size: int, sum_dtype: torch.dtype) -> torch.Tensor:
+    """Group heads by KV head and tokens by block: [B, M * C, H, K] -> [B, G, M, (H / G) * C, K] in `sum_dtype`."""
+    x = x.to(sum_dtype).unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
     return x.permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
 
 
-def with_ones(v):
-    """A column of ones behind the values [.., V]: weights are then summed as values are."""
+def with_ones(v: torch.Tensor) -> torch.Tensor:
+    """Append a column of ones to the values, [.., V] -> [.., V + 1], so that weights are summed as values are."""
     return torch.nn.functional.pad(v, (0, 1), value=1.0)
 
 
-def near_keys(k, v, valid, place, form):
-    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
-    keys, values, seen = [], [], []
-    size, lag, count = form.block_size, form.lag, place.shape[1]
-    own = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(lag)):
-        kept = max(count - back, 0)
-        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
-        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
-    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+def near_keys(
+    k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, block_index: torch.Tensor, form: LocalForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collect the window of every block.
 
+    Args:
+        k: [B, G, M, C, D].
+        v: [B, G, M, C, V].
+        valid: bool [B, M, C].
+        block_index: int [B or 1, M].
+        form: The options.
 
-def with_sinks(near_k, near_v, seen, sink, place, form, exact):
-    """The window and, where a block's window does not reach them, the sinks."""
-    k, v, valid = (x if x.dim() == near else x[:, None] for x, near in zip(sink, (5, 5, 3), strict=True))
-    k, v = (x.to(exact).permute(0, 3, 1, 2, 4) for x in (k, v))
-    count = near_k.shape[2]
-    k, v = (x.expand(-1, -1, count, -1, -1) for x in (k, v))
-    there = (valid & (place >= form.lag)[..., None])[:, :, None].expand(len(seen), count, form.block_size, -1)
-    k, v = (torch.where(there[:, None, :, 0, :, None], x, 0) for x in (k, v))
-    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([there, seen], 3)
-
-
-def combine(score, seen, v, far, weight, balance, has_far, form):
-    """The outputs [.., N, V] of N queries, from their scores [.., N, L] with near keys, of which some are `seen`.
-
-    v [.., L, V]: near values. far [.., N, V + 1]: what the far part sums to; has_far: whether there is one. weight
-    [.., N, 1]: the decays' weights in sum. balance [.., N, 1]: of the far part, in the unit of the softmax, or None.
+    Returns:
+        k [B, G, M, lag * C, D], v [B, G, M, lag * C, V], and which query sees which key, bool [B, M, C, lag * C].
     """
+    pad = torch.nn.functional.pad
+    keys = []
+    values = []
+    visible = []
+    size, num_blocks = form.block_size, block_index.shape[1]
+    all_pairs = torch.ones(size, size, dtype=torch.bool, device=k.device)
+    for distance in reversed(range(form.lag)):
+        kept = max(num_blocks - distance, 0)
+        keys.append(pad(k[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
+        values.append(pad(v[:, :, :kept], (0, 0, 0, 0, num_blocks - kept, 0)))
+        # A block at the start of its sequence has fewer than `lag - 1` blocks before it.
+        is_key = pad(valid[:, :kept], (0, 0, num_blocks - kept, 0)) & (block_index >= distance)[..., None]
+        visible.append(is_key[:, :, None] & (all_pairs.tril() if distance == 0 else all_pairs))
+    return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*visible), 3)
+
+
+def with_sinks(
+    near_k: torch.Tensor,
+    near_v: torch.Tensor,
+    visible: torch.Tensor,
+    sink_tokens: SinkTokens,
+    block_index: torch.Tensor,
+    form: LocalForm,
+    sum_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Put the sinks before the window of every block whose window does not reach them; as `near_keys` returns them."""
+    k, v, valid = sink_tokens
+    if k.dim() == 4:  # the same for all blocks
+        k = k[:, None]
+        v = v[:, None]
+        valid = valid[:, None]
+    k, v = (x.to(sum_dtype).permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, G, M or 1, S, ..]
+    num_blocks = near_k.shape[2]
+    k, v = (x.expand(-1, -1, num_blocks, -1, -1) for x in (k, v))
+    is_key = valid & (block_index >= form.lag)[..., None]
+    is_key = is_key[:, :, None].expand(len(visible), num_blocks, form.block_size, -1)
+    k, v = (torch.where(is_key[:, None, :, 0, :, None], x, 0) for x in (k, v))
+    return torch.cat([k, near_k], 3), torch.cat([v, near_v], 3), torch.cat([is_key, visible], 3)
+
+
+def combine(
+    score: torch.Tensor,
+    visible: torch.Tensor,
+    v: torch.Tensor,
+    far: torch.Tensor,
+    total_weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    has_far: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Combine the near and the far part into outputs.
+
+    Args:
+        score: [.., N, L], scaled scores of N queries and L near keys.
+        visible: bool [.., N, L], which query sees which key.
+        v: [.., L, V], values of the near keys.
+        far: [.., N, V + 1], the far part: its sum of weight * value and, in the last column, of the weights.
+        total_weight: [.., N, 1], the sum of the decays' weights, which is the weight of near keys without a softmax.
+        balance: [.., N, 1], the log of the factor of the far part relative to a softmax score; None without a softmax.
+        has_far: bool [.., 1, 1], whether a query has far blocks at all.
+        form: The options.
+
+    Returns:
+        [.., N, V].
+    """
+    far_factor: torch.Tensor | float
     if balance is None:
-        near, unit = torch.where(seen, score, 0) * weight, form.scale
+        near = torch.where(visible, score, 0) * total_weight
+        far_factor = form.scale
     else:
-        near, unit = softmax_weights(score, seen, balance, has_far & (far[..., -1:] != 0))
-    o, far = near @ v, unit * far
+        near, far_factor = softmax_weights(score, visible, balance, has_far & (far[..., -1:] != 0))
+    o, far = near @ v, far_factor * far
     if not form.normalize:
         return o + far[..., :-1]
     return divide_or_zero(o + far[..., :-1], near.sum(-1) + far[..., -1])
 
 
-def softmax_weights(score, seen, balance, has_far):
-    """e^score of the near keys and e^balance of the far part, both over one e^c, which no gradient sees."""
-    score = score.masked_fill(~seen, float("-inf"))
+def softmax_weights(
+    score: torch.Tensor, visible: torch.Tensor, balance: torch.Tensor, has_far: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e^score of the near keys and e^balance of the far part, both divided by e^c, with shapes as in `combine`.
+
+    c is the largest exponent, which prevents overflow. It cancels in the outputs and so needs no gradient.
+    """
+    score = score.masked_fill(~visible, float("-inf"))
     largest = score.detach().amax(-1, keepdim=True)
     shift = torch.where(has_far, torch.maximum(largest, balance.detach()), largest)
     shift = shift.masked_fill(shift == float("-inf"), 0)

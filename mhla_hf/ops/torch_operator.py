@@ -1,47 +1,61 @@
-"""MHLA in fast PyTorch: one `autograd.Function` for all forms, with a hand-written backward that recomputes what it needs.
+"""MHLA in fast PyTorch: one autograd function for all options, with a hand-written backward pass that recomputes.
 
-Only the inputs are kept for the backward pass (and, where normalized, the output and one number per token and head). On the
-CPU heads are taken one by one, as views of the caller's tensors: their summaries then stay in the cache and nothing is
-copied. Elsewhere, for small heads and under torch.compile, all heads go at once. Padding (`starts`, `cu_seqlens`) is
-moved out of the way before, and outputs are moved back.
+Only the inputs are saved for the backward pass, and in the normalized form the output and one number per token and head.
+On the CPU, heads are computed one by one as views of the caller's tensors: their summaries then stay in the cache, and
+nothing is copied. Elsewhere, for small heads, and under torch.compile, all heads are computed together. Tokens of padded or
+packed batches (`starts`, `cu_seqlens`) are first moved to block edges, and the outputs are moved back.
 """
+
+from typing import Any
 
 import torch
 
 from .blocks import Blocks
 from .reference import divide_or_zero, official_denominator, without_row_scale
 from .torch_backward import blocked_backward
-from .torch_forward import blocked_forward
+from .torch_forward import BlockedForm, blocked_forward
 from .torch_layout import MoveTokens, align_sequences, mixing_of_sequences, shift_to_start
 
 
 def torch_mhla(
-    q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
-    key_mask=None, cu_seqlens=None, starts=None, unrounded=False,
-):  # fmt: skip
-    """o [B, T, H, V] in v's dtype (that of the sums if unrounded); arguments as in `mhla`, already checked."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Compute `mhla` in PyTorch; arguments as there, already checked.
+
+    Returns:
+        [B, T, H, V] in v's dtype, or, if `unrounded`, in the dtype of the sums.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if key_mask is not None:
-        k, v, k_den = (None if x is None else torch.where(key_mask[:, :, None, None], x, 0) for x in (k, v, k_den))
-    back = None
+        is_key = key_mask[:, :, None, None]
+        k, v = torch.where(is_key, k, 0), torch.where(is_key, v, 0)
+        k_den = None if k_den is None else torch.where(is_key, k_den, 0)
+    inverse = None
     if starts is not None:
-        source, back = shift_to_start(starts.to(q.device), q.shape[1])
+        source, inverse = shift_to_start(starts.to(q.device), q.shape[1])
     if cu_seqlens is not None:
-        source, back, *places = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
-        mixing, blocks = mixing_of_sequences(mixing, *places), Blocks.sequence(source.shape[1], blocks.block_size)
-    if back is not None:
-        q, k, v, q_den, k_den = (
-            None if x is None else MoveTokens.apply(x, source, back) for x in (q, k, v, q_den, k_den)
-        )
+        assert blocks.block_size is not None  # causal blocks are those of a sequence
+        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+        mixing = mixing_of_sequences(mixing, block_index, sequence_id)
+        blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+    if inverse is not None:
+        q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
+        if q_den is not None:
+            q_den, k_den = (MoveTokens.apply(x, source, inverse) for x in (q_den, k_den))
     if causal:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
     key_blocks = blocks if key_blocks is None else key_blocks
     if normalize is False or (normalize is True and q_den is None):
         o = BlockedAttention.apply(q, k, v, mixing, (blocks, key_blocks, causal, normalize, scale, unrounded))
-    else:  # a denominator of other features, or the official one, takes a pass of its own
-        mixing, form = RowScaleFree.apply(mixing, causal), (blocks, key_blocks, causal, False, scale, True)
+    else:  # a denominator of other features, and the official one, take a pass of their own
+        mixing = RowScaleFree.apply(mixing, causal)
+        form = (blocks, key_blocks, causal, False, scale, True)
         num = BlockedAttention.apply(q, k, v, mixing, form)
-        q, k = (q, k) if q_den is None else (q_den, k_den)
+        if q_den is not None and k_den is not None:
+            q, k = q_den, k_den
         if normalize == "official":
             with torch.autocast(q.device.type, enabled=False):
                 den = official_denominator(q, k, mixing.to(num.dtype), blocks, scale)
@@ -49,51 +63,63 @@ def torch_mhla(
             den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, form).squeeze(3)
         o = divide_or_zero(num, den)
         o = o if unrounded else o.to(v.dtype)
-    return o if back is None else MoveTokens.apply(o, back, source)
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
 class RowScaleFree(torch.autograd.Function):
-    """The mixing itself; of its gradient, the part that a denominator cancels is left out (`without_row_scale`)."""
+    """Return the mixing matrix unchanged, and drop the part of its gradient that a denominator cancels.
+
+    Called as `RowScaleFree.apply(mixing, causal)`; see `without_row_scale`.
+    """
 
     @staticmethod
-    def forward(ctx, mixing, causal):
+    def forward(ctx: Any, mixing: torch.Tensor, causal: bool) -> torch.Tensor:
         ctx.save_for_backward(mixing)
         ctx.causal = causal
         return mixing.view_as(mixing)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mixing,) = ctx.saved_tensors
-        exact = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return without_row_scale(exact, mixing, ctx.causal).to(grad.dtype), None
+        sum_grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return without_row_scale(sum_grad, mixing, ctx.causal).to(grad.dtype), None
 
 
 class BlockedAttention(torch.autograd.Function):
-    """`blocked_forward`, differentiable once by `blocked_backward`."""
+    """Compute `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again.
+
+    Called as `BlockedAttention.apply(q, k, v, mixing, form)` with a `BlockedForm`.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, mixing, form):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, form: BlockedForm
+    ) -> torch.Tensor:
         o, den = blocked_forward(q, k, v, mixing, form)
         ctx.form = form
         ctx.save_for_backward(q, k, v, mixing, None if den is None else o, den)
         return o
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, o_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mixing, o, den = ctx.saved_tensors
         with torch.no_grad():
-            grads = blocked_backward(grad, *ctx.saved_tensors, ctx.form)
-        if torch.is_grad_enabled():  # create_graph=True: without this they would pass for constants
-            grads = [DifferentiableOnce.apply(x, grad, *ctx.saved_tensors[:4]) for x in grads]
+            grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.form)
+        if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
+            grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
         return *grads, None
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """The first argument, a gradient that depends on the others; its own derivative is refused."""
+    """Return a gradient unchanged, and refuse to differentiate it again.
+
+    Called as `DifferentiableOnce.apply(grad, *sources)`, where `sources` are the tensors that it depends on.
+    """
 
     @staticmethod
-    def forward(ctx, x, *sources):
-        return x.view_as(x)
+    def forward(ctx: Any, grad: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
 
     @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("mhla is differentiable once; got a second derivative, expected impl='reference' for that.")
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        raise RuntimeError("impl: got a second derivative of mhla, which is differentiable once, expected 'reference'.")

@@ -44,7 +44,7 @@ def share_of_sequence(batch: dict, model, group=None) -> dict:
     borders = packed_borders(batch, len(ids), 0)
     borders = torch.tensor([0, ids.shape[1]], dtype=torch.int32) if borders is None else borders
     shards = RowShards(borders, block_size(model), dist.get_world_size(group))
-    own = slice(*shards.token[rank : rank + 2].tolist())
+    own = slice(*shards.token_borders[rank : rank + 2].tolist())
     places = batch.get("position_ids")
     if places is None:
         places = packed_arguments({}, borders.to(ids.device), ids.shape[1])["position_ids"].expand_as(ids)
@@ -134,10 +134,10 @@ def gathered_attention(module, query, key, value, attention_mask, scaling=None, 
         raise ValueError(f"model: a softmax layer came with one of {', '.join(SOFTMAX_ONLY)}, expected none of them.")
     (size, group), borders = module.mhla_shards, kwargs.get("cu_seq_lens_q")
     shards, rank = shards_of(borders, size, group)
-    k, v = (gather_parts(x, shards.token, 2, group) for x in (key, value))
+    k, v = (gather_parts(x, shards.token_borders, 2, group) for x in (key, value))
     token = torch.arange(k.shape[2], device=query.device)
     sequence = torch.searchsorted(borders.to(token.device), token, right=True)
-    row = slice(*shards.token[rank : rank + 2].tolist())
+    row = slice(*shards.token_borders[rank : rank + 2].tolist())
     distance = token[row, None] - token
     seen = (distance >= 0) & (sequence[row, None] == sequence)
     if kwargs.get("sliding_window") is not None:

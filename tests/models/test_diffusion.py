@@ -183,7 +183,7 @@ RUNNING = {
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),
-        "normalize is 'official'; expected equal blocks"),
+        "normalize: got 'official', expected equal blocks"),
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_a_masked_token_has_no_place_in_a_chunk_nor_in_a_step():
         for piece in zip(*(x.split(sizes, 1) for x in (q, k, v, real)), strict=True):
             parts.append(core(*piece[:3], key_mask=piece[3], cache=cache))
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[0])
-    with refused("starts came with cu_seqlens"):
+    with refused("starts: got a tensor along with cu_seqlens"):
         core(q, k, v, key_mask=real, cu_seqlens=torch.tensor([0, 30]))
 
 

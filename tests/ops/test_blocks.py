@@ -45,12 +45,12 @@ def test_blocks_are_values():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Blocks.sequence(0, 4), "length is 0; expected an integer of at least 1."),
-        (lambda: Blocks.sequence(4, 0), "block_size is 0; expected an integer of at least 1."),
-        (lambda: Blocks.sequence(True, 2), "length is True; expected an integer of at least 1."),
-        (lambda: Blocks.grid((2, 2, 2, 2), (1, 1, 1, 1)), "shape has 4 axes; expected 1, 2 or 3."),
-        (lambda: Blocks.grid((2, 2), (1,)), "counts has 1 axes and shape 2; expected the same number."),
-        (lambda: Blocks.grid((2, 2), (1, -1)), "counts[1] is -1; expected an integer of at least 1."),
+        (lambda: Blocks.sequence(0, 4), "length: got 0, expected an integer of at least 1."),
+        (lambda: Blocks.sequence(4, 0), "block_size: got 0, expected an integer of at least 1."),
+        (lambda: Blocks.sequence(True, 2), "length: got True, expected an integer of at least 1."),
+        (lambda: Blocks.grid((2, 2, 2, 2), (1, 1, 1, 1)), "shape: got 4 axes, expected 1, 2 or 3."),
+        (lambda: Blocks.grid((2, 2), (1,)), "counts: got 1 axes, expected 2 as in shape."),
+        (lambda: Blocks.grid((2, 2), (1, -1)), "counts[1]: got -1, expected an integer of at least 1."),
     ],
 )
 def test_bad_blocks(make, words):

@@ -34,48 +34,57 @@ DOUBLE = torch.rand(2, 10, 4, 3, dtype=torch.float64)
 ONE = {"q": torch.rand(1, 10, 4, 3), "k": torch.rand(1, 10, 2, 3), "v": torch.rand(1, 10, 2, 5)}
 
 BAD = {
-    "q_not_a_tensor": ({"q": [1.0]}, "q is a list"),
-    "q_axes": ({"q": torch.rand(2, 10, 12)}, "q is [2, 10, 12]"),
-    "q_empty": ({"q": torch.rand(2, 0, 4, 3)}, "q is [2, 0, 4, 3]"),
-    "k_meta": ({"k": torch.empty(2, 10, 2, 3, device="meta")}, "k is on meta"),
-    "k_width": ({"k": torch.rand(2, 10, 2, 4)}, "k is [2, 10, 2, 4]"),
-    "k_heads": ({"k": torch.rand(2, 10, 3, 3), "v": torch.rand(2, 10, 3, 5)}, "k has 3 heads"),
-    "k_tokens": ({"k": torch.rand(2, 9, 2, 3), "v": torch.rand(2, 9, 2, 5)}, "k has 9 tokens and q 10"),
-    "v_heads": ({"v": torch.rand(2, 10, 4, 5)}, "v is [2, 10, 4, 5]"),
-    "v_complex": ({"v": torch.rand(2, 10, 2, 5) + 0j}, "v is torch.complex64"),
-    "q_den_alone": ({"q_den": DEN["q_den"]}, "q_den or k_den came"),
-    "q_den_shape": ({**DEN, "q_den": torch.rand(2, 10, 2, 6)}, "q_den is [2, 10, 2, 6]"),
-    "k_den_shape": ({**DEN, "k_den": torch.rand(2, 10, 2, 7)}, "k_den is [2, 10, 2, 7]"),
-    "den_without_denominator": ({**DEN, "normalize": False}, "q_den or k_den came"),
-    "mixing_none": ({"mixing": None}, "mixing is a NoneType"),
-    "mixing_heads": ({"mixing": torch.rand(2, 3, 3)}, "mixing is [2, 3, 3]"),
-    "mixing_small": ({"mixing": torch.rand(2, 2)}, "mixing is [2, 2]"),
-    "mixing_large_not_causal": ({"mixing": torch.rand(4, 4), "causal": False}, "mixing is [4, 4]"),
-    "blocks_number": ({"blocks": 4}, "blocks is 4"),
-    "blocks_length": ({"blocks": Blocks.sequence(12, 4)}, "blocks covers 12 tokens"),
-    "blocks_grid_causal": ({"blocks": Blocks.grid((2, 5), (1, 3))}, "causal is True"),
-    "key_blocks_length": ({"key_blocks": Blocks.sequence(9, 4)}, "key_blocks covers 9 tokens"),
-    "key_blocks_causal": ({"key_blocks": Blocks.sequence(10, 5)}, "causal is True"),
-    "normalize_word": ({"normalize": "paper"}, "normalize is 'paper'"),
-    "official_causal": ({"normalize": "official"}, "normalize is 'official'"),
-    "official_ragged": ({"normalize": "official", "causal": False}, "normalize is 'official'"),
-    "scale_nan": ({"scale": float("nan")}, "scale is nan"),
-    "scale_zero": ({"scale": 0}, "scale is 0"),
-    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "another one, for the kernels compute in fp32, not in fp64"),
-    "impl_unknown": ({"impl": "cuda"}, "impl is 'cuda'"),
-    "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask is torch.float32"),
-    "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask is [10, 2]"),
-    "starts_dtype": ({"starts": torch.tensor([0.0, 1.0])}, "starts is torch.float32"),
-    "starts_shape": ({"starts": torch.tensor([0])}, "starts is [1]"),
-    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts holds 0 to 11"),
-    "starts_not_causal": ({"starts": torch.tensor([0, 1]), "causal": False}, "starts came"),
-    "cu_batch": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens came with causal=True and batch 2"),
-    "cu_dtype": ({**ONE, "cu_seqlens": torch.tensor([0.0, 10.0])}, "cu_seqlens is torch.float32"),
-    "cu_falling": ({**ONE, "cu_seqlens": torch.tensor([0, 6, 4, 10])}, "cu_seqlens is [0, 6, 4, 10]"),
-    "cu_short": ({**ONE, "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens is [0, 9]"),
+    "q_not_a_tensor": ({"q": [1.0]}, "q: got a list, expected a floating-point tensor"),
+    "q_axes": ({"q": torch.rand(2, 10, 12)}, "q: got shape [2, 10, 12]"),
+    "q_empty": ({"q": torch.rand(2, 0, 4, 3)}, "q: got shape [2, 0, 4, 3]"),
+    "k_meta": ({"k": torch.empty(2, 10, 2, 3, device="meta")}, "k: got a tensor on meta"),
+    "k_width": ({"k": torch.rand(2, 10, 2, 4)}, "k: got shape [2, 10, 2, 4]"),
+    "k_heads": ({"k": torch.rand(2, 10, 3, 3), "v": torch.rand(2, 10, 3, 5)}, "k: got 3 heads"),
+    "k_tokens": (
+        {"k": torch.rand(2, 9, 2, 3), "v": torch.rand(2, 9, 2, 5)},
+        "key_blocks: got None with 10 queries and 9 keys",
+    ),
+    "v_heads": ({"v": torch.rand(2, 10, 4, 5)}, "v: got shape [2, 10, 4, 5]"),
+    "v_complex": ({"v": torch.rand(2, 10, 2, 5) + 0j}, "v: got torch.complex64"),
+    "q_den_alone": ({"q_den": DEN["q_den"]}, "q_den: got only one of q_den and k_den"),
+    "q_den_shape": ({**DEN, "q_den": torch.rand(2, 10, 2, 6)}, "q_den: got shape [2, 10, 2, 6]"),
+    "k_den_shape": ({**DEN, "k_den": torch.rand(2, 10, 2, 7)}, "k_den: got shape [2, 10, 2, 7]"),
+    "den_without_denominator": (
+        {**DEN, "normalize": False},
+        "q_den: got features for a denominator with normalize=False",
+    ),
+    "mixing_none": ({"mixing": None}, "mixing: got a NoneType"),
+    "mixing_heads": ({"mixing": torch.rand(2, 3, 3)}, "mixing: got shape [2, 3, 3]"),
+    "mixing_small": ({"mixing": torch.rand(2, 2)}, "mixing: got shape [2, 2]"),
+    "mixing_large_not_causal": ({"mixing": torch.rand(4, 4), "causal": False}, "mixing: got shape [4, 4]"),
+    "blocks_number": ({"blocks": 4}, "blocks: got 4"),
+    "blocks_length": ({"blocks": Blocks.sequence(12, 4)}, "blocks: got blocks of 12 tokens"),
+    "blocks_grid_causal": ({"blocks": Blocks.grid((2, 5), (1, 3))}, "causal: got True"),
+    "key_blocks_length": ({"key_blocks": Blocks.sequence(9, 4)}, "key_blocks: got blocks of 9 tokens"),
+    "key_blocks_causal": ({"key_blocks": Blocks.sequence(10, 5)}, "causal: got True"),
+    "normalize_word": ({"normalize": "paper"}, "normalize: got 'paper'"),
+    "official_causal": ({"normalize": "official"}, "normalize: got 'official'"),
+    "official_ragged": ({"normalize": "official", "causal": False}, "normalize: got 'official'"),
+    "scale_nan": ({"scale": float("nan")}, "scale: got nan"),
+    "scale_zero": ({"scale": 0}, "scale: got 0"),
+    "impl_triton": (
+        {"impl": "triton", "q": DOUBLE},
+        "impl: got 'triton', expected another one: the kernels compute in fp32, not in fp64",
+    ),
+    "impl_unknown": ({"impl": "cuda"}, "impl: got 'cuda'"),
+    "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask: got torch.float32"),
+    "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask: got shape [10, 2]"),
+    "starts_dtype": ({"starts": torch.tensor([0.0, 1.0])}, "starts: got torch.float32"),
+    "starts_shape": ({"starts": torch.tensor([0])}, "starts: got shape [1]"),
+    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts: got values from 0 to 11"),
+    "starts_not_causal": ({"starts": torch.tensor([0, 1]), "causal": False}, "starts: got a tensor with causal=False"),
+    "cu_batch": ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens: got a tensor with causal=True and a batch of 2"),
+    "cu_dtype": ({**ONE, "cu_seqlens": torch.tensor([0.0, 10.0])}, "cu_seqlens: got torch.float32"),
+    "cu_falling": ({**ONE, "cu_seqlens": torch.tensor([0, 6, 4, 10])}, "cu_seqlens: got [0, 6, 4, 10]"),
+    "cu_short": ({**ONE, "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: got [0, 9]"),
     "cu_mixing": ({**ONE, "cu_seqlens": torch.tensor([0, 9, 10]), "mixing": torch.rand(2, 2)}, "at least 3 rows"),
-    "state_not_causal": ({"return_state": True, "causal": False}, "return_state is True"),
-    "state_packed": ({**ONE, "return_state": True, "cu_seqlens": torch.tensor([0, 10])}, "return_state is True"),
+    "state_not_causal": ({"return_state": True, "causal": False}, "return_state: got True"),
+    "state_packed": ({**ONE, "return_state": True, "cu_seqlens": torch.tensor([0, 10])}, "return_state: got True"),
 }
 
 
@@ -92,16 +101,16 @@ def test_the_good_input_is_good():
 
 
 BAD_STEPS = {
-    "state_kind": ({"state": {}}, "state is a dict"),
-    "state_normalize": ({"normalize": False}, "normalize is False; expected True"),
-    "state_official": ({"normalize": "official"}, "normalize is 'official'"),
-    "state_batch": ({"q": ONE["q"], "k": ONE["k"], "v": ONE["v"]}, "state is for batch 2"),
-    "state_value_width": ({"v": torch.rand(2, 10, 2, 4)}, "state is for batch 2"),
-    "k_den_new": (DEN, "state is for batch 2"),
-    "k_tokens": ({"k": torch.rand(2, 4, 2, 3), "v": torch.rand(2, 4, 2, 5)}, "k has 4 tokens"),
-    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts holds 0 to 11"),
-    "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing is [4, 4]; expected at least 5 rows"),
-    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "impl is 'triton'"),
+    "state_kind": ({"state": {}}, "state: got a dict"),
+    "state_normalize": ({"normalize": False}, "normalize: got False, expected True"),
+    "state_official": ({"normalize": "official"}, "normalize: got 'official'"),
+    "state_batch": ({"q": ONE["q"], "k": ONE["k"], "v": ONE["v"]}, "state: got a state of batch 2"),
+    "state_value_width": ({"v": torch.rand(2, 10, 2, 4)}, "state: got a state of batch 2"),
+    "k_den_new": (DEN, "state: got a state of batch 2"),
+    "k_tokens": ({"k": torch.rand(2, 4, 2, 3), "v": torch.rand(2, 4, 2, 5)}, "k: got 4 tokens"),
+    "starts_beyond": ({"starts": torch.tensor([0, 11])}, "starts: got values from 0 to 11"),
+    "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing: got shape [4, 4], expected at least 5 rows"),
+    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "impl: got 'triton'"),
 }
 
 
@@ -120,11 +129,11 @@ def test_bad_step_leaves_the_state(name):
 @pytest.mark.parametrize(
     "act, words",
     [
-        (lambda s: s.crop(5), "crop got 5 tokens; expected 0 to 4, the tokens of one block."),
-        (lambda s: s.crop(-1), "crop got -1 tokens"),
-        (lambda s: (s.crop(4), s.crop(4)), "crop got 4 tokens; expected at most 2, what the window still holds."),
-        (lambda s: (s.select(torch.tensor([1])), s.crop(4)), "expected at most 3, the shortest row's length."),
-        (lambda s: MHLAState.empty(1, 1, 1, 2, 2, 4, normalize="official"), "normalize is 'official'"),
+        (lambda s: s.crop(5), "count: got 5, expected 0 to 4, the tokens of one block."),
+        (lambda s: s.crop(-1), "count: got -1"),
+        (lambda s: (s.crop(4), s.crop(4)), "count: got 4, expected at most 2, the tokens that the window still holds."),
+        (lambda s: (s.select(torch.tensor([1])), s.crop(4)), "expected at most 3, the length of the shortest row."),
+        (lambda s: MHLAState.empty(1, 1, 1, 2, 2, 4, normalize="official"), "normalize: got 'official'"),
     ],
 )
 def test_bad_state_calls(act, words):
@@ -142,7 +151,7 @@ def test_auto_says_once_what_it_took(caplog):
             mhla(**good())
         mhla(**good(), impl="reference")
     assert [r.getMessage() for r in caplog.records] == [
-        "mhla: impl='auto' took 'torch', the fastest form this version has for cpu tensors."
+        "mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."
     ]
 
 

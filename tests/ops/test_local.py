@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from ops_cases import build_local, distance, generated, local_cases, map_features
 
-from mhla_hf.ops.decays import Decays, decayed_sums
-from mhla_hf.ops.local import LocalForm, local_attention
+from mhla_hf.ops.decays import Decays, LocalForm, decayed_sums
+from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
 
@@ -152,7 +152,7 @@ def test_a_crop_divides_by_no_vanishing_rate(log_rate):
 def test_segments_of_a_long_sequence_equal_the_whole(name, cuts, monkeypatch):
     form, tensors, decays, balance = problem(name)
     whole = local_attention(*tensors, decays, balance, form)
-    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 10)
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 10)
     with torch.no_grad():
         parts = local_attention(*tensors, decays, balance, form)
         packed = local_attention(*tensors, decays, balance, form, starts=torch.tensor([0, 29]))
@@ -165,7 +165,7 @@ def test_no_more_is_taken_back_than_the_ring_holds():
     form, tensors, decays, balance = problem("window")
     _, state = decode(form, tensors, decays, balance, [40])
     state.crop(3)
-    with pytest.raises(ValueError, match="expected a position at most a block of 5 tokens behind the furthest"):
+    with pytest.raises(ValueError, match="expected at most 2, the tokens that the ring still holds"):
         state.crop(3)
     state.crop(2)
     with torch.inference_mode():

@@ -1,10 +1,13 @@
-"""What impl="auto" asks before it takes the kernels on a GPU: do they give there what the definition gives?
+"""Compares the kernels with fp64 before impl="auto" trusts them on a GPU.
 
-The tests run the kernels in triton's interpreter and compile them for chips that are not there. A chip, a driver or a
-version of triton that nobody has tried may still miscompile them, so the first call of each kind is preceded by a small
-one of the same kind, compared with PyTorch in fp64: a second or so once triton has the kernels in its cache. A kind that
-differs, or does not run, is left to PyTorch, and the log says which and by how much.
+The tests run the kernels in Triton's interpreter and compile them for GPUs that are not present. A GPU, driver, or version
+of Triton that nobody has tried may still miscompile them. So the first call of each kind is preceded by a small call of the
+same kind, which is compared with PyTorch in fp64 and takes about a second once Triton has the kernels in its cache. Kinds
+that differ or fail are left to PyTorch, and the log says why.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,81 +17,141 @@ from ..torch_operator import torch_mhla
 from .register import triton_mhla
 from .tuning import CHUNK
 
-DIFFERENCE_ALLOWED = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-FAULTS_FOUND = {}
+MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+FAULTS_FOUND: dict[tuple, str | None] = {}
+
+Results = tuple[list[torch.Tensor], list[torch.Tensor]]  # of the kernels, and of PyTorch in fp64
 
 
-def kernel_kind(q, k, v, q_den, *, normalize, causal, blocks, masked, unrounded, backward):
-    """What calls of `mhla` have in common that are checked once; as `small_call` takes it.
+def kernel_kind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_den: torch.Tensor | None,
+    *,
+    normalize: bool | str,
+    causal: bool,
+    blocks: Blocks,
+    masked: bool,
+    unrounded: bool,
+    backward: bool,
+) -> tuple:
+    """Return what tells apart the calls of `mhla` that are checked separately, as `small_call` takes it.
 
-    Tables of places, padding on the left and packed sequences, which only say where tokens lie, are not part of it.
+    Grids, left padding, and packed sequences only change where tokens lie, and make no difference.
+
+    Args:
+        q, k, v, q_den, normalize, causal, blocks, unrounded: As in `mhla`.
+        masked: Whether there is a key_mask.
+        backward: Whether gradients are needed.
     """
-    long = causal and not blocks.block_size <= CHUNK  # a symbol that is negated becomes a bool
-    grouped = not q.shape[2] <= k.shape[2]  # likewise
+    # `not a <= b` and `concrete` turn symbolic sizes of torch.compile into plain Python values.
+    long_blocks = causal and blocks.block_size is not None and not blocks.block_size <= CHUNK
+    grouped = not q.shape[2] <= k.shape[2]
     den_width = 0 if q_den is None else q_den.shape[3]
-    widths = (len([None] * width) for width in (q.shape[3], v.shape[3], den_width))  # a symbol becomes a number
-    return q.device, q.dtype, v.dtype, *widths, normalize, causal, long, grouped, masked, unrounded, backward
+    widths = (concrete(q.shape[3]), concrete(v.shape[3]), concrete(den_width))
+    options = (normalize, causal, long_blocks, grouped, masked, unrounded, backward)
+    return q.device, q.dtype, v.dtype, *widths, *options
+
+
+def concrete(size: int | torch.SymInt) -> int:
+    """Return a size that may be symbolic as a number; torch.compile then specializes on it."""
+    return len([None] * size)
 
 
 @torch.compiler.assume_constant_result
-def kernel_fault(*kind) -> str | None:
-    """`known_fault` of a `kernel_kind`; not one tuple, for torch.compile runs this while it traces and takes none for it."""
+def kernel_fault(*kind: Any) -> str | None:
+    """Return `known_fault` for a `kernel_kind`.
+
+    The kind comes as several arguments, because torch.compile, which calls this while tracing, does not take a tuple for a
+    constant.
+    """
     return known_fault(small_call, kind)
 
 
-def known_fault(call, kind) -> str | None:
-    """Why kernels of a kind cannot be trusted on its device, kind[0]; None if they can. Found out once, by a small call."""
-    named = call.__name__, *kind
-    if named not in FAULTS_FOUND:
-        if is_capturing(kind[0]):
+def known_fault(call: Callable[..., Results], kind: tuple) -> str | None:
+    """Return why the kernels cannot be trusted for calls of a kind, or None if they can; found out once per kind.
+
+    Args:
+        call: Makes a small call of a kind; `small_call` or one like it.
+        kind: Its arguments, which begin with the device and the dtypes of queries and values.
+    """
+    key = call.__name__, *kind
+    if key not in FAULTS_FOUND:
+        device = kind[0]
+        if is_capturing(device):
             return "a CUDA graph is being captured, and no such call came before it to check the Triton kernels"
-        FAULTS_FOUND[named] = find_fault(call, *kind)
-    return FAULTS_FOUND[named]
+        FAULTS_FOUND[key] = find_fault(call, *kind)
+    return FAULTS_FOUND[key]
 
 
-def find_fault(call, device, dtype, value_dtype, *kind) -> str | None:
-    """`known_fault`, by running them."""
+def find_fault(
+    call: Callable[..., Results], device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, *kind: Any
+) -> str | None:
+    """Run the kernels and compare them with fp64; see `known_fault`."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            got, want = call(device, dtype, value_dtype, *kind)
-    except torch.OutOfMemoryError:
+            results, exact = call(device, dtype, value_dtype, *kind)
+    except torch.OutOfMemoryError:  # says nothing about the kernels
         raise
     except Exception as error:
         return f"the Triton kernels failed on {device} with {type(error).__name__}: {str(error).strip()[:200]}"
     errors = [
-        float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf"))) for x, y in zip(got, want, strict=True)
+        float(((x.double() - y).norm() / y.norm()).nan_to_num(float("inf")))
+        for x, y in zip(results, exact, strict=True)
     ]
-    if max(errors) <= DIFFERENCE_ALLOWED[min((dtype, value_dtype), key=lambda x: x.itemsize)]:
+    coarser_dtype = min((dtype, value_dtype), key=lambda x: x.itemsize)
+    if max(errors) <= MAX_RELATIVE_ERROR[coarser_dtype]:
         return None
     name = ("o", "dq", "dk", "dv", "dmixing", "dq_den", "dk_den")[errors.index(max(errors))]
-    return f"the Triton kernels gave {name} off by {max(errors):.1e} of fp64 on {device}, for {(dtype, value_dtype, *kind)}"
+    kind_text = str((dtype, value_dtype, *kind))
+    return f"the Triton kernels gave {name} with a relative error of {max(errors):.1e} on {device}, for {kind_text}"
 
 
 def small_call(
-    device, dtype, value_dtype, width, value_width, den_width, normalize, causal, long, grouped, masked, unrounded, backward
-):  # fmt: skip
-    """Output, and gradients if there is a backward pass, of the kernels and of PyTorch in fp64.
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    den_width: int,
+    normalize: bool | str,
+    causal: bool,
+    long_blocks: bool,
+    grouped: bool,
+    masked: bool,
+    unrounded: bool,
+    backward: bool,
+) -> Results:
+    """Make a small call of a `kernel_kind`; return its output, and gradients if `backward`, by the kernels and in fp64.
 
-    The inputs are always the same, and no other random number is used.
+    The inputs are always the same, and the global random state is left alone.
     """
-    size = CHUNK + CHUNK // 2 if long else CHUNK
+    size = CHUNK + CHUNK // 2 if long_blocks else CHUNK
     blocks = Blocks.sequence(4 * size - 5, size) if causal else Blocks.grid((12, 12), (2, 2))
-    random, heads, groups = torch.Generator().manual_seed(0), 2, 1 if grouped else 2
+    generator = torch.Generator().manual_seed(0)
+    num_heads, num_kv_heads = 2, 1 if grouped else 2
 
-    def numbers(heads, width, dtype):
-        return torch.rand(1, blocks.length, heads, width, generator=random).to(device, dtype)
+    def random(num_heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.rand(1, blocks.length, num_heads, width, generator=generator).to(device, dtype)
 
-    q, k = numbers(heads, width, dtype), numbers(groups, width, dtype)
-    v, do = (numbers(h, value_width, value_dtype) - 0.5 for h in (groups, heads))
-    q, k = (q, k) if normalize else (q - 0.5, k - 0.5)
-    mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=random).to(device)
-    inputs = [q, k, v, mixing, *(numbers(h, den_width, dtype) for h in (heads, groups) if den_width)]
+    q, k = random(num_heads, width, dtype), random(num_kv_heads, width, dtype)
+    v, do = (random(n, value_width, value_dtype) - 0.5 for n in (num_kv_heads, num_heads))
+    if not normalize:
+        q, k = q - 0.5, k - 0.5
+    mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, generator=generator).to(device)
+    inputs = {"q": q, "k": k, "v": v, "mixing": mixing}
+    if den_width:
+        inputs["q_den"] = random(num_heads, den_width, dtype)
+        inputs["k_den"] = random(num_kv_heads, den_width, dtype)
     options = {"blocks": blocks, "causal": causal, "normalize": normalize, "unrounded": unrounded}
-    options["key_mask"] = torch.arange(blocks.length, device=device)[None] % 5 != 4 if masked else None
+    if masked:
+        options["key_mask"] = torch.arange(blocks.length, device=device)[None] % 5 != 4
 
-    def outcome(function, inputs):
-        inputs = [x.detach().requires_grad_(backward) for x in inputs]
-        o = function(*inputs[:4], **dict(zip(("q_den", "k_den"), inputs[4:], strict=False)), **options)
-        return [o.detach(), *(torch.autograd.grad(o, inputs, do.to(o.dtype)) if backward else ())]
+    def run(function: Callable[..., torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_(backward) for name, x in inputs.items()}
+        o = function(**leaves, **options)
+        grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype)) if backward else ()
+        return [o.detach(), *grads]
 
-    return outcome(triton_mhla, inputs), outcome(torch_mhla, [x.double() for x in inputs])
+    return run(triton_mhla), run(torch_mhla, torch.float64)

@@ -1,13 +1,16 @@
-"""What the kernels share: products, and how tokens, tiles and states are found and read.
+"""What all kernels share: matrix products, and how tokens, tiles, and states are located and read.
 
-Kernels also run in triton's interpreter, on CPU tensors, where bf16 arithmetic is wrong: products go through `dot`, and
-everything else is fp32. A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the
-head); its last axis is contiguous. Offsets are int64. Letters in kernels: K and V are the widths of keys and values, BT, BK
-and BV the tiles of tokens and of the two widths.
+Kernels also run in Triton's interpreter, on CPU tensors. The interpreter rounds wrongly to bf16, so all products go through
+`dot`, and everything else is computed in fp32.
+
+A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the head); its last axis is
+contiguous. Offsets are int64. Letters in kernels: K and V are the widths of keys and values; BT, BK, and BV are the tile
+sizes along tokens and these widths; "lanes" are the indices of a tile along a width.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import no_type_check
 
 import torch
 
@@ -19,14 +22,16 @@ UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
 
 
 @kernel
+@no_type_check
 def as_tf32(x):
-    """fp32 numbers as a tf32 product reads them in the worst case: their last 13 bits cut off."""
+    """Round fp32 numbers as a tf32 product reads them in the worst case: cut off their last 13 bits."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @kernel
+@no_type_check
 def cast(x, dtype: constexpr):
-    """x in another dtype, to nearest even; the interpreter alone would cut fp32 off to make bf16."""
+    """Cast to another dtype, rounding to nearest even; the interpreter by itself would truncate fp32 to bf16."""
     if UPCAST and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -35,8 +40,9 @@ def cast(x, dtype: constexpr):
 
 
 @kernel
+@no_type_check
 def operand(x, DOT: constexpr):
-    """x as a product reads it: bf16 if DOT is that, else fp32."""
+    """Cast an operand of a product: to bf16 if DOT is "bf16", else to fp32."""
     if DOT == "bf16":
         x = cast(x, tl.bfloat16)
     else:
@@ -45,8 +51,12 @@ def operand(x, DOT: constexpr):
 
 
 @kernel
+@no_type_check
 def dot(a, b, DOT: constexpr):
-    """a @ b in fp32; DOT is "bf16", or how fp32 numbers are multiplied: "tf32", "tf32x3" (three of tf32) or "ieee"."""
+    """Compute a @ b in fp32.
+
+    DOT is "bf16", or how fp32 numbers are multiplied: "tf32", "tf32x3" (three tf32 products), or "ieee".
+    """
     a, b = operand(a, DOT), operand(b, DOT)
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -61,141 +71,189 @@ def dot(a, b, DOT: constexpr):
 
 
 @kernel
-def program_of(tiles, parts, blocks, heads):
-    """Which tile, part of a block, block, head and row of the batch this program is for."""
+@no_type_check
+def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
+    """Return the tile of lanes, the part of a block, the block, the head, and the batch row that this program computes."""
     program = tl.program_id(0)
-    item = program // tiles // parts
-    head, row = (item // blocks % heads).to(tl.int64), (item // blocks // heads).to(tl.int64)
-    return program % tiles, program // tiles % parts, item % blocks, head, row
+    item = program // num_lane_tiles // num_parts
+    head = (item // num_blocks % num_heads).to(tl.int64)
+    row = (item // num_blocks // num_heads).to(tl.int64)
+    return program % num_lane_tiles, program // num_lane_tiles % num_parts, item % num_blocks, head, row
 
 
 @kernel
-def block_range(block, row, places, tokens, size):
-    """First place of a block, and the place behind its last; places: the tables of `Cut`."""
-    if places[0] is not None:
-        low = tl.load(places[0] + 2 * block)
-        high = tl.load(places[0] + 2 * block + 1)
+@no_type_check
+def block_range(block, row, tables, num_tokens, block_size):
+    """Return the first place of a block and the one after its last; `tables` as in `KernelBlocks`."""
+    edges, starts = tables[0], tables[2]
+    if edges is not None:
+        low = tl.load(edges + 2 * block)
+        high = tl.load(edges + 2 * block + 1)
     else:
-        low = (block * size).to(tl.int32)
-        if places[2] is not None:
-            low += tl.load(places[2] + row).to(tl.int32)
-        high = tl.minimum(low + size, tokens)
+        low = (block * block_size).to(tl.int32)
+        if starts is not None:
+            low += tl.load(starts + row).to(tl.int32)
+        high = tl.minimum(low + block_size, num_tokens)
     return low, high
 
 
 @kernel
-def tokens_from(low, high, places, key_mask, row, tokens, BT: constexpr, KEYS: constexpr):
-    """The tokens (int64) at BT places of the block order, which of them lie before `high`, and of those, where KEYS, which
-    key_mask [B, T] leaves in."""
+@no_type_check
+def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
+    """Locate BT tokens in block order.
+
+    Returns the tokens (int64) at places `low` to `low + BT`, which of them lie before `high`, and which of these are real:
+    if AS_KEYS, those that `key_mask` [B, T] keeps.
+    """
+    order = tables[1]
     place = low + tl.arange(0, BT)
     valid = place < high
-    if places[1] is not None:
-        token = tl.load(places[1] + place, mask=valid, other=0).to(tl.int64)
+    if order is not None:
+        token = tl.load(order + place, mask=valid, other=0).to(tl.int64)
     else:
         token = place.to(tl.int64)
     real = valid
-    if KEYS and key_mask is not None:
-        real = valid & (tl.load(key_mask + row * tokens + token, mask=valid, other=0) != 0)
+    if AS_KEYS and key_mask is not None:
+        real = valid & (tl.load(key_mask + row * num_tokens + token, mask=valid, other=0) != 0)
     return token, valid, real
 
 
 @kernel
+@no_type_check
 def tile_of(
-    lane_tiles, key_mask, places, tokens, size, span, blocks, heads, BT: constexpr, CAUSAL: constexpr, KEYS: constexpr
+    num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
+    BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """What this program is for: the tile of lanes, row, head and block; the place of its state among a head's, and their
-    number; its tokens, which of them there are, and where KEYS which of them are real keys."""
-    parts = tl.cdiv(span, BT)
-    tile, part, block, head, row = program_of(lane_tiles, parts, blocks, heads)
-    low, high = block_range(block, row, places, tokens, size)
-    token, valid, real = tokens_from(low + part * BT, high, places, key_mask, row, tokens, BT, KEYS)
-    state, states = block, blocks
+    """Locate the tile of this program.
+
+    Returns its tile of lanes, batch row, head, and block; the index of its state among the states of a head, and their
+    number; its tokens, which of them exist, and which are real keys (see `tokens_from`).
+    """
+    num_parts = tl.cdiv(span, BT)
+    tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
+    low, high = block_range(block, row, tables, num_tokens, block_size)
+    token, valid, real = tokens_from(low + part * BT, high, tables, key_mask, row, num_tokens, BT, AS_KEYS)
+    state, num_states = block, num_blocks
     if CAUSAL:
-        state, states = block * parts + part, blocks * parts
-    return tile, row, head, block, state, states, token, valid, real
+        state = block * num_parts + part
+        num_states = num_blocks * num_parts
+    return tile, row, head, block, state, num_states, token, valid, real
 
 
 @kernel
+@no_type_check
+def tile_pointers(x, row, token, head, lanes):
+    """Return the pointers to a tile of x [B, T, H, W], for some tokens of a head and some lanes."""
+    pointer, row_stride, token_stride, head_stride = x[0], x[1], x[2], x[3]
+    return pointer + row * row_stride + head * head_stride + token[:, None] * token_stride + lanes[None, :]
+
+
+@kernel
+@no_type_check
 def load_tile(x, row, token, head, valid, lanes, WIDTH: constexpr):
-    """Rows of x [B, T, H, WIDTH] at some tokens, zeros where not valid or beyond WIDTH."""
-    pointers = x[0] + row * x[1] + head * x[3] + token[:, None] * x[2] + lanes[None, :]
+    """Load a tile of x [B, T, H, WIDTH] at some tokens, with zeros where not valid or beyond WIDTH."""
+    pointers = tile_pointers(x, row, token, head, lanes)
     return tl.load(pointers, mask=valid[:, None] & (lanes < WIDTH)[None, :], other=0.0)
 
 
 @kernel
+@no_type_check
 def store_tile(x, row, token, head, valid, lanes, tile, WIDTH: constexpr):
-    """Write a tile to rows of x [B, T, H, WIDTH]."""
-    pointers = x[0] + row * x[1] + head * x[3] + token[:, None] * x[2] + lanes[None, :]
+    """Store a tile to x [B, T, H, WIDTH] at some tokens, where valid."""
+    pointers = tile_pointers(x, row, token, head, lanes)
     tl.store(pointers, cast(tile, x[0].dtype.element_ty), mask=valid[:, None] & (lanes < WIDTH)[None, :])
 
 
 @kernel
-def load_number(x, row, token, head, tokens, heads, valid):
-    """x [B, T, H] at some tokens of a head, zeros where not valid."""
-    return tl.load(x + (row * tokens + token) * heads + head, mask=valid, other=0.0)
+@no_type_check
+def load_number(x, row, token, head, num_tokens, num_heads, valid):
+    """Load x [B, T, H] at some tokens of a head, with zeros where not valid."""
+    return tl.load(x + (row * num_tokens + token) * num_heads + head, mask=valid, other=0.0)
 
 
 @kernel
-def load_scaled(x, by, row, token, head, tokens, heads, valid, lanes, WIDTH: constexpr, DOT: constexpr):
-    """`load_tile`, times by [B, T, H] if there is one."""
+@no_type_check
+def load_scaled(x, factor, row, token, head, num_tokens, num_heads, valid, lanes, WIDTH: constexpr, DOT: constexpr):
+    """Load a tile as `load_tile` does, times `factor` [B, T, H] if it is not None."""
     tile = load_tile(x, row, token, head, valid, lanes, WIDTH)
-    if by is not None:
-        tile = operand(tile.to(tl.float32) * load_number(by, row, token, head, tokens, heads, valid)[:, None], DOT)
+    if factor is not None:
+        numbers = load_number(factor, row, token, head, num_tokens, num_heads, valid)
+        tile = operand(tile.to(tl.float32) * numbers[:, None], DOT)
     return tile
 
 
 @kernel
-def load_state(state, index, k_lanes, v_lanes, K: constexpr, V: constexpr):
-    """A tile of the index-th state of [.., K, V]."""
-    pointers = state + index * (K * V) + k_lanes[:, None] * V + v_lanes[None, :]
+@no_type_check
+def load_state(states, index, k_lanes, v_lanes, K: constexpr, V: constexpr):
+    """Load a tile of state number `index` of states [.., K, V]."""
+    pointers = states + index * (K * V) + k_lanes[:, None] * V + v_lanes[None, :]
     return tl.load(pointers, mask=(k_lanes < K)[:, None] & (v_lanes < V)[None, :], other=0.0)
 
 
 @kernel
+@no_type_check
 def invert_or_zero(den):
-    """1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
-    alive = tl.abs(den) >= 1.1754943508222875e-38
-    return tl.where(alive, 1.0 / tl.where(alive, den, 1.0), 0.0)
+    """Return 1 / den, and 0 where den vanishes: 0/0 is 0 in this operator."""
+    nonzero = tl.abs(den) >= 1.1754943508222875e-38  # the smallest normal fp32 number
+    return tl.where(nonzero, 1.0 / tl.where(nonzero, den, 1.0), 0.0)
+
+
+BlockTables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where the blocks of one side are, as kernels see it.
+class KernelBlocks:
+    """Where the blocks of queries or keys lie, as kernels see it.
 
-    blocks M, tokens T, and the most tokens in a block (span). places: edges, order and starts, None where not needed. Either
-    block i is the places from starts[row] + i * size on, or edges (int32 [M, 2]) holds first and end of each; order (int32
-    [T]) is the token at each place, which else is the place itself.
+    Tokens are at "places": the order in which blocks are contiguous. Either block i of a row is the places from
+    starts[row] + i * block_size on, or `edges` lists where each block begins and ends.
+
+    Args:
+        num_blocks: M.
+        num_tokens: T.
+        span: The most tokens in a block.
+        block_size: Tokens per block; 0 if blocks are listed in `edges`.
+        tables: edges int32 [M, 2], the first place of each block and the one after its last; order int32 [T], the token at
+            each place; starts int64 [B], as in `mhla`. Each is None if not needed.
     """
 
-    blocks: int
-    tokens: int
+    num_blocks: int
+    num_tokens: int
     span: int
-    size: int
-    places: tuple
+    block_size: int
+    tables: BlockTables
 
 
-def cut_of(shape, device, starts=None, edges=None):
-    """The Cut of `Blocks` as `spell` gives them, with tables where it needs them."""
-    axes = len(shape) // 2 - 1
-    blocks = Blocks(tuple(shape[:axes]), tuple(shape[axes:-2]), shape[-2] or None, shape[-1])
+def kernel_blocks(
+    numbers: list[int],
+    device: torch.device,
+    starts: torch.Tensor | None = None,
+    edges: torch.Tensor | None = None,
+) -> KernelBlocks:
+    """Convert what `blocks_as_numbers` returned to `KernelBlocks`, with tables if kernels need them."""
+    num_axes = len(numbers) // 2 - 1
+    block_size, prefix = numbers[-2:]
+    blocks = Blocks(tuple(numbers[:num_axes]), tuple(numbers[num_axes:-2]), block_size or None, prefix)
     size = blocks.block_size
     if edges is not None:
-        return Cut(edges.shape[0], blocks.length, size, size, (edges, None, None))
+        assert size is not None  # packed sequences have blocks of a fixed size
+        return KernelBlocks(edges.shape[0], blocks.length, size, size, (edges, None, None))
     if size is None and blocks.contiguous and blocks.equal:
         size = blocks.length // blocks.num_blocks
     if size is not None:
-        return Cut(blocks.num_blocks, blocks.length, min(size, blocks.length), size, (None, None, starts))
-    return Cut(blocks.num_blocks, blocks.length, max(blocks.sizes()), 0, grid_tables(blocks, device))
+        span = min(size, blocks.length)
+        return KernelBlocks(blocks.num_blocks, blocks.length, span, size, (None, None, starts))
+    return KernelBlocks(blocks.num_blocks, blocks.length, max(blocks.sizes()), 0, grid_tables(blocks, device))
 
 
-def spell(blocks):
-    """`Blocks` as integers, for an operator's schema: axes, counts, block size or 0, prefix."""
+def blocks_as_numbers(blocks: Blocks) -> list[int]:
+    """Convert `Blocks` to integers, as operator schemas require: shape, counts, block size or 0, and prefix."""
     return [*blocks.shape, *blocks.counts, blocks.block_size or 0, blocks.prefix]
 
 
-@lru_cache(maxsize=1024)  # many, for a CUDA graph goes on reading those of its grid
-def grid_tables(blocks, device):
-    """The places of a grid; kept, for they are read every call."""
+@lru_cache(maxsize=1024)  # large, because a captured CUDA graph keeps reading the tables of its grid
+def grid_tables(blocks: Blocks, device: torch.device) -> BlockTables:
+    """Return the tables of a grid. They are cached, since every call reads them."""
     ends = torch.tensor(blocks.sizes()).cumsum(0)
     edges = torch.stack((ends - torch.tensor(blocks.sizes()), ends), 1)
     order = torch.argsort(blocks.index(), stable=True)

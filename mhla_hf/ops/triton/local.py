@@ -1,230 +1,405 @@
-"""Near and far attention of blocks (`near_and_far`) as one kernel: a tile of a block reads its window, the sinks and the
-running sums where they lie, and divides once.
+"""Near and far attention of a run of blocks (`near_and_far`) as one kernel.
 
-The operator is opaque to torch.compile, one call for all lengths. Its gradients are those of the PyTorch form.
+Each program computes a tile of queries: it reads their window, the sinks, and the running sums where they lie, and divides
+once. The operator is opaque to torch.compile, with one call for all lengths; its gradients are those of the PyTorch
+implementation.
 """
+
+from typing import Any, no_type_check
 
 import torch
 
-from ..torch_local import LocalForm, near_and_far
-from .check import known_fault
+from ..decays import Decays, LocalForm
+from ..torch_local import SinkTokens, near_and_far
+from .check import Results, concrete, known_fault
 from .common import constexpr, dot, invert_or_zero, load_tile, program_of, store_tile
 from .register import registered_operator
-from .tuning import CHUNK, as_argument, dot_kind, in_rows, kernel, on_device, tiles, tl, token_tiles, tuned
+from .tuning import (
+    CHUNK,
+    contiguous_rows,
+    dot_kind,
+    kernel,
+    num_tiles,
+    on_device,
+    tl,
+    token_tiles,
+    tuned,
+    with_strides,
+)
 
 LOCAL_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor fq, Tensor mixed, Tensor weight, Tensor? balance, Tensor? sink_k, "
-    "Tensor? sink_v, Tensor? there, Tensor valid, Tensor place, SymInt size, SymInt lag, float scale, bool normalize, "
-    "ScalarType dtype) -> Tensor"
+    "(Tensor q, Tensor k, Tensor v, Tensor q_features, Tensor far_sums, Tensor weight, Tensor? balance, Tensor? sink_k, "
+    "Tensor? sink_v, Tensor? sink_valid, Tensor valid, Tensor block_index, SymInt block_size, SymInt lag, float scale, "
+    "bool normalize, ScalarType dtype) -> Tensor"
 )
 
 
 @kernel
+@no_type_check
 def add_keys(
-    largest, den, total, q, k, v, row, token, inside, head, key, real, source, sees, scale, own, v_lanes,
+    largest, den, total, q, k, v, row, token, inside, head, key_token, real, kv_head, visible, scale, total_weight, v_lanes,
     K: constexpr, V: constexpr, SOFTMAX: constexpr, DOT: constexpr, BT: constexpr, BN: constexpr, BK: constexpr,
 ):  # fmt: skip
-    """The largest score, the sum of weights and that of weight times value with BN more keys, each at a `key` token."""
+    """Add BN near keys to the sums of a tile of queries.
+
+    Returns the largest score so far, the sum of the weights, and the sum of weight * value.
+
+    Args:
+        largest, den, total: What earlier calls returned.
+        q, k, v: As in `local_kernel`.
+        row, head, token, inside: The row, the head, the tokens, and the valid places of the queries.
+        key_token, real, kv_head: The tokens, the valid places, and the head of the keys.
+        visible: Which query sees which key.
+        total_weight: The weight of a near key without SOFTMAX.
+    """
     score = tl.zeros((BT, BN), tl.float32)
     for first in range(0, K, BK):
         lanes = first + tl.arange(0, BK)
         query = load_tile(q, row, token, head, inside, lanes, K)
-        score += dot(query, tl.trans(load_tile(k, row, key, source, real, lanes, K)), DOT)
+        score += dot(query, tl.trans(load_tile(k, row, key_token, kv_head, real, lanes, K)), DOT)
     score *= scale
     if SOFTMAX:
-        score = tl.where(sees, score, float("-inf"))
+        score = tl.where(visible, score, float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(score, 1))
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        weight, kept = tl.exp(score - shift[:, None]), tl.exp(before - shift)
-        den, total = den * kept, total * kept[:, None]
+        weight = tl.exp(score - shift[:, None])
+        rescale = tl.exp(before - shift)
+        den, total = den * rescale, total * rescale[:, None]
     else:
-        weight = tl.where(sees, score * own, 0.0)
+        weight = tl.where(visible, score * total_weight, 0.0)
     den += tl.sum(weight, 1)
-    total += dot(weight, load_tile(v, row, key, source, real, v_lanes, V), DOT)
+    total += dot(weight, load_tile(v, row, key_token, kv_head, real, v_lanes, V), DOT)
     return largest, den, total
 
 
-def local_tiles(constants):
-    """What other kernels on causal tokens take."""
+def local_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
+    """List the tile sizes to try: those of the other kernels on causal tokens."""
     return token_tiles({**constants, "CAUSAL": True})
 
 
 @tuned(local_tiles, "K", "V", "F", "R", "DOT")
+@no_type_check
 def local_kernel(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, o, tokens, size, blocks, heads, group, lag,
-    sinks, sink_step, scale,
-    K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr, BT: constexpr,
-    BK: constexpr, BV: constexpr,
+    q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index, o, num_tokens,
+    block_size, num_blocks, num_heads, group, lag, num_sinks, sink_stride, scale,
+    K: constexpr, V: constexpr, F: constexpr, R: constexpr, NORMALIZE: constexpr, DOT: constexpr,
+    BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """o [B, T, H, V]: BV lanes of one tile of queries. Arguments as in `near_and_far`; T is tokens.
+    """Compute o [B, T, H, V]: BV lanes of one tile of queries.
 
-    sink_k, sink_v, there: [B, S, G, ..] with sink_step 0, or S of each of M blocks, [B, M * S, G, ..], with sink_step S.
+    Args:
+        q, k, v, q_features, far_sums, weight, balance, valid, block_index: As in `near_and_far`, where K is called F.
+        sink_k, sink_v: [B, S, G, ..], the sinks of each row, or [B, M * S, G, ..], those of each block. None for none.
+        sink_valid: bool [B, S] or [B, M * S], which of them are keys.
+        sink_stride: 0 if the sinks are those of the row, S if they are those of each block.
+        group: Query heads per KV head.
+        lag, scale: As in `LocalForm`.
     """
-    v_tiles: constexpr = (V + BV - 1) // BV
-    v_tile, part, block, head, row = program_of(v_tiles, tl.cdiv(size, BT), blocks, heads)
-    source, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
-    begin, end = block * size + part * BT, tl.minimum(block * size + size, tokens)
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
+    v_tile, part, block, head, row = program_of(num_v_tiles, tl.cdiv(block_size, BT), num_blocks, num_heads)
+    kv_head, v_lanes = head // group, v_tile * BV + tl.arange(0, BV)
+    begin = block * block_size + part * BT
+    end = tl.minimum(block * block_size + block_size, num_tokens)
     token = (begin + tl.arange(0, BT)).to(tl.int64)
     inside = token < end
-    here = tl.load(place + row * blocks + block).to(tl.int32)
+    index = tl.load(block_index + row * num_blocks + block).to(tl.int32)
 
-    state = ((row * (heads // group) + source) * blocks + block) * R
-    total, den, own = tl.zeros((BT, BV), tl.float32), tl.zeros((BT,), tl.float32), 0.0
+    # The far part: the running sums, mixed by the weights, are a state that queries read.
+    state = ((row * (num_heads // group) + kv_head) * num_blocks + block) * R
+    total = tl.zeros((BT, BV), tl.float32)
+    den = tl.zeros((BT,), tl.float32)
+    total_weight = 0.0
     for rate in range(0, R):
-        own += tl.load(weight + head * R + rate)
+        total_weight += tl.load(weight + head * R + rate)
     for first in range(0, F, BK):
         lanes = first + tl.arange(0, BK)
-        mixture, z = tl.zeros((BK, BV), tl.float32), tl.zeros((BK,), tl.float32)
+        mixture = tl.zeros((BK, BV), tl.float32)
+        z = tl.zeros((BK,), tl.float32)
         for rate in range(0, R):
-            share, running = tl.load(weight + head * R + rate), mixed + ((state + rate) * F + lanes) * (V + 1)
-            known = (lanes < F)[:, None] & (v_lanes < V)[None, :]
-            mixture += share * tl.load(running[:, None] + v_lanes[None, :], mask=known, other=0.0)
-            z += share * tl.load(running + V, mask=lanes < F, other=0.0)
-        features = load_tile(fq, row, token, head, inside, lanes, F)
+            rate_weight = tl.load(weight + head * R + rate)
+            sums = far_sums + ((state + rate) * F + lanes) * (V + 1)
+            in_range = (lanes < F)[:, None] & (v_lanes < V)[None, :]
+            mixture += rate_weight * tl.load(sums[:, None] + v_lanes[None, :], mask=in_range, other=0.0)
+            z += rate_weight * tl.load(sums + V, mask=lanes < F, other=0.0)
+        features = load_tile(q_features, row, token, head, inside, lanes, F)
         total += dot(features, mixture, DOT)
         den += tl.sum(features.to(tl.float32) * z[None, :], 1)
 
+    # The near part: sinks, then the window.
     largest = tl.full((BT,), float("-inf"), tl.float32)
     if balance is not None:
         largest = tl.where(den != 0, tl.load(balance + head), largest)
     else:
         total, den = total * scale, den * scale
     if sink_k is not None:
-        for first in range(0, tl.where(here >= lag, sinks, 0), 16):
+        for first in range(0, tl.where(index >= lag, num_sinks, 0), 16):
             slot = first + tl.arange(0, 16)
-            key = (block * sink_step + slot).to(tl.int64)
-            real = slot < sinks
-            real = real & (tl.load(there + row * sinks + key, mask=real, other=0) != 0)
+            key_token = (block * sink_stride + slot).to(tl.int64)
+            real = slot < num_sinks
+            real = real & (tl.load(sink_valid + row * num_sinks + key_token, mask=real, other=0) != 0)
             largest, den, total = add_keys(
-                largest, den, total, q, sink_k, sink_v, row, token, inside, head, key, real, source, real[None, :],
-                scale, own, v_lanes, K, V, balance is not None, DOT, BT, 16, BK,
+                largest, den, total, q, sink_k, sink_v, row, token, inside, head, key_token, real, kv_head, real[None, :],
+                scale, total_weight, v_lanes, K, V, balance is not None, DOT, BT, 16, BK,
             )  # fmt: skip
-    window = tl.minimum(tl.minimum(lag - 1, here), block)
-    for first in range((block - window) * size, tl.minimum(begin + BT, end), BT):
-        key = (first + tl.arange(0, BT)).to(tl.int64)
-        real = key < end
-        real = real & (tl.load(valid + row * blocks * size + key, mask=real, other=0) != 0)
-        sees = real[None, :] & (key[None, :] <= token[:, None])
+    window = tl.minimum(tl.minimum(lag - 1, index), block)
+    for first in range((block - window) * block_size, tl.minimum(begin + BT, end), BT):
+        key_token = (first + tl.arange(0, BT)).to(tl.int64)
+        real = key_token < end
+        real = real & (tl.load(valid + row * num_blocks * block_size + key_token, mask=real, other=0) != 0)
+        visible = real[None, :] & (key_token[None, :] <= token[:, None])
         largest, den, total = add_keys(
-            largest, den, total, q, k, v, row, token, inside, head, key, real, source, sees, scale, own, v_lanes,
-            K, V, balance is not None, DOT, BT, BT, BK,
+            largest, den, total, q, k, v, row, token, inside, head, key_token, real, kv_head, visible,
+            scale, total_weight, v_lanes, K, V, balance is not None, DOT, BT, BT, BK,
         )  # fmt: skip
     if NORMALIZE:
         total *= invert_or_zero(den)[:, None]
     store_tile(o, row, token, head, inside, v_lanes, total, V)
 
 
-def triton_near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
-    """`near_and_far` by the kernel, of values v [B, T, G, V]; o in v's dtype unless the form wants it unrounded."""
-    dtype, sink = torch.float32 if form.unrounded else v.dtype, (None, None, None) if sink is None else sink
-    options = form.block_size, form.lag, form.scale, form.normalize, dtype
-    return TRITON_LOCAL(q, k, v, fq, mixed, weight, balance, *sink, valid, place, *options)
+def triton_near_and_far(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    valid: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_tokens: SinkTokens | None,
+    block_index: torch.Tensor,
+    form: LocalForm,
+) -> torch.Tensor:
+    """Compute `near_and_far` by the kernel, in fp32 if `form.unrounded`, else in v's dtype; arguments as there."""
+    sink_k = sink_v = sink_valid = None
+    if sink_tokens is not None:
+        sink_k, sink_v, sink_valid = sink_tokens
+    return TRITON_LOCAL(
+        q,
+        k,
+        v,
+        q_features,
+        far_sums,
+        weight,
+        balance,
+        sink_k,
+        sink_v,
+        sink_valid,
+        valid,
+        block_index,
+        block_size=form.block_size,
+        lag=form.lag,
+        scale=form.scale,
+        normalize=form.normalize,
+        dtype=torch.float32 if form.unrounded else v.dtype,
+    )
 
 
 def local_forward(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, size, lag, scale, normalize, dtype
-):
-    """o [B, T, H, V] in `dtype`."""
-    (batch, tokens, heads), (groups, width) = q.shape[:3], v.shape[2:]
-    blocks, sinks, step = place.shape[1], 0, 0
-    o = torch.empty(batch, tokens, heads, width, dtype=dtype, device=q.device)
-    if sink_k is not None:
-        sinks, packed = there.shape[-1], there.dim() == 3
-        step = sinks * packed
-        sink_k, sink_v = (x.flatten(1, 2) if packed else x for x in (sink_k, sink_v))
-    constants = {"K": k.shape[3], "V": width, "F": fq.shape[3], "R": weight.shape[1], "DOT": dot_kind(q, k, v, fq)}
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_k: torch.Tensor | None,
+    sink_v: torch.Tensor | None,
+    sink_valid: torch.Tensor | None,
+    valid: torch.Tensor,
+    block_index: torch.Tensor,
+    block_size: int,
+    lag: int,
+    scale: float,
+    normalize: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Run the kernel; returns [B, T, H, V] in `dtype`. Arguments as in `near_and_far`, `SinkTokens`, and `LocalForm`."""
+    batch, num_tokens, num_heads, key_width = q.shape
+    num_kv_heads, value_width = v.shape[2:]
+    num_blocks = block_index.shape[1]
+    num_sinks = 0
+    sink_stride = 0
+    o = torch.empty(batch, num_tokens, num_heads, value_width, dtype=dtype, device=q.device)
+    if sink_k is not None and sink_v is not None and sink_valid is not None:
+        num_sinks = sink_valid.shape[-1]
+        if sink_valid.dim() == 3:  # sinks of each block
+            sink_stride = num_sinks
+            sink_k, sink_v = sink_k.flatten(1, 2), sink_v.flatten(1, 2)
 
-    def grid(sizes):
-        return (tiles(width, sizes["BV"]) * tiles(size, sizes["BT"]) * blocks * heads * batch,)
+    def grid(sizes: dict[str, int]) -> tuple[int]:
+        tiles_per_block = num_tiles(value_width, sizes["BV"]) * num_tiles(block_size, sizes["BT"])
+        return (tiles_per_block * num_blocks * num_heads * batch,)
 
-    given = [x if x is None else as_argument(in_rows(x)) for x in (q, k, v, fq, sink_k, sink_v)]
-    others = (mixed, weight, balance, there, valid, place.expand(batch, -1))
-    others = [x if x is None else x.contiguous() for x in others]
+    arguments = {
+        "q": with_strides(contiguous_rows(q)),
+        "k": with_strides(contiguous_rows(k)),
+        "v": with_strides(contiguous_rows(v)),
+        "q_features": with_strides(contiguous_rows(q_features)),
+        "far_sums": far_sums.contiguous(),
+        "weight": weight.contiguous(),
+        "balance": None if balance is None else balance.contiguous(),
+        "sink_k": None if sink_k is None else with_strides(contiguous_rows(sink_k)),
+        "sink_v": None if sink_v is None else with_strides(contiguous_rows(sink_v)),
+        "sink_valid": None if sink_valid is None else sink_valid.contiguous(),
+        "valid": valid.contiguous(),
+        "block_index": block_index.expand(batch, -1).contiguous(),
+        "o": with_strides(o),
+        "num_tokens": num_tokens,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "num_heads": num_heads,
+        "group": num_heads // num_kv_heads,
+        "lag": lag,
+        "num_sinks": num_sinks,
+        "sink_stride": sink_stride,
+        "scale": scale,
+    }
+    constants = {
+        "K": key_width,
+        "V": value_width,
+        "F": q_features.shape[3],
+        "R": weight.shape[1],
+        "NORMALIZE": normalize,
+        "DOT": dot_kind(q, k, v, q_features),
+    }
     with on_device(q):
-        arguments = (
-            *given[:4],
-            *others[:3],
-            *given[4:],
-            *others[3:],
-            as_argument(o),
-            *(tokens, size, blocks, heads, heads // groups, lag, sinks, step, scale),
-        )
-        local_kernel.launch(grid, arguments, {**constants, "NORMALIZE": normalize})
+        local_kernel.launch(grid, arguments, constants)
     return o
 
 
 def local_forward_fake(
-    q, k, v, fq, mixed, weight, balance, sink_k, sink_v, there, valid, place, size, lag, scale, normalize, dtype
-):
-    """The shape of `local_forward`."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    far_sums: torch.Tensor,
+    weight: torch.Tensor,
+    balance: torch.Tensor | None,
+    sink_k: torch.Tensor | None,
+    sink_v: torch.Tensor | None,
+    sink_valid: torch.Tensor | None,
+    valid: torch.Tensor,
+    block_index: torch.Tensor,
+    block_size: int,
+    lag: int,
+    scale: float,
+    normalize: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a tensor with the shape and dtype of `local_forward`, for tracing."""
     return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
 
 
-def keep_for_gradients(ctx, inputs, output):
-    """What the backward pass reads: the inputs."""
-    ctx.save_for_backward(*inputs[:12])
-    ctx.options = inputs[12:16]
+def save_for_local_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    """Save the inputs for the backward pass."""
+    (q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index) = inputs[:12]
+    ctx.save_for_backward(
+        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v, sink_valid, valid, block_index
+    )
+    block_size, lag, scale, normalize, _ = inputs[12:]
+    ctx.form = LocalForm(block_size, lag, scale=scale, normalize=normalize)
 
 
-def local_gradients(ctx, do):
-    """The autograd formula of `local_forward`: the PyTorch form again, and its gradients."""
-    *inputs, there, valid, place = ctx.saved_tensors
-    size, lag, scale, normalize = ctx.options
-    form = LocalForm(size, lag, scale=scale, normalize=normalize)
+def local_gradients(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The autograd formula of `local_forward`: compute the PyTorch implementation again, and differentiate it."""
+    *differentiable, sink_valid, valid, block_index = ctx.saved_tensors
     with torch.enable_grad(), torch.autocast(do.device.type, enabled=False):
-        inputs = [
-            None if x is None else x.view_as(x) for x in inputs
-        ]  # sinks may be a part of k and v, which are apart here
-        q, k, v, fq, mixed, weight, balance, sink_k, sink_v = inputs
-        sink = None if sink_k is None else (sink_k, sink_v, there)
-        o = near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form)
-    wanted = [x is not None and x.requires_grad for x in inputs]
-    learned = [x for x, asked in zip(inputs, wanted, strict=True) if asked]
-    found = iter(torch.autograd.grad(o, learned, do.to(o.dtype), create_graph=torch.is_grad_enabled()))
-    return *(next(found) if asked else None for asked in wanted), *[None] * 8
+        # Views, because sinks may be a part of k and v, whose gradients are separate here.
+        differentiable = [None if x is None else x.view_as(x) for x in differentiable]
+        q, k, v, q_features, far_sums, weight, balance, sink_k, sink_v = differentiable
+        sink_tokens = None if sink_k is None else SinkTokens(sink_k, sink_v, sink_valid)
+        o = near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, ctx.form)
+    needed = [x for x in differentiable if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(o, needed, do.to(o.dtype), create_graph=torch.is_grad_enabled()))
+    input_grads = [next(grads) if x is not None and x.requires_grad else None for x in differentiable]
+    sink_valid_grad = valid_grad = block_index_grad = None
+    option_grads = [None] * 5  # block_size, lag, scale, normalize, dtype
+    return *input_grads, sink_valid_grad, valid_grad, block_index_grad, *option_grads
 
 
 TRITON_LOCAL = registered_operator(
-    "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, keep_for_gradients
+    "local", LOCAL_SCHEMA, local_forward, local_forward_fake, local_gradients, save_for_local_backward
 )
 
 
-def local_kind(q, v, fq, decays, balance, form):
-    """What calls have in common that are checked once, as `small_local_call` takes it."""
-    size = min(form.block_size, CHUNK + CHUNK // 2)
-    numbers = q.shape[3], v.shape[3], fq.shape[3], decays.weight.shape[1], size, form.lag, form.sinks
-    numbers = (len([None] * x) for x in numbers)  # a symbol becomes a number
-    options = not q.shape[2] <= v.shape[2], balance is not None, form.normalize, form.unrounded
-    return q.device, q.dtype, v.dtype, *numbers, *options
+def local_kind(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    q_features: torch.Tensor,
+    decays: Decays,
+    balance: torch.Tensor | None,
+    form: LocalForm,
+) -> tuple:
+    """Return what tells apart the calls that are checked separately (see `check.py`), as `small_local_call` takes it.
+
+    Blocks of more than 1.5 chunks are all of one kind.
+    """
+    block_size = min(form.block_size, CHUNK + CHUNK // 2)
+    widths = (q.shape[3], v.shape[3], q_features.shape[3])
+    numbers = [concrete(x) for x in (*widths, decays.weight.shape[1], block_size, form.lag, form.sinks)]
+    grouped = not q.shape[2] <= v.shape[2]
+    return q.device, q.dtype, v.dtype, *numbers, grouped, balance is not None, form.normalize, form.unrounded
 
 
 @torch.compiler.assume_constant_result
-def local_fault(*kind) -> str | None:
-    """`known_fault` of a `local_kind`."""
+def local_fault(*kind: Any) -> str | None:
+    """Return `known_fault` for a `local_kind`."""
     return known_fault(small_local_call, kind)
 
 
 def small_local_call(
-    device, dtype, value_dtype, width, value_width, features, rates, size, lag, sinks, grouped, softmax, normalize, unrounded
-):  # fmt: skip
-    """Outputs of the kernel and of PyTorch in fp64. The inputs are always the same, and no other random number is used."""
-    form, random = (
-        LocalForm(size, lag, sinks, width**-0.5, normalize, unrounded=unrounded),
-        torch.Generator().manual_seed(0),
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    num_features: int,
+    num_rates: int,
+    block_size: int,
+    lag: int,
+    num_sinks: int,
+    grouped: bool,
+    softmax: bool,
+    normalize: bool,
+    unrounded: bool,
+) -> Results:
+    """Make a small call of a `local_kind`; return its outputs by the kernel and by PyTorch in fp64.
+
+    The inputs are always the same, and the global random state is left alone.
+    """
+    form = LocalForm(block_size, lag, num_sinks, width**-0.5, normalize, unrounded=unrounded)
+    generator = torch.Generator().manual_seed(0)
+    num_blocks = lag + 2
+    num_heads = 2
+    num_kv_heads = 1 if grouped else 2
+    num_tokens = num_blocks * block_size
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).to(device, dtype)
+
+    q = random(1, num_tokens, num_heads, width, dtype=dtype)
+    k = random(1, num_tokens, num_kv_heads, width, dtype=dtype)
+    q_features = random(1, num_tokens, num_heads, num_features, dtype=dtype)
+    v = random(1, num_tokens, num_kv_heads, value_width, dtype=value_dtype) - 0.5
+    far_sums = random(1, num_kv_heads, num_blocks, num_rates, num_features, value_width + 1)
+    weight = random(num_heads, num_rates)
+    far_sums[:, :, :lag] = 0  # blocks from which nothing is far
+    balance = random(num_heads) if softmax else None
+    valid = torch.arange(num_tokens, device=device)[None] % 5 != 4
+    sink_tokens = SinkTokens(k[:, :num_sinks], v[:, :num_sinks], valid[:, :num_sinks]) if num_sinks else None
+    block_index = torch.arange(num_blocks, device=device)[None]
+    o = triton_near_and_far(q, k, v, q_features, far_sums, valid, weight, balance, sink_tokens, block_index, form)
+    exact = near_and_far(
+        q.double(),
+        k.double(),
+        v,
+        q_features.double(),
+        far_sums.double(),
+        valid,
+        weight.double(),
+        balance,
+        sink_tokens,
+        block_index,
+        form,
     )
-    blocks, groups = lag + 2, 1 if grouped else 2
-
-    def numbers(*shape, dtype=torch.float32):
-        return torch.rand(shape, generator=random).to(device, dtype)
-
-    q, k, fq = (numbers(1, blocks * size, n, w, dtype=dtype) for n, w in ((2, width), (groups, width), (2, features)))
-    v = numbers(1, blocks * size, groups, value_width, dtype=value_dtype) - 0.5
-    mixed, weight = numbers(1, groups, blocks, rates, features, value_width + 1), numbers(2, rates)
-    mixed[:, :, :lag] = 0  # where nothing is far
-    balance = numbers(2) if softmax else None
-    valid = torch.arange(blocks * size, device=device)[None] % 5 != 4
-    sink = (k[:, :sinks], v[:, :sinks], valid[:, :sinks]) if sinks else None
-    rest = balance, sink, torch.arange(blocks, device=device)[None], form
-    got = triton_near_and_far(q, k, v, fq, mixed, valid, weight, *rest)
-    q, k, fq, mixed, weight = (x.double() for x in (q, k, fq, mixed, weight))
-    return [got], [near_and_far(q, k, v, fq, mixed, valid, weight, *rest)]
+    return [o], [exact]

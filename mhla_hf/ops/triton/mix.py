@@ -1,129 +1,185 @@
-"""Products of the mixing matrix with block summaries (paper eq. 5), and the gradient of that matrix.
+"""Products of the mixing matrix with block summaries (paper eq. 5), and the gradient of the mixing matrix.
 
-Mixing is a matrix product whose long axis is the flattened summary, bound by memory until there are some 370 blocks. The
-mixing matrix stays fp32: next to bf16 summaries it is split into two bf16 parts, which removes the largest single rounding
-error of the operator and costs arithmetic only.
+Mixing is a matrix product whose long axis is the flattened summary; it is bound by memory up to about 370 blocks. The mixing
+matrix stays in fp32: next to bf16 summaries it is split into two bf16 parts, which removes the largest single rounding error
+of the operator and costs arithmetic only.
 
-Long causal blocks have a summary for each chunk of 64 tokens. What a chunk sees is the mixture of earlier blocks, and m_ii
-times the sum of the chunks before it in its own block; the latter is elementwise, and left to PyTorch.
+Long causal blocks have one summary per chunk of 64 tokens. A chunk then reads the mixture of earlier blocks, and m_ii times
+the sum of the chunks before it in its own block; the latter is elementwise, and left to PyTorch.
 """
+
+from typing import no_type_check
 
 import torch
 
 from .common import cast, constexpr, dot
 from .summaries import sum_parts
-from .tuning import as_matrix, block_tiles, dot_kind, tiles, tl, tuned
+from .tuning import block_tiles, dot_kind, mixing_arguments, num_tiles, tl, tuned
+
+ALL_BLOCKS, EARLIER_BLOCKS, LATER_BLOCKS = 0, 1, 2  # values of TRIANGLE
 
 
 @tuned(block_tiles, "X", "DOT", "TRIANGLE")
+@no_type_check
 def mix_kernel(
-    mixing, m_head, m_row, s, p, blocks, columns, heads, share, group,
+    mixing, mixing_head_stride, mixing_row_stride, s, p, num_blocks, num_columns, num_heads, share, group,
     X: constexpr, TRANSPOSED: constexpr, TRIANGLE: constexpr, DOT: constexpr, BM: constexpr, BN: constexpr, BX: constexpr,
 ):  # fmt: skip
-    """p [B, heads, M, X] = sum over j, and `group` heads of s and of mixing, of m[i, j] s [B, .., N, X], TRANSPOSED m[j, i].
+    """Compute p [B, heads, M, X], the sum over j of m[i, j] s[j]; with TRANSPOSED, of m[j, i] s[j].
 
-    TRIANGLE 1 takes j < i only, 2 takes j > i only, 0 takes all. `share` heads of p share one of s.
+    It also sums over `group` heads of s [B, .., N, X] and of mixing. TRIANGLE 1 takes the blocks j < i alone, 2 those with
+    j > i, 0 all. `share` heads of p read the same head of s.
     """
-    x_tiles: constexpr = (X + BX - 1) // BX
+    num_x_tiles: tl.constexpr = (X + BX - 1) // BX
     program = tl.program_id(0)
-    row_tiles = tl.cdiv(blocks, BM)
-    x = program % x_tiles * BX + tl.arange(0, BX)
-    row_tile, item = program // x_tiles % row_tiles, (program // x_tiles // row_tiles).to(tl.int64)
-    head, batch = item % heads, item // heads
+    num_row_tiles = tl.cdiv(num_blocks, BM)
+    x = program % num_x_tiles * BX + tl.arange(0, BX)
+    row_tile = program // num_x_tiles % num_row_tiles
+    item = (program // num_x_tiles // num_row_tiles).to(tl.int64)
+    head, batch = item % num_heads, item // num_heads
     i = row_tile * BM + tl.arange(0, BM)
-    begin, end = 0, columns
+    begin, end = 0, num_columns
     if TRIANGLE == 1:
-        end = tl.minimum(columns, (row_tile + 1) * BM)
+        end = tl.minimum(num_columns, (row_tile + 1) * BM)
     if TRIANGLE == 2:
         begin = row_tile * BM
     total = tl.zeros((BM, BX), tl.float32)
     for member in range(group):
-        weights = mixing + (head * group + member) * m_head
-        source = s + (batch * (heads // share * group) + head // share * group + member) * columns * X
+        weights = mixing + (head * group + member) * mixing_head_stride
+        source_head = head // share * group + member
+        source = s + (batch * (num_heads // share * group) + source_head) * num_columns * X
         for first in range(begin, end, BN):
             j = first + tl.arange(0, BN)
-            inside = (i < blocks)[:, None] & (j < columns)[None, :]
+            inside = (i < num_blocks)[:, None] & (j < num_columns)[None, :]
             if TRIANGLE == 1:
                 inside = inside & (j[None, :] < i[:, None])
             if TRIANGLE == 2:
                 inside = inside & (j[None, :] > i[:, None])
             if TRANSPOSED:
-                pointers = weights + j.to(tl.int64)[None, :] * m_row + i[:, None]
+                pointers = weights + j.to(tl.int64)[None, :] * mixing_row_stride + i[:, None]
             else:
-                pointers = weights + i.to(tl.int64)[:, None] * m_row + j[None, :]
+                pointers = weights + i.to(tl.int64)[:, None] * mixing_row_stride + j[None, :]
             weight = tl.load(pointers, mask=inside, other=0.0)
             pointers = source + j[:, None].to(tl.int64) * X + x[None, :]
-            summary = tl.load(pointers, mask=(j < columns)[:, None] & (x < X)[None, :], other=0.0)
+            summary = tl.load(pointers, mask=(j < num_columns)[:, None] & (x < X)[None, :], other=0.0)
             if DOT == "bf16":
                 high = cast(weight, tl.bfloat16)
                 total += dot(weight - high.to(tl.float32), summary, DOT)
                 total += dot(high, summary, DOT)
             else:
                 total += dot(weight, summary, DOT)
-    pointers = p + (item * blocks + i[:, None]) * X + x[None, :]
-    tl.store(pointers, cast(total, p.dtype.element_ty), mask=(i < blocks)[:, None] & (x < X)[None, :])
+    pointers = p + (item * num_blocks + i[:, None]) * X + x[None, :]
+    tl.store(pointers, cast(total, p.dtype.element_ty), mask=(i < num_blocks)[:, None] & (x < X)[None, :])
 
 
-def mix(mixing, s, heads, *, causal=False, transposed=False):
-    """sum_j m_ij s_j, [B, heads, M, ...] in s's dtype, or with `transposed` the adjoint of that; causal: over j < i.
+def mix(
+    mixing: torch.Tensor, s: torch.Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False
+) -> torch.Tensor:
+    """Mix summaries, sum_j m_ij s_j, or with `transposed` apply the adjoint.
 
-    mixing fp32 [Mq, Mk] or [H, Mq, Mk]; s [B, G, N, ...]. heads: those of the result, as many as in s if all share the
-    mixing.
+    Args:
+        mixing: fp32 [Mq, Mk] or [H, Mq, Mk], with contiguous rows.
+        s: [B, G, N, ...].
+        num_heads: Number of heads of the result; as many as in `s` if all heads share the mixing matrix.
+        causal: Whether to sum over j < i alone (with `transposed`, over j > i).
+        transposed: Whether to sum m_ji s_j instead, as the backward pass needs it.
+
+    Returns:
+        [B, num_heads, M, ...] in s's dtype.
     """
-    batch, groups, columns = s.shape[:3]
-    width, blocks = s[0, 0, 0].numel(), mixing.shape[-1 if transposed else -2]
-    p = torch.empty(batch, heads, blocks, *s.shape[3:], dtype=s.dtype, device=s.device)
-    share, group = max(1, heads // groups), max(1, groups // heads)
-    triangle = (2 if transposed else 1) if causal else 0
-    mix_kernel.launch(
-        lambda sizes: (tiles(width, sizes["BX"]) * tiles(blocks, sizes["BM"]) * heads * batch,),
-        (*as_matrix(mixing), s, p, blocks, columns, heads, share, group),
-        {"X": width, "TRANSPOSED": transposed, "TRIANGLE": triangle, "DOT": dot_kind(s)},
-    )
+    batch, num_source_heads, num_columns = s.shape[:3]
+    width = s[0, 0, 0].numel()
+    num_blocks = mixing.shape[-1 if transposed else -2]
+    p = torch.empty(batch, num_heads, num_blocks, *s.shape[3:], dtype=s.dtype, device=s.device)
+    triangle = ALL_BLOCKS
+    if causal:
+        triangle = LATER_BLOCKS if transposed else EARLIER_BLOCKS
+
+    def grid(sizes: dict[str, int]) -> tuple[int]:
+        return (num_tiles(width, sizes["BX"]) * num_tiles(num_blocks, sizes["BM"]) * num_heads * batch,)
+
+    arguments = {
+        **mixing_arguments(mixing),
+        "s": s,
+        "p": p,
+        "num_blocks": num_blocks,
+        "num_columns": num_columns,
+        "num_heads": num_heads,
+        "share": max(1, num_heads // num_source_heads),
+        "group": max(1, num_source_heads // num_heads),
+    }
+    constants = {"X": width, "TRANSPOSED": transposed, "TRIANGLE": triangle, "DOT": dot_kind(s)}
+    mix_kernel.launch(grid, arguments, constants)
     return p
 
 
-def mix_grads(dp, s, shape, *, causal=False):
-    """Gradient of `mix`'s mixing of that shape, fp32; dp [B, heads, Mq, ...] is that of its result. causal: j < i only."""
-    groups = s.shape[1]
-    dp, s = dp.flatten(3).float(), s.flatten(3).float()  # sums in bf16 would cost the gradient two digits
-    pairs = dp.unflatten(1, (groups, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
-    dm = pairs.flatten(1, 2).sum(0 if len(shape) == 3 else (0, 1))
-    return dm.tril(-1) if causal else dm
+def mix_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, *, causal: bool = False) -> torch.Tensor:
+    """Compute the gradient of the mixing matrix of `mix`.
 
+    Args:
+        p_grad: [B, heads, Mq, ...], the gradient of the result.
+        s: [B, G, N, ...], the summaries.
+        mixing_dim: Axes of the mixing matrix: 2 if all heads share it, 3 if each has its own.
+        causal: As in `mix`.
 
-def mix_states(mixing, s, heads, chunks, *, transposed=False):
-    """The state that queries of each block see, [B, heads, M, ..]; causal: of each chunk, [B, heads, M * chunks, ..].
-
-    s [B, G, N, ..]: summaries of blocks, or causal of their chunks (so many to a block; None: not causal). A chunk sees the
-    mixture of earlier blocks, and m_ii times the chunks before it in its own. transposed: the adjoint. The rest as in `mix`.
+    Returns:
+        fp32 [Mq, N] or [H, Mq, N].
     """
-    if chunks is None or chunks == 1:
-        return mix(mixing, s, heads, causal=chunks is not None, transposed=transposed)
-    mixed = mix(mixing, sum_parts(s, chunks), heads, causal=True, transposed=transposed)
-    running = running_sums(s, chunks, reverse=transposed)
-    if heads > running.shape[1]:
-        running = running.repeat_interleave(heads // running.shape[1], 1)
-    own = mixing.diagonal(dim1=-2, dim2=-1)
-    running = running * own.reshape(-1, own.shape[-1], *[1] * (running.dim() - 3))
-    if heads < running.shape[1]:
-        running = running.unflatten(1, (heads, -1)).sum(2)
+    num_source_heads = s.shape[1]
+    # Sums in bf16 would cost the gradient two digits.
+    p_grad, s = p_grad.flatten(3).float(), s.flatten(3).float()
+    products = p_grad.unflatten(1, (num_source_heads, -1)) @ s[:, :, None].mT  # [B, G, heads // G, Mq, N]
+    mixing_grad = products.flatten(1, 2).sum(0 if mixing_dim == 3 else (0, 1))
+    return mixing_grad.tril(-1) if causal else mixing_grad
+
+
+def mix_states(
+    mixing: torch.Tensor, s: torch.Tensor, num_heads: int, num_chunks: int | None, *, transposed: bool = False
+) -> torch.Tensor:
+    """Compute the state that the queries of each block read, or, if causal, those of each chunk.
+
+    A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block.
+
+    Args:
+        mixing, num_heads, transposed: As in `mix`.
+        s: [B, G, N, ..], the summaries of blocks, or, if causal, [B, G, N * num_chunks, ..], those of chunks.
+        num_chunks: Chunks per block; None if not causal.
+
+    Returns:
+        [B, num_heads, M, ..], or, if causal, [B, num_heads, M * num_chunks, ..].
+    """
+    if num_chunks is None or num_chunks == 1:
+        return mix(mixing, s, num_heads, causal=num_chunks is not None, transposed=transposed)
+    mixed = mix(mixing, sum_parts(s, num_chunks), num_heads, causal=True, transposed=transposed)
+    running = running_sums(s, num_chunks, reverse=transposed)
+    if num_heads > running.shape[1]:
+        running = running.repeat_interleave(num_heads // running.shape[1], 1)
+    diagonal = mixing.diagonal(dim1=-2, dim2=-1)
+    running = running * diagonal.reshape(-1, diagonal.shape[-1], *[1] * (running.dim() - 3))
+    if num_heads < running.shape[1]:
+        running = running.unflatten(1, (num_heads, -1)).sum(2)
     return (mixed[:, :, :, None] + running).to(s.dtype).flatten(2, 3)
 
 
-def mix_states_grads(dp, s, shape, chunks):
-    """Gradient of `mix_states`' mixing of that shape, fp32; dp is that of its result."""
-    if chunks is None or chunks == 1:
-        return mix_grads(dp, s, shape, causal=chunks is not None)
-    dm = mix_grads(sum_parts(dp, chunks), sum_parts(s, chunks), shape, causal=True)
-    running = running_sums(s, chunks).repeat_interleave(dp.shape[1] // s.shape[1], 1)
-    own = (dp.view(running.shape) * running).flatten(3).sum(3)  # [B, heads, M]
-    return dm + torch.diag_embed(own.sum(0) if len(shape) == 3 else own.sum((0, 1)))
+def mix_states_grads(p_grad: torch.Tensor, s: torch.Tensor, mixing_dim: int, num_chunks: int | None) -> torch.Tensor:
+    """Compute the gradient of the mixing matrix of `mix_states`, in fp32; arguments as in `mix_grads`."""
+    if num_chunks is None or num_chunks == 1:
+        return mix_grads(p_grad, s, mixing_dim, causal=num_chunks is not None)
+    mixing_grad = mix_grads(sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks), mixing_dim, causal=True)
+    running = running_sums(s, num_chunks).repeat_interleave(p_grad.shape[1] // s.shape[1], 1)
+    diagonal_grad = (p_grad.view(running.shape) * running).flatten(3).sum(3)  # [B, heads, M]
+    diagonal_grad = diagonal_grad.sum(0) if mixing_dim == 3 else diagonal_grad.sum((0, 1))
+    return mixing_grad + torch.diag_embed(diagonal_grad)
 
 
-def running_sums(s, chunks, reverse=False):
-    """For each chunk the sum of those before it in its block (reverse: behind it), fp32 [B, G, M, chunks, ..]."""
-    s = s.unflatten(2, (-1, chunks)).float()
+def running_sums(s: torch.Tensor, num_chunks: int, reverse: bool = False) -> torch.Tensor:
+    """Sum, for each chunk, the chunks before it in its block, or, with `reverse`, those after it.
+
+    Returns:
+        fp32 [B, G, M, num_chunks, ..] from s [B, G, M * num_chunks, ..].
+    """
+    s = s.unflatten(2, (-1, num_chunks)).float()
     s = s.flip(3) if reverse else s
-    before = torch.cat([torch.zeros_like(s[:, :, :, :1]), s[:, :, :, :-1].cumsum(3)], 3)  # no difference: small sums
+    # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.
+    before = torch.cat([torch.zeros_like(s[:, :, :, :1]), s[:, :, :, :-1].cumsum(3)], 3)
     return before.flip(3) if reverse else before

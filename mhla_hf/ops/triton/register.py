@@ -1,71 +1,103 @@
-"""The Triton form as two `torch.library` operators, forward and backward, and `triton_mhla` in front of them.
+"""The Triton implementation as two `torch.library` operators, forward and backward, and `triton_mhla` on top of them.
 
-Forward: summaries of keys and values, their mixture, outputs. Backward: both are computed again, so that only inputs, output
-and one over the denominator are kept; then the gradients. As custom operators they are opaque to torch.compile, which then
-needs one graph for all lengths. Their namespace carries NAMESPACE, so that bundles of different versions never meet; a
-second copy of the same version uses the first one's.
+The forward pass computes summaries of keys and values, mixes them, and computes the outputs. The backward pass computes the
+first two again, so that only the inputs, the output, and the inverse of the denominator are saved, and then the gradients.
+
+Custom operators are opaque to torch.compile, which then needs only one graph for all lengths. Their namespace carries
+NAMESPACE, so that bundles of different versions never collide; a second copy of the same version uses the operators that
+the first one registered.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ..blocks import Blocks
 from ..namespace import NAMESPACE
 from ..reference import divide_or_zero, official_denominator
 from ..torch_layout import align_sequences, mixing_of_sequences
 from ..torch_operator import RowScaleFree
 from .attend import dkdv_kernel, dq_kernel, forward_kernel
-from .common import cut_of, spell
+from .common import KernelBlocks, blocks_as_numbers, kernel_blocks
 from .mix import mix_states, mix_states_grads
 from .summaries import summaries
-from .tuning import CHUNK, INTERPRETED, WIDEST, as_argument, as_matrix, dot_kind, in_rows, on_device, tiles, triton
+from .tuning import (
+    CHUNK,
+    INTERPRETED,
+    MAX_HEAD_WIDTH,
+    TunedKernel,
+    contiguous_rows,
+    dot_kind,
+    mixing_arguments,
+    num_tiles,
+    on_device,
+    triton,
+    with_strides,
+)
 
 TRITON_SPACE = f"mhla_{NAMESPACE}"
 TRITON_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? key_mask, Tensor? starts, Tensor? edges, SymInt[] cut, "
-    "SymInt[] key_cut, bool causal, bool normalize, float scale, ScalarType dtype)"
+    "Tensor q, Tensor k, Tensor v, Tensor mixing, Tensor? key_mask, Tensor? starts, Tensor? edges, SymInt[] blocks, "
+    "SymInt[] key_blocks, bool causal, bool normalize, float scale, ScalarType dtype)"
 )
+LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # the tile size along the width of each output
 
 
 def triton_mhla(
-    q, k, v, mixing, *, blocks, key_blocks=None, causal=False, normalize=True, scale=None, q_den=None, k_den=None,
-    key_mask=None, cu_seqlens=None, starts=None, unrounded=False,
-):  # fmt: skip
-    """o [B, T, H, V] in v's dtype (fp32 if unrounded); arguments as in `mhla`, checked, and let pass by `triton_refusal`.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor, *, blocks: Blocks,
+    key_blocks: Blocks | None = None, causal: bool = False, normalize: bool | str = True, scale: float | None = None,
+    q_den: torch.Tensor | None = None, k_den: torch.Tensor | None = None, key_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, starts: torch.Tensor | None = None, unrounded: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Compute `mhla` by Triton kernels; arguments as there, checked, and accepted by `triton_refusal`.
 
-    A denominator of other features than the numerator's is a call of its own with ones for values; the official one is
-    PyTorch's.
+    A denominator with features of its own takes a second call with ones for values; the official one is computed in PyTorch.
+
+    Returns:
+        [B, T, H, V] in v's dtype, or in fp32 if `unrounded`.
     """
-    cut = spell(blocks)
-    key_cut = cut if key_blocks is None else spell(key_blocks)
+    edges = None
     with torch.autocast(q.device.type, enabled=False):
-        edges = None
         if cu_seqlens is not None:
-            source, _, *places = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
-            mixing, source = mixing_of_sequences(mixing, *places), source.view(-1, blocks.block_size)
+            assert blocks.block_size is not None  # causal blocks are those of a sequence
+            source, _, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
+            mixing = mixing_of_sequences(mixing, block_index, sequence_id)
+            source = source.view(-1, blocks.block_size)  # [M, C], -1 where a block has no token
             first = source[:, 0].clamp(min=0)
             edges = torch.stack((first, first + (source >= 0).sum(1)), 1).to(torch.int32)
         elif causal:
             mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
-        starts = None if starts is None else starts.to(q.device).contiguous()
         dtype = torch.float32 if unrounded else v.dtype
-        where = None if key_mask is None else key_mask.contiguous(), starts, edges, cut, key_cut, causal
+        shared = {
+            "key_mask": None if key_mask is None else key_mask.contiguous(),
+            "starts": None if starts is None else starts.to(q.device).contiguous(),
+            "edges": edges,
+            "blocks": blocks_as_numbers(blocks),
+            "key_blocks": blocks_as_numbers(blocks if key_blocks is None else key_blocks),
+            "causal": causal,
+        }
         if not normalize:
             scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            return TRITON_FORWARD(q, k, v, mixing, *where, False, scale, dtype)[0]
+            return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=False, scale=scale, dtype=dtype)[0]
         mixing = RowScaleFree.apply(mixing, causal)
         if normalize is True and q_den is None:
-            return TRITON_FORWARD(q, k, v, mixing, *where, True, 1.0, dtype)[0]
-        num = TRITON_FORWARD(q, k, v, mixing, *where, False, 1.0, torch.float32)[0]
-        q, k = (q, k) if q_den is None else (q_den, k_den)
+            return TRITON_FORWARD(q, k, v, mixing, **shared, normalize=True, scale=1.0, dtype=dtype)[0]
+        plain_sum = {**shared, "normalize": False, "scale": 1.0, "dtype": torch.float32}
+        num = TRITON_FORWARD(q, k, v, mixing, **plain_sum)[0]
+        if q_den is not None and k_den is not None:
+            q, k = q_den, k_den
         if normalize == "official":
             k = k if key_mask is None else torch.where(key_mask[:, :, None, None], k, 0)
             return divide_or_zero(num, official_denominator(q, k, mixing.float(), blocks, 1.0)).to(dtype)
-        ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)  # a width whose strides 16 divides
-        den = TRITON_FORWARD(q, k, ones, mixing, *where, False, 1.0, torch.float32)[0][..., 0]
+        # A width of 16 makes all strides multiples of 16, on which Triton specializes its memory accesses.
+        ones = v.new_ones((), dtype=torch.float32).expand(*k.shape[:3], 16)
+        den = TRITON_FORWARD(q, k, ones, mixing, **plain_sum)[0][..., 0]
         return divide_or_zero(num, den).to(dtype)
 
 
-def triton_refusal(q, k, v, k_den=None):
-    """Why these tensors cannot go through the kernels, as the end of a sentence; None if they can."""
+def triton_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_den: torch.Tensor | None = None) -> str | None:
+    """Return why the kernels cannot run on these tensors, as a clause without a period; None if they can."""
     if triton is None:
         return "triton is not installed"
     if q.device.type != "cuda" and not INTERPRETED:
@@ -75,130 +107,328 @@ def triton_refusal(q, k, v, k_den=None):
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "the kernels compute in fp32, not in fp64"
     widest = max(x.shape[3] for x in (k, v, k_den) if x is not None)
-    if widest > WIDEST:
-        return f"heads are {widest} wide, more than {WIDEST}"
+    if widest > MAX_HEAD_WIDTH:
+        return f"heads are {widest} wide, and the kernels take at most {MAX_HEAD_WIDTH}"
     return None
 
 
-class Call:
-    """One call of either operator: what they share. Arguments as in TRITON_SCHEMA."""
+class KernelCall:
+    """What the forward and the backward operator share: block layout, summaries, and the states that queries read.
 
-    def __init__(self, q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale):
-        self.rows = cut_of(cut, q.device, starts, edges)
-        self.columns = self.rows if key_cut == cut else cut_of(key_cut, q.device)
-        self.mixing, self.padded, self.dot_as = in_rows(mixing.float()), starts is not None, dot_kind(q, k, v)
+    Args:
+        q, k, v, mixing, key_mask, starts, edges, causal, normalize, scale: As in `triton_forward`.
+        blocks, key_blocks: The blocks of queries and keys, from `blocks_as_numbers`.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mixing: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        edges: torch.Tensor | None,
+        blocks: list[int],
+        key_blocks: list[int],
+        causal: bool,
+        normalize: bool,
+        scale: float,
+    ):
+        self.query_blocks = kernel_blocks(blocks, q.device, starts, edges)
+        self.key_blocks = self.query_blocks if key_blocks == blocks else kernel_blocks(key_blocks, q.device)
+        self.mixing = contiguous_rows(mixing.float())
+        self.key_mask = key_mask
+        self.scale = scale
+        self.causal = causal
+        self.has_starts = starts is not None
+        self.dot_as = dot_kind(q, k, v)
         self.constants = {"K": q.shape[3], "V": v.shape[3], "CAUSAL": causal, "DOT": self.dot_as}
-        self.key_mask, self.scale, self.group = key_mask, scale, q.shape[2] // k.shape[2]
-        self.chunks = tiles(self.columns.span, CHUNK) if causal else None
-        self.sums = {"causal": causal, "with_z": normalize}
-        self.s = summaries(k, v, self.columns, self.dot_as, heads=k.shape[2], key_mask=key_mask, **self.sums)
-        self.state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
-        self.states = self.mix(self.s, self.state_heads)
-
-    def mix(self, sums, heads, transposed=False):
-        """`mix_states` of summaries and of their z, which may be None."""
-        mixed = {"heads": heads, "chunks": self.chunks, "transposed": transposed}
-        return [None if s is None else mix_states(self.mixing, s, **mixed) for s in sums]
-
-    def launch(self, kernel, arguments, results, cut, *shares):
-        """Start a kernel for results [B, T, heads, W], by the name of the tile of W, on the tokens of `cut`."""
-        batch, _, heads, _ = next(iter(results.values())).shape
-        count = cut.blocks * heads * batch
-
-        def grid(sizes):
-            lanes = max(tiles(x.shape[3], sizes[tile]) for tile, x in results.items())
-            return (lanes * tiles(cut.span, sizes["BT"]) * count,)
-
-        place = self.key_mask, cut.places, cut.tokens, cut.size, cut.span, cut.blocks, heads
-        arguments = (
-            *arguments,
-            *map(as_argument, results.values()),
-            *as_matrix(self.mixing),
-            *place,
-            *shares,
-            self.scale,
+        self.group = q.shape[2] // k.shape[2]
+        self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if causal else None
+        self.s, self.z = summaries(
+            k,
+            v,
+            self.key_blocks,
+            self.dot_as,
+            num_heads=k.shape[2],
+            causal=causal,
+            with_z=normalize,
+            key_mask=key_mask,
         )
+        # Query heads that share both a KV head and the mixing matrix read the same state.
+        self.num_state_heads = q.shape[2] if mixing.dim() == 3 else k.shape[2]
+        self.share = q.shape[2] // self.num_state_heads
+        self.states = self.mix(self.s, self.num_state_heads)
+        self.states_z = None if self.z is None else self.mix(self.z, self.num_state_heads)
+
+    def mix(self, s: torch.Tensor, num_heads: int, transposed: bool = False) -> torch.Tensor:
+        """Mix summaries with this call's mixing matrix; see `mix_states`."""
+        return mix_states(self.mixing, s, num_heads, self.num_chunks, transposed=transposed)
+
+    def launch(
+        self,
+        kernel: TunedKernel,
+        blocks: KernelBlocks,
+        outputs: dict[str, torch.Tensor],
+        **arguments: Any,
+    ) -> None:
+        """Launch a kernel on tokens.
+
+        Args:
+            kernel: One of those in `attend.py`.
+            blocks: The blocks of the tokens it computes.
+            outputs: Its outputs [B, T, heads, W] by parameter name.
+            arguments: Its other arguments, but for those that all kernels share.
+        """
+        batch, _, num_heads, _ = next(iter(outputs.values())).shape
+
+        def grid(sizes: dict[str, int]) -> tuple[int]:
+            lane_tiles = max(num_tiles(x.shape[3], sizes[LANE_TILES[name]]) for name, x in outputs.items())
+            return (lane_tiles * num_tiles(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
+
+        arguments = {
+            **arguments,
+            **{name: with_strides(x) for name, x in outputs.items()},
+            **mixing_arguments(self.mixing),
+            "key_mask": self.key_mask,
+            "tables": blocks.tables,
+            "num_tokens": blocks.num_tokens,
+            "block_size": blocks.block_size,
+            "span": blocks.span,
+            "num_blocks": blocks.num_blocks,
+            "num_heads": num_heads,
+            "group": self.group,
+            "scale": self.scale,
+        }
         kernel.launch(grid, arguments, self.constants)
 
-    def room(self, x, *shape, dtype=None):
-        """Memory for a result; zeros where tokens before `starts` are written by no block."""
-        make = torch.zeros if self.padded else torch.empty
-        return make(shape or x.shape, dtype=dtype or x.dtype, device=x.device)
+    def allocate(self, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate an output; zeros if there are tokens before `starts`, which belong to no block and are never written."""
+        make = torch.zeros if self.has_starts else torch.empty
+        return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
-    def mixing_grad(self, dstates, dm_own):
-        """The gradient of the mixing, from those of states and, causal, dm_own [B, H, M * chunks, K] from within chunks."""
-        pairs = zip(dstates, self.s, strict=True)
-        dm = sum(mix_states_grads(dp, s, self.mixing.shape, self.chunks) for dp, s in pairs if s is not None)
-        if dm_own is not None:
-            own = dm_own.unflatten(2, (-1, self.chunks)).sum((0, 3, 4))
-            dm = dm + torch.diag_embed(own if self.mixing.dim() == 3 else own.sum(0))
-        return dm
+    def mixing_grad(
+        self, dstates: torch.Tensor, dstates_z: torch.Tensor | None, diagonal_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute the gradient of the mixing matrix, in fp32.
+
+        Args:
+            dstates, dstates_z: The gradients of `states` and `states_z`.
+            diagonal_grad: What `dq_kernel` wrote, [B, H, M * chunks, K]; None if not causal.
+        """
+        grad = mix_states_grads(dstates, self.s, self.mixing.dim(), self.num_chunks)
+        if dstates_z is not None and self.z is not None:
+            grad = grad + mix_states_grads(dstates_z, self.z, self.mixing.dim(), self.num_chunks)
+        if diagonal_grad is not None:
+            diagonal_grad = diagonal_grad.unflatten(2, (-1, self.num_chunks)).sum((0, 3, 4))  # [H, M]
+            grad = grad + torch.diag_embed(diagonal_grad if self.mixing.dim() == 3 else diagonal_grad.sum(0))
+        return grad
 
 
-def triton_forward(q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, dtype):
-    """o [B, T, H, V] in `dtype`, and one over the denominator, fp32 [B, T, H] (empty if not normalized)."""
-    q, k, v = (in_rows(x) for x in (q, k, v))
+def triton_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    edges: torch.Tensor | None,
+    blocks: list[int],
+    key_blocks: list[int],
+    causal: bool,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator of the forward pass.
+
+    Args:
+        q, k, v, mixing, key_mask, starts, causal: As in `mhla`; a causal mixing matrix is cut to the blocks.
+        edges: int32 [M, 2], the first token of each block and the one after its last, for packed sequences.
+        blocks, key_blocks: From `blocks_as_numbers`.
+        normalize: Whether to divide by the sum of the weights.
+        scale: Factor of the outputs.
+        dtype: Dtype of the outputs.
+
+    Returns:
+        o: [B, T, H, V] in `dtype`.
+        inv: fp32 [B, T, H], the inverse of the denominator; empty if not normalized.
+    """
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = Call(q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
-        o = call.room(v, *q.shape[:3], v.shape[3], dtype=dtype)
-        inv = call.room(q, *q.shape[:3], dtype=torch.float32) if normalize else None
-        given = *map(as_argument, (q, k, v)), *call.states, inv
-        call.launch(forward_kernel, given, {"BV": o}, call.rows, call.group, q.shape[2] // call.state_heads)
+        call = KernelCall(q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale)
+        o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=dtype)
+        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if normalize else None
+        call.launch(
+            forward_kernel,
+            call.query_blocks,
+            {"o": o},
+            q=with_strides(q),
+            k=with_strides(k),
+            v=with_strides(v),
+            states=call.states,
+            states_z=call.states_z,
+            inv=inv,
+            share=call.share,
+        )
     return o, q.new_empty(0, dtype=torch.float32) if inv is None else inv
 
 
 def triton_backward(
-    do, o, inv, q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, dtype
-):
-    """Gradients of q, k, v and mixing."""
-    do, q, k, v = (in_rows(x) for x in (do, q, k, v))
+    do: torch.Tensor,
+    o: torch.Tensor,
+    inv: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    edges: torch.Tensor | None,
+    blocks: list[int],
+    key_blocks: list[int],
+    causal: bool,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator of the backward pass.
+
+    Args:
+        do: [B, T, H, V], the gradient of the output.
+        o, inv: What `triton_forward` returned; ignored if not normalized.
+        Other arguments: As in `triton_forward`.
+
+    Returns:
+        The gradients of q, k, v, and mixing.
+    """
+    do, q, k, v = (contiguous_rows(x) for x in (do, q, k, v))
+    inv = inv if normalize else None
     with on_device(q), torch.autocast(q.device.type, enabled=False):
-        call = Call(q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale)
-        dq, dk, dv = (call.room(x) for x in (q, k, v))
-        inv, r = (inv, torch.empty_like(inv)) if normalize else (None, None)
-        shape = q.shape[0], q.shape[2], call.s[0].shape[2], q.shape[3]
-        dm_own = torch.empty(shape, dtype=torch.float32, device=q.device) if causal else None
-        tokens = *map(as_argument, (q, k, v, do)), as_argument(o) if normalize else None
-        given = *tokens, inv, *call.states, r, dm_own
-        call.launch(dq_kernel, given, {"BK": dq}, call.rows, call.group, q.shape[2] // call.state_heads)
-        dstates = summaries(q, do, call.rows, call.dot_as, heads=call.state_heads, inv=inv, r=r, **call.sums)
-        dsums = call.mix(dstates, k.shape[2], transposed=True)
-        call.launch(dkdv_kernel, (*tokens[:4], inv, r, *dsums), {"BK": dk, "BV": dv}, call.columns, call.group)
-        dm = call.mixing_grad(dstates, dm_own) * scale
-    return dq, dk, dv, dm.to(mixing.dtype)
+        call = KernelCall(q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale)
+        dq, dk, dv = (call.allocate(x) for x in (q, k, v))
+        r = None if inv is None else torch.empty_like(inv)
+        diagonal_grad = None
+        if causal:
+            shape = q.shape[0], q.shape[2], call.s.shape[2], q.shape[3]
+            diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
+        tokens = {"q": with_strides(q), "k": with_strides(k), "v": with_strides(v), "do": with_strides(do)}
+        call.launch(
+            dq_kernel,
+            call.query_blocks,
+            {"dq": dq},
+            **tokens,
+            o=with_strides(o) if normalize else None,
+            inv=inv,
+            states=call.states,
+            states_z=call.states_z,
+            r=r,
+            diagonal_grad=diagonal_grad,
+            share=call.share,
+        )
+        # The gradients of the states are summaries of q and do, since o = q P.
+        dstates, dstates_z = summaries(
+            q,
+            do,
+            call.query_blocks,
+            call.dot_as,
+            num_heads=call.num_state_heads,
+            causal=causal,
+            with_z=normalize,
+            v_factor=inv,
+            z_factor=r,
+        )
+        dsummaries = call.mix(dstates, k.shape[2], transposed=True)
+        dsummaries_z = None if dstates_z is None else call.mix(dstates_z, k.shape[2], transposed=True)
+        call.launch(
+            dkdv_kernel,
+            call.key_blocks,
+            {"dk": dk, "dv": dv},
+            **tokens,
+            inv=inv,
+            r=r,
+            dstates=dsummaries,
+            dstates_z=dsummaries_z,
+        )
+        dmixing = call.mixing_grad(dstates, dstates_z, diagonal_grad) * scale
+    return dq, dk, dv, dmixing.to(mixing.dtype)
 
 
-def triton_forward_fake(q, k, v, mixing, key_mask, starts, edges, cut, key_cut, causal, normalize, scale, dtype):
-    """The shapes of `triton_forward`."""
+def triton_forward_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    edges: torch.Tensor | None,
+    blocks: list[int],
+    key_blocks: list[int],
+    causal: bool,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors with the shapes and dtypes of `triton_forward`, for tracing."""
     inv = q.new_empty(q.shape[:3] if normalize else (0,), dtype=torch.float32)
     return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), inv
 
 
-def triton_backward_fake(do, o, inv, q, k, v, mixing, key_mask, starts, edges, cut, key_cut, *options):
-    """The shapes of `triton_backward`."""
+def triton_backward_fake(
+    do: torch.Tensor,
+    o: torch.Tensor,
+    inv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Return tensors with the shapes and dtypes of `triton_backward`, for tracing."""
     return tuple(x.new_empty(x.shape) for x in (q, k, v, mixing))
 
 
-def keep_for_backward(ctx, inputs, output):
-    """What the backward pass reads: the inputs, and where normalized the output and one over its denominator."""
+def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Save what the backward pass reads: the inputs, and in the normalized form o and the inverse of its denominator."""
+    (q, k, v, mixing, key_mask, starts, edges, blocks, key_blocks, causal, normalize, scale, dtype) = inputs
     o, inv = output
-    ctx.save_for_backward(o if inputs[10] else inv, inv, *inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(o if normalize else inv, inv, q, k, v, mixing, key_mask, starts, edges)
+    ctx.options = (blocks, key_blocks, causal, normalize, scale, dtype)
 
 
-def triton_gradients(ctx, do, _):
-    """The autograd formula of `triton_forward`."""
-    return *TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options), *[None] * 9
+def triton_gradients(ctx: Any, do: torch.Tensor, inv_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The autograd formula of `triton_forward`; inv is internal, so no gradient comes in through it."""
+    dq, dk, dv, dmixing = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
+    key_mask_grad = starts_grad = edges_grad = None
+    option_grads = [None for _ in ctx.options]
+    return dq, dk, dv, dmixing, key_mask_grad, starts_grad, edges_grad, *option_grads
 
 
-def registered_operator(name, schema, function, fake, gradients=None, keep=None):
-    """The operator of that name in this version's namespace, registered unless an equal copy of this file has done so."""
+def registered_operator(
+    name: str,
+    schema: str,
+    function: Callable,
+    fake: Callable,
+    gradients: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> Any:
+    """Return the operator `name` of this version's namespace; register it unless an equal copy of this file did.
+
+    Args:
+        name: Name in the namespace `TRITON_SPACE`.
+        schema: Its schema, as `torch.library.custom_op` takes it.
+        function: The implementation.
+        fake: The implementation for tracing.
+        gradients: The autograd formula; None if it is not differentiable.
+        setup_context: Saves what `gradients` reads.
+    """
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
         operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         if gradients is not None:
-            operator.register_autograd(gradients, setup_context=keep)
+            operator.register_autograd(gradients, setup_context=setup_context)
     return getattr(space, name)
 
 
@@ -206,5 +436,5 @@ BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA} -> (Tensor
 FORWARD_SCHEMA = f"({TRITON_SCHEMA} -> (Tensor, Tensor)"
 TRITON_BACKWARD = registered_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
 TRITON_FORWARD = registered_operator(
-    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, keep_for_backward
+    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
 )

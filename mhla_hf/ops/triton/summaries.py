@@ -1,82 +1,149 @@
-"""Sums over the tokens of a block: S = sum k v^T and z = sum k (paper eq. 4).
+"""The kernel that sums over the tokens of a block: S = sum k v^T and z = sum k (paper eq. 4).
 
-One program walks the tokens of one part of a block and keeps one tile of the sum. A part is a whole block, a chunk of a
-causal block (`mix.py` says what becomes of those), or, where few long blocks would leave most of a GPU without work, as much
-of a block as makes enough programs. The same kernel makes the gradients of mixed summaries, from q and do in the place of k
-and v.
+Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, or a chunk
+of a causal block (`mix.py` mixes these), or, if few long blocks would leave most of a GPU idle, a fraction of a block that
+makes for enough programs. The same kernel computes the gradients of mixed summaries from q and do in place of k and v.
 """
+
+from typing import no_type_check
 
 import torch
 
-from .common import block_range, cast, constexpr, dot, load_number, load_scaled, load_tile, program_of, tokens_from
-from .tuning import CHUNK, as_argument, summary_tiles, tiles, tl, tuned
+from .common import (
+    KernelBlocks,
+    block_range,
+    cast,
+    constexpr,
+    dot,
+    load_number,
+    load_scaled,
+    load_tile,
+    program_of,
+    tokens_from,
+)
+from .tuning import CHUNK, num_tiles, summary_tiles, tl, tuned, with_strides
 
-PART_TOKENS = 256
-ENOUGH_PROGRAMS = 384  # some three for each multiprocessor of the largest GPUs
+MIN_PART_TOKENS = 256
+ENOUGH_PROGRAMS = 384  # about three for each multiprocessor of the largest GPUs
 
 
 @tuned(summary_tiles, "K", "V", "CAUSAL", "DOT")
+@no_type_check
 def summaries_kernel(
-    k, v, inv, r, key_mask, s, z, places, tokens, size, span, parts, blocks, heads, group,
+    k, v, v_factor, z_factor, key_mask, s, z, tables, num_tokens, block_size, span, num_parts, num_blocks, num_heads,
+    group,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """s [B, heads, M * parts, K, V], z [.., K]: one tile of one part of `span` tokens, over `group` heads of k and v."""
-    v_tiles: constexpr = (V + BV - 1) // BV
-    tile, part, block, head, row = program_of(v_tiles * ((K + BK - 1) // BK), parts, blocks, heads)
-    k_lanes, v_lanes = tile // v_tiles * BK + tl.arange(0, BK), tile % v_tiles * BV + tl.arange(0, BV)
-    low, high = block_range(block, row, places, tokens, size)
+    """Compute s [B, heads, M * parts, K, V] and z [B, heads, M * parts, K]: one tile of one part of a block.
+
+    Arguments as in `summaries`; `span` is the number of tokens in a part, and `group` heads of k and v are summed.
+    """
+    num_v_tiles: tl.constexpr = (V + BV - 1) // BV
+    num_k_tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, part, block, head, row = program_of(num_v_tiles * num_k_tiles, num_parts, num_blocks, num_heads)
+    k_lanes = tile // num_v_tiles * BK + tl.arange(0, BK)
+    v_lanes = tile % num_v_tiles * BV + tl.arange(0, BV)
+    low, high = block_range(block, row, tables, num_tokens, block_size)
     low, high = low + part * span, tl.minimum(high, low + part * span + span)
     total = tl.zeros((BK, BV), tl.float32)
     total_z = tl.zeros((BK,), tl.float32)
     for member in range(group):
         source = head * group + member
         for first in range(low, high, BT):
-            token, _, valid = tokens_from(first, high, places, key_mask, row, tokens, BT, True)
-            key = load_tile(k, row, token, source, valid, k_lanes, K)
-            value = load_scaled(v, inv, row, token, source, tokens, heads * group, valid, v_lanes, V, DOT)
+            token, _, real = tokens_from(first, high, tables, key_mask, row, num_tokens, BT, True)
+            key = load_tile(k, row, token, source, real, k_lanes, K)
+            value = load_scaled(v, v_factor, row, token, source, num_tokens, num_heads * group, real, v_lanes, V, DOT)
             total += dot(tl.trans(key), value, DOT)
             if z is not None:
                 weight = key.to(tl.float32)
-                if r is not None:
-                    weight *= load_number(r, row, token, source, tokens, heads * group, valid)[:, None]
+                if z_factor is not None:
+                    weight *= load_number(z_factor, row, token, source, num_tokens, num_heads * group, real)[:, None]
                 total_z += tl.sum(weight, 0)
-    start = (((row * heads + head) * blocks + block) * parts + part) * K
+    start = (((row * num_heads + head) * num_blocks + block) * num_parts + part) * K
     inside = (k_lanes < K)[:, None] & (v_lanes < V)[None, :]
     tl.store(s + (start + k_lanes[:, None]) * V + v_lanes[None, :], cast(total, s.dtype.element_ty), mask=inside)
-    if z is not None and tile % v_tiles == 0:
+    if z is not None and tile % num_v_tiles == 0:
         tl.store(z + start + k_lanes, total_z, mask=k_lanes < K)
 
 
-def summaries(k, v, cut, dot_as, *, heads, causal, with_z, key_mask=None, inv=None, r=None):
-    """sum k v^T of every block, [B, heads, M, K, V] (bf16 if products are, else fp32), and sum k, fp32 [B, heads, M, K].
+def summaries(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: KernelBlocks,
+    dot_as: str,
+    *,
+    num_heads: int,
+    causal: bool,
+    with_z: bool,
+    key_mask: torch.Tensor | None = None,
+    v_factor: torch.Tensor | None = None,
+    z_factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute sum k v^T of every block, or, if causal, of every chunk, and sum k.
 
-    k [B, T, H, K], v [B, T, H, V]; H // heads neighboring heads are added up. key_mask [B, T] leaves tokens out. inv [B, T,
-    H] multiplies v, r [B, T, H] the k of the second sum, which is None unless with_z. causal: sums of every chunk.
+    Args:
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        blocks: The M blocks of the T tokens.
+        dot_as: How products are computed, see `dot`.
+        num_heads: Number of heads of the results; H // num_heads neighboring heads are added up.
+        causal: Whether to return the sums of every chunk.
+        with_z: Whether to return sum k, too.
+        key_mask: bool [B, T], False for tokens to leave out.
+        v_factor: [B, T, H], multiplies v.
+        z_factor: [B, T, H], multiplies the k of sum k.
+
+    Returns:
+        s: [B, num_heads, M or M * chunks, K, V] in bf16 if products are, else in fp32.
+        z: [B, num_heads, M or M * chunks, K] in fp32; None unless `with_z`.
     """
-    batch, _, every, width, other = *k.shape, v.shape[3]
-    count = cut.blocks * heads * batch
-    span = CHUNK if causal else part_span(cut.span, count)
-    parts = tiles(cut.span, span)
-    shape = batch, heads, cut.blocks * parts, width
-    s = torch.empty(*shape, other, dtype=torch.bfloat16 if dot_as == "bf16" else torch.float32, device=k.device)
+    batch, _, total_heads, key_width = k.shape
+    value_width = v.shape[3]
+    num_sums = blocks.num_blocks * num_heads * batch
+    span = CHUNK if causal else part_span(blocks.span, num_sums)
+    num_parts = num_tiles(blocks.span, span)
+    shape = batch, num_heads, blocks.num_blocks * num_parts, key_width
+    s_dtype = torch.bfloat16 if dot_as == "bf16" else torch.float32
+    s = torch.empty(*shape, value_width, dtype=s_dtype, device=k.device)
     z = torch.empty(*shape, dtype=torch.float32, device=k.device) if with_z else None
-    extent = cut.places, cut.tokens, cut.size, span, parts, cut.blocks
-    summaries_kernel.launch(
-        lambda sizes: (tiles(width, sizes["BK"]) * tiles(other, sizes["BV"]) * parts * count,),
-        (as_argument(k), as_argument(v), inv, r, key_mask, s, z, *extent, heads, every // heads),
-        {"K": width, "V": other, "CAUSAL": causal, "DOT": dot_as},
-    )
-    if parts == 1 or causal:
+
+    def grid(sizes: dict[str, int]) -> tuple[int]:
+        lane_tiles = num_tiles(key_width, sizes["BK"]) * num_tiles(value_width, sizes["BV"])
+        return (lane_tiles * num_parts * num_sums,)
+
+    arguments = {
+        "k": with_strides(k),
+        "v": with_strides(v),
+        "v_factor": v_factor,
+        "z_factor": z_factor,
+        "key_mask": key_mask,
+        "s": s,
+        "z": z,
+        "tables": blocks.tables,
+        "num_tokens": blocks.num_tokens,
+        "block_size": blocks.block_size,
+        "span": span,
+        "num_parts": num_parts,
+        "num_blocks": blocks.num_blocks,
+        "num_heads": num_heads,
+        "group": total_heads // num_heads,
+    }
+    constants = {"K": key_width, "V": value_width, "CAUSAL": causal, "DOT": dot_as}
+    summaries_kernel.launch(grid, arguments, constants)
+    if num_parts == 1 or causal:
         return s, z
-    return sum_parts(s, parts), None if z is None else sum_parts(z, parts)
+    return sum_parts(s, num_parts), None if z is None else sum_parts(z, num_parts)
 
 
-def part_span(span, programs):
-    """Tokens of a part, so that `programs` blocks of up to `span` tokens make enough programs of 256 tokens or more."""
-    parts = max(1, min(span // PART_TOKENS, tiles(ENOUGH_PROGRAMS, programs)))
-    return tiles(tiles(span, parts), CHUNK) * CHUNK
+def part_span(span: int, num_sums: int) -> int:
+    """Return the tokens per part for `num_sums` blocks of up to `span` tokens.
+
+    There are `ENOUGH_PROGRAMS` parts if possible, but none is smaller than `MIN_PART_TOKENS`, unless the blocks are.
+    """
+    num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
+    return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 
 
-def sum_parts(s, parts):
-    """Summaries of blocks, [B, G, M, ..], from those of their parts, [B, G, M * parts, ..]."""
-    return s.unflatten(2, (-1, parts)).sum(3)
+def sum_parts(s: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Sum the parts of each block: [B, G, M * parts, ..] -> [B, G, M, ..]."""
+    return s.unflatten(2, (-1, num_parts)).sum(3)

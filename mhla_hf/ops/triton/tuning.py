@@ -1,10 +1,12 @@
-"""How kernels are made, how their tiles are chosen, and what their launchers share.
+"""How kernels are compiled, how their tiles are chosen, and small helpers of their launchers.
 
-triton may be absent: then `kernel` leaves functions as they are and nothing launches. Counts that depend on a length are
-never compile-time constants, so one compilation serves all lengths.
+Triton may be missing: `kernel` then leaves functions as they are, and nothing is launched. Numbers that depend on a length
+are never compile-time constants, so a kernel is compiled once for all lengths.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -16,127 +18,166 @@ except ImportError:
     tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-CHUNK = 64  # tokens of a tile; of a causal block, what is handled quadratically
-WIDEST = 256
-LENGTHS = {"tokens", "size", "span", "parts", "blocks", "columns", "m_head", "m_row", "group"}
+CHUNK = 64  # tokens per tile; in causal blocks, the tokens that are handled quadratically
+MAX_HEAD_WIDTH = 256
+# Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile anew for each value
+# that is 1 or divisible by 16.
+LENGTH_PARAMETERS = {
+    "num_tokens",
+    "block_size",
+    "span",
+    "num_parts",
+    "num_blocks",
+    "num_columns",
+    "mixing_head_stride",
+    "mixing_row_stride",
+    "group",
+}
 
 
-def kernel(function):
-    """`triton.jit`, with what depends on lengths kept out of the compilation key."""
+def kernel(function: Callable) -> Any:
+    """Compile a function with `triton.jit`, without specializing on `LENGTH_PARAMETERS`."""
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in LENGTHS])
+    return triton.jit(function, do_not_specialize=[name for name in names if name in LENGTH_PARAMETERS])
 
 
 class TunedKernel:
-    """A kernel whose tiles `triton.autotune` chooses, once for every combination of the constants named in `key`.
+    """A kernel whose tile sizes `triton.autotune` chooses, once for every combination of the constants named in `key`.
 
-    configurations(constants) lists the tiles (keywords of a launch), the rule's first, which the interpreter takes. A kernel
-    writes its outputs and reads none of them, so it can be run again and again to be timed.
+    Kernels write their outputs and never read them, so they can be run repeatedly for timing.
+
+    Args:
+        function: The kernel, not yet compiled.
+        configurations: Returns for the constants of a launch the tile sizes to try, each with num_warps and num_stages. The
+            interpreter takes the first.
+        key: Names of constants.
     """
 
-    def __init__(self, function, configurations, key):
-        self.jitted, self.configurations, self.tuner = kernel(function), configurations, None
+    def __init__(self, function: Callable, configurations: Callable[[dict], list[dict]], key: tuple[str, ...]):
+        self.jitted = kernel(function)
+        self.configurations = configurations
+        self.tuner = None
         if triton is not None and not INTERPRETED:
-            any_two = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # `choices` takes their place
-            prune = {"early_config_prune": lambda configs, arguments, **constants: self.choices(constants)}
-            tune = triton.autotune(any_two, key=list(key), prune_configs_by=prune, cache_results=True)
+            placeholders = [
+                triton.Config({}, num_warps=warps) for warps in (4, 8)
+            ]  # pruning puts `choices` in their place
+            prune = {"early_config_prune": lambda configs, named_args, **arguments: self.choices(arguments)}
+            tune = triton.autotune(placeholders, key=list(key), prune_configs_by=prune, cache_results=True)
             self.tuner = tune(self.jitted)
 
-    def choices(self, constants):
-        """The configurations that fit the shared memory of this GPU, at least one."""
+    def choices(self, constants: dict[str, Any]) -> list[Any]:
+        """Return the configurations that fit into the shared memory of this GPU, at least one."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        room = getattr(properties, "shared_memory_per_block_optin", 65536)
-        listed = self.configurations(constants)
-        listed = [config for config in listed if shared_bytes(constants["DOT"], config) <= room] or listed[-1:]
+        available = getattr(properties, "shared_memory_per_block_optin", 65536)
+        configurations = self.configurations(constants)
+        fitting = [config for config in configurations if shared_bytes(constants["DOT"], config) <= available]
         return [
-            triton.Config(tiles, num_warps=tiles.pop("num_warps"), num_stages=tiles.pop("num_stages"))
-            for tiles in listed
+            triton.Config(sizes, num_warps=sizes.pop("num_warps"), num_stages=sizes.pop("num_stages"))
+            for sizes in fitting or configurations[-1:]
         ]
 
-    def launch(self, grid, arguments, constants):
-        """Start the kernel; grid is a function of the constants, tiles among them."""
+    def launch(self, grid: Callable[[dict], tuple[int]], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+        """Launch the kernel.
+
+        Args:
+            grid: Returns the number of programs, given a dictionary with the constants and the tile sizes.
+            arguments: The run-time arguments by parameter name.
+            constants: The compile-time constants by parameter name, without the tile sizes.
+        """
         constants = {**constants, "enable_fp_fusion": True}
         if self.tuner is not None:
-            self.tuner[grid](*arguments, **constants)
+            self.tuner[grid](**arguments, **constants)
         else:
-            self.jitted[grid](*arguments, **constants, **self.configurations(constants)[0])
+            self.jitted[grid](**arguments, **constants, **self.configurations(constants)[0])
 
 
-def tuned(configurations, *key):
-    """Decorator: a `TunedKernel`."""
+def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:
+    """Decorator that makes a kernel a `TunedKernel`."""
     return lambda function: TunedKernel(function, configurations, key)
 
 
-def token_tiles(constants, most=128):
-    """What is tried for kernels on tokens: a rule, and its neighbors.
+def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[str, int]]:
+    """List the tile sizes to try for kernels on tokens: those of a rule, then its neighbors.
 
-    The rule: whole heads of up to `most` lanes (fp32: 32), so that tiles stay in registers; else parts, of both alike.
+    The rule takes heads as a whole up to `max_lanes` lanes (up to 32 in fp32), so that tiles stay in registers. Wider heads
+    are divided into equally many parts for keys and values.
     """
-    K, V, bf16 = lanes_for(constants["K"]), lanes_for(constants["V"]), constants["DOT"] == "bf16"
-    parts = max(1, max(K, V) // (most if bf16 else 32))
-    BK, BV = max(16, K // parts), max(16, V // parts)
-    warps = 4 if bf16 and max(BK, BV) <= 64 else 8
+    K = next_lanes(constants["K"])
+    V = next_lanes(constants["V"])
+    is_bf16 = constants["DOT"] == "bf16"
+    num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
+    BK, BV = max(16, K // num_parts), max(16, V // num_parts)
+    warps = 4 if is_bf16 and max(BK, BV) <= 64 else 8
     rule = {"BT": CHUNK, "BK": BK, "BV": BV, "num_warps": warps, "num_stages": 2}
     half = {**rule, "BK": max(16, BK // 2), "BV": max(16, BV // 2), "num_warps": 4}
-    more = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
-    return [rule, {**rule, "num_warps": 12 - warps}, *more, half, {**half, "num_stages": 1}]
+    double = [] if constants["CAUSAL"] else [{**rule, "BT": 2 * CHUNK, "num_warps": 8}]
+    return [rule, {**rule, "num_warps": 12 - warps}, *double, half, {**half, "num_stages": 1}]
 
 
-def summary_tiles(constants):
-    """The same for summaries, whose tiles have the width of keys times that of values."""
-    return token_tiles(constants, most=64)
+def summary_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
+    """List the tile sizes to try for kernels on summaries, whose tiles are as large as those of keys times values."""
+    return token_tiles(constants, max_lanes=64)
 
 
-def block_tiles(constants):
-    """What is tried for products of mixing and summaries: a rule that knows the dtype only, and its neighbors."""
-    wide = 2048 if INTERPRETED else 128 if constants["DOT"] == "bf16" else 64  # every tile costs the same in the former
-    rule = {"BM": 32, "BN": 32, "BX": wide, "num_warps": 4, "num_stages": 2}
-    return [rule, {**rule, "num_stages": 3}, {**rule, "BM": 64, "BN": 64, "num_warps": 8}, {**rule, "BX": wide // 2}]
+def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
+    """List the tile sizes to try for products of mixing and summaries; the rule depends on the dtype only."""
+    width = 128 if constants["DOT"] == "bf16" else 64
+    if INTERPRETED:  # which takes the same time for a tile of any size
+        width = 2048
+    rule = {"BM": 32, "BN": 32, "BX": width, "num_warps": 4, "num_stages": 2}
+    larger = {**rule, "BM": 64, "BN": 64, "num_warps": 8}
+    return [rule, {**rule, "num_stages": 3}, larger, {**rule, "BX": width // 2}]
 
 
-def shared_bytes(DOT, config):
-    """About the shared memory that a block of threads needs: for each stage, the tiles that a step of its loop loads."""
-    rows, *others = (size for name, size in config.items() if name.startswith("B"))
-    return config["num_stages"] * (2 if DOT == "bf16" else 4) * (rows * sum(others) + others[0] * others[-1])
+def shared_bytes(DOT: str, config: dict[str, int]) -> int:
+    """Estimate the shared memory of a program in bytes: for each stage, the tiles that one iteration of its loop loads."""
+    rows, *widths = (size for name, size in config.items() if name.startswith("B"))
+    tile_elements = rows * sum(widths) + widths[0] * widths[-1]
+    return config["num_stages"] * (2 if DOT == "bf16" else 4) * tile_elements
 
 
-def dot_kind(*tensors):
-    """DOT for products of these tensors: fp16 numbers are read by tf32 exactly, and what is between them has room there."""
-    kinds = {x.dtype for x in tensors}
-    if kinds == {torch.bfloat16}:
+def dot_kind(*tensors: torch.Tensor) -> str:
+    """Return the DOT constant (see `dot`) for products of these tensors.
+
+    fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16.
+    """
+    dtypes = {x.dtype for x in tensors}
+    if dtypes == {torch.bfloat16}:
         return "bf16"
     if torch.version.hip:
         return "ieee"
-    return "tf32" if kinds == {torch.float16} else "tf32x3"
+    return "tf32" if dtypes == {torch.float16} else "tf32x3"
 
 
-def on_device(x):
-    """Launches inside go to x's device."""
+def on_device(x: torch.Tensor) -> AbstractContextManager:
+    """Return a context in which kernels are launched on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def as_argument(x):
-    """A tensor [B, T, H, W] as a kernel takes it."""
-    return (x, *x.stride()[:3])
+def with_strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return a tensor [B, T, H, W] as kernels take it: pointer, and strides of row, token, and head."""
+    row_stride, token_stride, head_stride = x.stride()[:3]
+    return x, row_stride, token_stride, head_stride
 
 
-def as_matrix(mixing):
-    """A mixing matrix whose rows are contiguous as a kernel takes it: pointer, strides of the head and of the row."""
-    return mixing, mixing.stride(0) if mixing.dim() == 3 else 0, mixing.stride(-2)
+def mixing_arguments(mixing: torch.Tensor) -> dict[str, Any]:
+    """Return the kernel arguments of a mixing matrix whose rows are contiguous; heads that share it have stride 0."""
+    head_stride = mixing.stride(0) if mixing.dim() == 3 else 0
+    return {"mixing": mixing, "mixing_head_stride": head_stride, "mixing_row_stride": mixing.stride(-2)}
 
 
-def in_rows(x):
-    """x itself if its last axis is contiguous, else a copy."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` itself if its last axis is contiguous, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def lanes_for(width):
-    """The power of two, at least 16, that holds a width."""
+def next_lanes(width: int) -> int:
+    """Return the smallest power of two that is at least `width` and at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(count, tile):
-    """How many tiles cover a count."""
+def num_tiles(count: int, tile: int) -> int:
+    """Return how many tiles cover `count` elements."""
     return (count + tile - 1) // tile

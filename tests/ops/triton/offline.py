@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.state import MHLAState
-from mhla_hf.ops.triton.common import spell
+from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.decode import attend_one
 from mhla_hf.ops.triton.local import local_forward
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
@@ -64,7 +64,7 @@ def compile_only(found):
         found.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     def first(self, grid, arguments, constants):
-        self.jitted[grid](*arguments, **constants, enable_fp_fusion=True, **self.configurations(constants)[0])
+        self.jitted[grid](**arguments, **constants, enable_fp_fusion=True, **self.configurations(constants)[0])
 
     JITFunction.run, TunedKernel.launch = warm_up, first
     driver.set_active(Chips())
@@ -76,7 +76,7 @@ def call(blocks, widths, causal, normalize, *, dtype=torch.bfloat16, heads=2, gr
         torch.zeros(batch, blocks.length, h, width, dtype=dtype)
         for h, width in ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]))
     )
-    mixing, cut = torch.zeros(blocks.num_blocks, blocks.num_blocks), spell(blocks)
+    mixing, cut = torch.zeros(blocks.num_blocks, blocks.num_blocks), blocks_as_numbers(blocks)
     places = [padding.get(name) for name in ("key_mask", "starts", "edges")]
     rest = (*places, cut, cut, causal, normalize, 1.0, dtype)
     o, inv = triton_forward(q, k, v, mixing, *rest)

@@ -13,11 +13,10 @@ from torch._dynamo.utils import counters
 from mhla_hf.nn.local import DecayMHLA
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.ops import api
-from mhla_hf.ops.decays import Decays
+from mhla_hf.ops.decays import Decays, LocalForm
 from mhla_hf.ops.local import local_attention
 from mhla_hf.ops.local_state import LocalState, continue_local
 from mhla_hf.ops.reference import local_reference
-from mhla_hf.ops.torch_local import LocalForm
 from mhla_hf.ops.triton import check, local
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
@@ -112,7 +111,7 @@ def test_gradients(name, padding, dtype):
 @pytest.mark.parametrize("cuts", [(50, 61, 83), (7, 8, 83)], ids=str)
 def test_a_state_continued_in_pieces_equals_the_whole(cuts, monkeypatch):
     """Left padding in the first piece, segments of two blocks, and a step of one token, which stays PyTorch."""
-    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT", 24)
+    monkeypatch.setattr("mhla_hf.ops.local.SEGMENT_TOKENS", 24)
     inputs, starts = problem(WINDOW), torch.tensor([0, 5], device=DEVICE)
     want = exact(WINDOW, *inputs, starts=starts)
     assert distance(attend(WINDOW, *inputs, starts=starts), want) <= TOLERANCE[F32]
@@ -164,7 +163,11 @@ def test_kernels_that_agree_are_taken_and_others_left(form, monkeypatch, caplog)
     monkeypatch.setattr(api, "ANNOUNCED_CHOICES", set())
     right, inputs, auto = local.triton_near_and_far, problem(form, 40, batch=1), dataclasses.replace(form, impl="auto")
     wrong, failing = (lambda *given: right(*given) * 1.01), (lambda *given: None + 1)
-    verdicts = {right: "agreed with fp64", wrong: "gave o off by 1.0e-02", failing: "failed on cpu with TypeEr"}
+    verdicts = {
+        right: "agreed with fp64",
+        wrong: "gave o with a relative error of 1.0e-02",
+        failing: "failed on cpu with TypeEr",
+    }
     for kernel, said in verdicts.items():
         monkeypatch.setattr(check, "FAULTS_FOUND", {})
         monkeypatch.setattr(local, "triton_near_and_far", kernel)
@@ -193,9 +196,9 @@ def test_the_core_takes_what_its_settings_say(output_norm, monkeypatch):
         outputs.append(core.to(DEVICE, BF16)(*given))
     assert outputs[0].dtype == BF16 and distance(*outputs) <= TOLERANCE[BF16]
     (arguments,) = written
-    assert {x[0].dtype for x in arguments if isinstance(x, tuple)} == {BF16, *([F32] if output_norm else [])}
+    assert {x[0].dtype for x in arguments.values() if isinstance(x, tuple)} == {BF16, *([F32] if output_norm else [])}
 
 
 def test_refusals_name_the_reason():
-    with refused("impl is 'triton'; expected another one, for the kernels compute in fp32, not in fp64"):
+    with refused("impl: got 'triton', expected another one: the kernels compute in fp32, not in fp64"):
         attend(WINDOW, *(x.double() for x in problem(WINDOW)))

@@ -18,7 +18,7 @@ from mhla_hf.ops import checks
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton import register, summaries
-from mhla_hf.ops.triton.common import spell
+from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.register import TRITON_BACKWARD, TRITON_FORWARD
 from mhla_hf.ops.triton.tuning import INTERPRETED
 
@@ -156,7 +156,7 @@ def test_tensors_of_different_dtypes(dtypes, normalize, causal):
 @pytest.mark.parametrize("normalize, per_head, dtype", [(True, True, BF16), (False, False, F32)])
 def test_long_blocks_in_parts(normalize, per_head, dtype, monkeypatch):
     """Few long blocks are summed up by several programs each."""
-    monkeypatch.setattr(summaries, "PART_TOKENS", 64)
+    monkeypatch.setattr(summaries, "MIN_PART_TOKENS", 64)
     assert summaries.part_span(150, 2) == 128
     options = {"normalize": normalize, "per_head": per_head, "dtype": dtype, "mask": per_head}
     check(Blocks.grid((2, 150), (2, 1)), **options)
@@ -219,7 +219,7 @@ def test_offsets_beyond_two_to_the_31(form, apart, monkeypatch):
         tensors = [x.detach().requires_grad_() for x in tensors]
         o = mhla(*tensors, weights, **options)
         results.append([o, *torch.autograd.grad(o, tensors, torch.ones_like(o))])
-        monkeypatch.setattr(register.Call, "room", room)
+        monkeypatch.setattr(register.KernelCall, "allocate", room)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     assert len(made) == 7 and all(max(x.stride()) > 2**26 for x in results[1])
 
@@ -295,7 +295,7 @@ def test_compiles_to_one_graph_for_all_lengths(causal, padding):
 def test_opcheck(causal, normalize, dtype):
     q, k, v = (x.requires_grad_() for x in features(1, 12))
     mixing = torch.rand(3, 3, device=DEVICE, requires_grad=True)
-    cut = spell(Blocks.sequence(12, 4))
+    cut = blocks_as_numbers(Blocks.sequence(12, 4))
     arguments = (q, k, v, mixing, None, None, None, cut, cut, causal, normalize, 0.5, dtype)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(TRITON_FORWARD, arguments, test_utils=checks)
@@ -312,14 +312,14 @@ def test_a_second_copy_uses_the_first_ones_operator():
 
 def test_refusals_name_the_reason(monkeypatch):
     blocks, wide = Blocks.sequence(4, 2), torch.rand(1, 4, 1, 300, device=DEVICE)
-    with pytest.raises(ValueError, match="expected another one, for heads are 300 wide, more than 256"):
+    with pytest.raises(ValueError, match="expected another one: heads are 300 wide, and the kernels take at most 256"):
         mhla(wide, wide, wide, torch.rand(2, 2, device=DEVICE), blocks=blocks, impl="triton")
     narrow = torch.rand(1, 4, 1, 3)
     monkeypatch.setattr(register, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="for q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match="another one: q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
         mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
     monkeypatch.setattr(register, "triton", None)
-    with pytest.raises(ValueError, match="for triton is not installed"):
+    with pytest.raises(ValueError, match="another one: triton is not installed"):
         mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
 
 
