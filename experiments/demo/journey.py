@@ -208,6 +208,7 @@ class Journey:
             print(f"{folder} is there already")
         return not folder.exists()
 
+    @torch.no_grad()
     def judge(self, command):
         """Perplexity and KL by position, recall, and a paragraph of each model; results.json grows by a model at a time."""
         print(f"\n[3/5] judge: {ROWS} held-out rows of {self.length} tokens, and the beginning of one twice over")
@@ -220,7 +221,6 @@ class Journey:
             write_json(self.out / RESULTS, results | describe_run(command, "cpu"))
         return results | describe_run(command, "cpu")
 
-    @torch.no_grad()
     def scores_of(self, model, rows, states):
         """Scores of one model on rows of token ids, against the last hidden states of the original."""
         *plain, twice = (
