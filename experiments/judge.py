@@ -44,7 +44,7 @@ TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
     "winogrande": ("winogrande", 50),
     "openbookqa": ("openbookqa", 70),
 }
-ITEMS = 40  # documents of each task
+ITEMS = 20  # documents of each task
 NEW, PASSAGE = 80, 1400  # tokens of an answer at most, and of a passage
 PASSAGES = {
     "1933 Treasure Coast hurricane": "Where and when did the hurricane make landfall in Florida, and what was the damage?",
@@ -63,7 +63,7 @@ QUESTIONS = (
 BATCH = 6  # questions asked at once
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def subject(model_folder, fit_text, work, form, heads):
     """The original, or a conversion with so many softmax heads, and the tokenizer."""
     torch.set_num_threads(1)
@@ -171,22 +171,26 @@ def judge_task(model, tokenizer, data, job):
 
 
 def make_chats(tokenizer, text):
-    """Prompts: `QUESTIONS`, and those about passages of WikiText-2's test `text`, with the passage before them."""
+    """Groups of prompts, asked at once: about passages of WikiText-2's test `text`, which come first; and `QUESTIONS`."""
+    passages = []
     for title, question in PASSAGES.items():
-        passage = tokenizer(text[text.index(f" = {title} = ") :][: 8 * PASSAGE], add_special_tokens=False).input_ids
-        yield f"{tokenizer.decode(passage[:PASSAGE])}\n\n{question}"
-    yield from QUESTIONS
+        ids = tokenizer(text[text.index(f" = {title} = ") :][: 8 * PASSAGE], add_special_tokens=False).input_ids
+        passages.append(f"{tokenizer.decode(ids[:PASSAGE])}\n\n{question}")
+    return passages, QUESTIONS
 
 
 def judge_chats(model, tokenizer, data, job):
     """[tokens of the prompt, its last line, the answer] of each chat, decoded greedily."""
-    answers = []
-    for prompt in make_chats(tokenizer, read_text(data)):
-        chat = [{"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        said = model.generate(**asked, do_sample=False, max_new_tokens=NEW)[0, asked["input_ids"].shape[1] :]
-        answer = tokenizer.decode(said, skip_special_tokens=True)
-        answers.append([asked["input_ids"].shape[1], prompt.splitlines()[-1], answer])
+    tokenizer.padding_side, tokenizer.pad_token, answers = "left", tokenizer.eos_token, []
+    for prompts in make_chats(tokenizer, read_text(data)):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        template = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+        asked = tokenizer.apply_chat_template(chats, **template)
+        said = model.generate(**asked, do_sample=False, max_new_tokens=NEW)[:, asked["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+        sizes = asked["attention_mask"].sum(1).tolist()
+        lines = [prompt.splitlines()[-1] for prompt in prompts]
+        answers += map(list, zip(sizes, lines, texts, strict=True))
     return {"answers": answers}
 
 
@@ -241,13 +245,13 @@ def render_lookups(record):
     names += [f"log-probability at {length // 1024}k" for (length,) in sorted(theirs)]
     lines = ["| " + " | ".join(["right, %", *names]) + " |", "|---" + "|---:" * len(names) + "|"]
     for (form, heads), answers in models.items():
-        cells = [
-            number([100 * right for kind, _, _, right in answers[length,] if kind == wanted], "{:.0f}")
-            for wanted, length in groups
-        ]
-        for length in sorted(theirs):
-            pairs = zip(answers[length], theirs[length], strict=True)
-            cells.append("" if form == SOFTMAX else number([own[2] - other[2] for own, other in pairs], "{:+.2f}"))
+        cells = []
+        for wanted, length in groups:
+            right = [100 * right for kind, _, _, right in answers.get((length,), ()) if kind == wanted]
+            cells.append(number(right, "{:.0f}") if right else "")
+        for key in sorted(theirs):
+            less = [own[2] - other[2] for own, other in zip(answers.get(key, ()), theirs[key], strict=False)]
+            cells.append(number(less, "{:+.2f}") if less and form != SOFTMAX else "")
         lines.append(f"| {named(form, heads)} | " + " | ".join(cells) + " |")
     asked = ", ".join(f"{len(theirs[length,])} questions at {length // 1024}k" for (length,) in sorted(theirs))
     return "\n".join([*lines, "", f"{asked}. {made(record)}"])
