@@ -30,6 +30,7 @@ from .demo.journey import render_short
 from .demo.report import render_report
 from .encoder import render_encoder
 from .heads import render_heads
+from .judge import render_lookups, render_tasks
 from .kvpress_rows import render as render_kvpress
 from .mqar import render_mqar
 from .rows import made
@@ -179,6 +180,8 @@ KINDS = {
     "families": render_families,
     "cache": lambda record: render_cache((512, 2048, 8192)),
     "heads": render_heads,
+    "lookups": render_lookups,
+    "tasks": render_tasks,
     "recipes": render_recipes,
     "kvpress": render_kvpress,
     "mqar": render_mqar,

@@ -84,6 +84,17 @@ def fit(model_folder, fit_text, work, form, seed):
     return result
 
 
+def converted(model_folder, fit_text, work, form, heads, seed):
+    """A model of a form with so many softmax heads, and what `fit` gave."""
+    parts = fit(model_folder, fit_text, work, form, seed)
+    model = load(model_folder)
+    convert(model, layers="all", **FORMS[form][0])
+    model.load_state_dict(parts["mhla"], strict=False)
+    if heads:
+        give_softmax_back(model, largest_gates(parts["gates"], heads))
+    return model, parts
+
+
 def switch_off(model):
     """No far part."""
     for attention in mhla_layers(model).values():
@@ -114,19 +125,14 @@ def make_row(arguments, job):
     """One form on one text."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    work, heads, far = Path(arguments["work"]), job["heads"], FORMS[job["form"]][1]
-    parts = fit(arguments["model"], arguments["fit"], work, job["form"], job["seed"])
-    model = load(arguments["model"])
-    convert(model, layers="all", **FORMS[job["form"]][0])
-    model.load_state_dict(parts["mhla"], strict=False)
+    heads, far = job["heads"], FORMS[job["form"]][1]
+    model, parts = converted(arguments["model"], arguments["fit"], arguments["work"], job["form"], heads, job["seed"])
     sizes = count_bytes(arguments["model"], FORMS[job["form"]][0], heads, far)
     kept_heads = largest_gates(parts["gates"], heads)
     row = {**job, "far": far, "seconds": parts["seconds"], **sizes, "softmax_heads": kept_heads}
-    if heads:
-        give_softmax_back(model, kept_heads)
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
     ids = rows_of(arguments["model"], text)
-    return row | judge(model, ids, teacher_states(arguments["model"], text, work, ids))
+    return row | judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids))
 
 
 def rows_of(model_folder, text):

@@ -68,6 +68,7 @@ def evaluate_options(add):
     add("--recipe", help="name or YAML file of a score recipe: tasks, shots, protocol")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of the recipe")
     add("--include-path", action="append", metavar="FOLDER", help="folder with more tasks")
+    add("--data-files", metavar="FOLDER", help="read TASK.jsonl or TASK.jsonl.gz from here instead of the Hub")
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     add("--limit", type=parse_value, help="documents per task, or a fraction below 1, for a quick try")
     add("--batch-size", default=8, type=parse_value, help='batch size, or "auto" (default: 8)')

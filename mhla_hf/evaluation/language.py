@@ -125,19 +125,21 @@ def _load_recipe(protocol, first, asked):
             metadata = {"tokenizer": str(place), "max_seq_lengths": protocol.lengths}
             if any(name.startswith("needle_") for name in names):
                 paths.append(make_needles(Path(place, "needles"), tokenizer, **vars(protocol)).folder)
-        return load_tasks(names, paths, asked.num_fewshot, metadata)
+        return load_tasks(names, paths, asked.num_fewshot, metadata, asked.data_files)
 
 
-def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
+def load_tasks(names, include_path=None, num_fewshot=None, metadata=None, data_files=None):
     """Tasks by name (task, group, tag or pattern with *), each a `Requested`. ValueError names what does not exist.
 
     names: in a list, or as a dict name -> examples in the prompt (None: num_fewshot, else the task's own). metadata: what
-    tasks that make their own data are told, such as RULER's lengths and tokenizer.
+    tasks that make their own data are told, such as RULER's lengths and tokenizer. data_files: see `read_from_files`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = paths_of(include_path)
     if odd := [path for path in paths if not Path(path).is_dir()]:
         raise ValueError(f"include_path {odd[0]!r} is no folder; expected one that holds task files (.yaml)")
+    if data_files is not None and not Path(data_files).is_dir():
+        raise ValueError(f"data_files: got {str(data_files)!r}, expected a folder with files such as piqa.jsonl.")
     manager = TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     if any(not manager.match_tasks([name]) for name in names):  # only then, as reading all of lm-eval's takes long
         manager = TaskManager(include_path=paths, metadata=metadata)
@@ -150,14 +152,40 @@ def load_tasks(names, include_path=None, num_fewshot=None, metadata=None):
             raise ValueError(f"task {name!r} does not exist; {hint}")
         for match in matches:
             wanted.setdefault(match, num_fewshot if num_fewshot is not None else shots)
-    return [_load_task(manager, name, shots) for name, shots in wanted.items()]
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-files-") as place:
+        local = None if data_files is None else read_from_files(manager, data_files, place)
+        return [_load_task(manager, name, shots, local) for name, shots in wanted.items()]
 
 
-def _load_task(manager, name, num_fewshot):
+def read_from_files(manager, folder, place):
+    """Let the tasks of a `TaskManager` read files instead of the Hub; returns the names of those that have one.
+
+    The documents of a task are NAME.jsonl or NAME.jsonl.gz in `folder`, with the columns of the dataset on the Hub. The
+    examples in the prompt come from NAME.train.jsonl(.gz), or else from the other documents. place: an empty folder.
+    """
+    there = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
+    there = {name.removesuffix(".gz"): path for name, path in there.items()}
+    local = {name: entry for name, entry in manager.task_index.items() if f"{name}.jsonl" in there and entry.yaml_path}
+    for name, entry in local.items():
+        files = {"test": there[f"{name}.jsonl"], "train": there.get(f"{name}.train.jsonl")}
+        files = {split: path for split, path in files.items() if path}
+        settings = {"include": str(entry.yaml_path), "task": name, "custom_dataset": None, "dataset_path": "json"}
+        settings |= {"dataset_name": None, "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+        settings |= {"training_split": None, "validation_split": None, "fewshot_split": list(files)[-1]}
+        file = Path(place, f"{name}.yaml")
+        file.write_text(json.dumps(settings), encoding="utf-8")  # which is YAML as well
+        manager.task_index[name] = dataclasses.replace(entry, yaml_path=file)
+    return set(local)
+
+
+def _load_task(manager, name, num_fewshot, local=None):
+    """local: the tasks that read files, all of which have to; None: wherever they read from."""
     random.seed(HARNESS_SEEDS[0])  # RULER makes its questions here, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
         loaded = manager.load([name])
+        if local is not None and (missing := [task for task in loaded["tasks"] if task not in local]):
+            raise ValueError(f"data_files has neither {missing[0]}.jsonl nor {missing[0]}.jsonl.gz")
         for task in loaded["tasks"].values():
             own = task.get_config("num_fewshot")
             if own is None or (num_fewshot is not None and own != 0):

@@ -31,7 +31,7 @@ JUDGES = {
     "video": (".video", "judge_video_pipelines"),
     "speed": (".runner", "judge_speed"),
 }
-LANGUAGE_ONLY = ("tokenizer", "include_path", "num_fewshot", "max_length")
+LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
 
 
 @checked
@@ -89,6 +89,7 @@ class Asked:
     tokenizer: object
     output: str | Path | None
     include_path: object
+    data_files: str | Path | None
     limit: int | float | None
     batch_size: int | Literal["auto"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
@@ -119,11 +120,11 @@ class Asked:
 def evaluate(
     models: object, tasks: str | Sequence[str] | None = None, *, recipe: str | Path | None = None,
     settings: Mapping[str, object] | None = None, tokenizer: object = None, output: str | Path | None = None,
-    include_path: str | Path | Sequence[str | Path] | None = None, num_fewshot: int | None = None,
-    limit: int | float | None = None, batch_size: int | Literal["auto"] = 8, seed: int | None = None, dtype: str = "auto",
-    device: torch.device | str | None = None, max_length: int | None = None, revision: str | None = None,
-    trust_remote_code: bool = False, force: bool = False, trust_scores: bool = False, progress: bool = True,
-    command: str | None = None,
+    include_path: str | Path | Sequence[str | Path] | None = None, data_files: str | Path | None = None,
+    num_fewshot: int | None = None, limit: int | float | None = None, batch_size: int | Literal["auto"] = 8,
+    seed: int | None = None, dtype: str = "auto", device: torch.device | str | None = None,
+    max_length: int | None = None, revision: str | None = None, trust_remote_code: bool = False, force: bool = False,
+    trust_scores: bool = False, progress: bool = True, command: str | None = None,
 ) -> Comparison:  # fmt: skip
     """Judge models: language models on lm-eval tasks, image classifiers, image pipelines, video pipelines.
 
@@ -138,6 +139,8 @@ def evaluate(
         output: where the scores are kept: a .json file (one model) or a folder (one file per model). Default:
             results.json in a local model's folder; nothing is written for Hub ids and loaded models.
         include_path: folder, or list of folders, with further lm-eval tasks, such as `make_tasks` writes.
+        data_files: folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
+            for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
         num_fewshot: examples in the prompt; None: the recipe's or the task's own, and never more where a task says 0.
         limit: documents, images or prompts, or a share of an lm-eval task below 1; for trying out.
         batch_size: int, or "auto" for language models. seed: None gives lm-eval's own seeds, and 0 for sampling.

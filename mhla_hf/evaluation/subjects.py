@@ -120,6 +120,8 @@ def command_of(subjects, task=None):
     words += ["--tasks", task if task in recipe.tasks else ",".join(recipe.tasks)]
     for path in paths_of(asked.include_path):
         words += ["--include-path", shown_path(path)]
+    if asked.data_files is not None:
+        words += ["--data-files", shown_path(asked.data_files)]
     for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
         if (value := getattr(asked, name)) is not None and (name, value) != ("dtype", "auto"):
             words += [f"--{name.replace('_', '-')}", str(value)]

@@ -1,9 +1,12 @@
 """evaluate(): the numbers of lm-eval itself, once each, with standard errors; needles as long as asked."""
 
+import gzip
 import json
 import math
 import re
+from pathlib import Path
 
+import lm_eval.tasks
 import numpy
 import pytest
 from accelerate.state import AcceleratorState
@@ -211,6 +214,42 @@ def test_few_shot_examples_do_not_depend_on_what_ran_before(fresh):
     assert {record.shots for record in fixed["mhla"]} == {0}
     assert len(judge(fresh, "mhla", ["here_shots"], limit=6)["mhla"]) == 1
     assert Results.read(fresh / "mhla").find("here_shots", "acc", limit=6).shots == 0
+
+
+def test_tasks_of_lm_eval_read_files_instead_of_the_hub(world, tmp_path):
+    """By the names and with the functions that they have, the examples from the other documents or from a file."""
+    parts = [f"The {name} met the clerk because _ was {word}." for name in ("cook", "nurse") for word in ("new", "old")]
+    docs = [
+        {"sentence": part, "option1": "she", "option2": "he", "answer": str(1 + i % 2)} for i, part in enumerate(parts)
+    ]
+    lines = [json.dumps(doc) + "\n" for doc in docs]
+    with gzip.open(tmp_path / "winogrande.jsonl.gz", "wt") as file:
+        file.writelines(lines[:3])
+    options = {
+        "include_path": Path(lm_eval.tasks.__file__).parent / "winogrande",
+        "data_files": tmp_path,
+        "num_fewshot": 2,
+    }
+    task = load_tasks(["winogrande"], **options)[0].loaded["tasks"]["winogrande"]
+    assert task.eval_docs.to_list() == docs[:3]
+    shown = parts[1].replace("_", "he") + "\n\n", parts[2].replace("_", "she") + "\n\n"
+    assert task.fewshot_context(docs[0], 2)[0].removesuffix("The cook met the clerk because she") in (
+        shown[0] + shown[1],
+        shown[1] + shown[0],
+    )
+    (tmp_path / "winogrande.train.jsonl").write_text(lines[3] * 2)
+    task = load_tasks(["winogrande"], **options)[0].loaded["tasks"]["winogrande"]
+    assert task.fewshot_context(docs[0], 2)[0].startswith(2 * (parts[3].replace("_", "he") + "\n\n"))
+    found = judge(world, "llama", ["winogrande"], force=True, **options)["llama"].find("winogrande", "acc")
+    assert (found.samples, found.shots) == (3, 2)
+    assert f"--include-path winogrande --data-files {tmp_path.name} --num-fewshot 2" in found.command
+    says = "task 'here_cloze' cannot be loaded: data_files has neither here_cloze.jsonl nor here_cloze.jsonl.gz"
+    with pytest.raises(ValueError, match=says):
+        judge(world, "llama", ["here_cloze"], data_files=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"data_files: got '/nowhere', expected a folder with files such as piqa.jsonl\."
+    ):
+        judge(world, "llama", ["here_cloze"], data_files="/nowhere")
 
 
 @pytest.mark.parametrize("metric", ["bits_per_byte", "byte_perplexity", "word_perplexity"])
