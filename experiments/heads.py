@@ -279,17 +279,11 @@ def main():
 
 def write_adapter(arguments, job, folder):
     """Save what one form learned and the heads that it keeps, in bf16."""
-    parts, model = (
-        fit(arguments["model"], arguments["fit"], arguments["work"], job["form"], job["seed"]),
-        load(arguments["model"]),
-    )
-    convert(model, layers="all", **FORMS[job["form"]][0])
-    model.load_state_dict(parts["mhla"], strict=False)
-    kept_heads = largest_gates(parts["gates"], job["heads"])
-    give_softmax_back(model, kept_heads)
+    places = (arguments[name] for name in ("model", "fit", "work"))
+    model, parts = converted(*places, job["form"], job["heads"], job["seed"])
     gates = {str(layer): [round(x, 3) for x in values] for layer, values in parts["gates"].items()}
-    heads = {str(layer): heads for layer, heads in kept_heads.items()}
-    measured = {"text": Path(arguments["fit"]).name, "seed": job["seed"], "gates": gates, "softmax_heads": heads}
+    kept_heads = {str(layer): heads for layer, heads in largest_gates(parts["gates"], job["heads"]).items()}
+    measured = {"text": Path(arguments["fit"]).name, "seed": job["seed"], "gates": gates, "softmax_heads": kept_heads}
     model.config.mhla_measured = measured
     save_adapter(model.to(torch.bfloat16), folder)
 
