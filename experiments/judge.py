@@ -258,21 +258,23 @@ def render_lookups(record):
 
 
 def render_tasks(record):
-    """Accuracy of the original and of the conversion, their difference by document, and how often they choose alike."""
-    (models, theirs), first = answers_of(record, "task"), record["rows"][0]
-    lines = ["| task | tokens of the examples | " + " | ".join(named(*name) for name in models) + " |"]
-    lines[0] += " difference | same choice, % |"
-    lines.append("|---" + "|---:" * (3 + len(models)) + "|")
-    tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"] if row["form"] == first["form"]}
-    *_, ours = models
-    for answers in models.values():
-        answers["all",] = list(itertools.chain(*answers.values()))
-    for key in theirs:
-        own, other = models[ours][key], theirs[key]
-        cells = [number([100 * answer[1] for answer in answers[key]], "{:.1f}") for answers in models.values()]
-        cells.append(number([100 * (a[1] - b[1]) for a, b in zip(own, other, strict=True)], "{:+.1f}"))
-        cells.append(f"{100 * statistics.fmean(choice(a) == choice(b) for a, b in zip(own, other, strict=True)):.1f}")
-        lines.append(f"| {key[0]} | {tokens.get(key[0], '')} | " + " | ".join(cells) + " |")
+    """Accuracy of the original and of a conversion, their difference by document, and how often they choose alike.
+
+    Of the tasks that both were asked.
+    """
+    models, theirs = answers_of(record, "task")
+    (name, ours), *_ = [pair for pair in models.items() if pair[0] != (SOFTMAX, 0)]
+    groups = {task: (theirs[task,], ours[task,]) for (task,) in theirs if (task,) in ours}
+    groups["all"] = tuple(list(itertools.chain(*parts)) for parts in zip(*groups.values(), strict=True))
+    tokens = {row["task"]: f"{row['shared_tokens']:,}" for row in record["rows"]}
+    columns = ("tokens of the examples", "questions", SOFTMAX, named(*name), "difference", "same choice, %")
+    lines = ["| task | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    for task, pair in groups.items():
+        cells = [tokens.get(task, ""), str(len(pair[0]))]
+        cells += [number([100 * answer[1] for answer in answers], "{:.1f}") for answers in pair]
+        cells.append(number([100 * (own[1] - other[1]) for other, own in zip(*pair, strict=True)], "{:+.1f}"))
+        same = statistics.fmean(choice(own) == choice(other) for other, own in zip(*pair, strict=True))
+        lines.append(f"| {task} | " + " | ".join([*cells, f"{100 * same:.0f}"]) + " |")
     return "\n".join([*lines, "", made(record)])
 
 
