@@ -7,11 +7,11 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 
 from .checkpoints.files import read_json
-from .checkpoints.load import load_config, one_sentence
+from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score
 from .planning import MIB, cache_of_saved
-from .share.facts import PERSON_FILE, part_of, read_model
+from .share.facts import PERSON_FILE, read_model, section_of
 from .training.run_folder import RECORD
 
 TOKENS = 1024  # at which the cache is told
@@ -45,7 +45,7 @@ def describe_model(folder) -> dict:
     base = person.get("base_model") or train.get("teacher")
     if base is None and (folder / CARD_FILE).is_file():
         base = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True).data.get("base_model")
-    scores = [dataclasses.asdict(record) for record in Results.read(folder) if part_of(record)]
+    scores = [dataclasses.asdict(record) for record in Results.read(folder) if section_of(record)]
     return {
         "folder": str(folder),
         "class": class_name,
@@ -76,7 +76,7 @@ def count_weights(folder) -> tuple[int, int]:
     parameters, size = 0, 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size
-        with one_sentence(f"{file} is no whole safetensors file"), safe_open(file, framework="pt") as weights:
+        with wrap_errors(f"{file} is no whole safetensors file"), safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118
                 count = 1
                 for side in weights.get_slice(name).get_shape():

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .bench import seconds_of
-from .checkpoints.load import choose_device, load_config, one_sentence
+from .checkpoints.load import choose_device, load_config, wrap_errors
 from .checkpoints.machine import describe_run
 from .convert import convert
 from .convert.families import softmax_config
@@ -195,7 +195,7 @@ def cache_of_layers(model):
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # in a mask of four axes nobody looks for padding
     about = f"model: the cache of model type {model.config.model_type!r} cannot be counted without weights"
-    with one_sentence(about), torch.device("meta"), torch.no_grad():
+    with wrap_errors(about), torch.device("meta"), torch.no_grad():
         _, cache = forward_cached(model.base_model, ids, attention_mask=seen)
     layers = []
     for layer in cache.layers:

@@ -1,6 +1,6 @@
-"""What a saved model is in the hands of somebody who never installed mhla_hf: loaded by `visitor.py`, elsewhere.
+"""Load a saved model the way a user without mhla_hf does: in a separate process that can import neither it nor Triton.
 
-The process has an empty Hugging Face home, no network and no token: what needs more than its folder does not load.
+The process has an empty Hugging Face cache, no network and no token, so a model that needs more than its folder fails.
 """
 
 import json
@@ -10,59 +10,87 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .files import temporary_folder
-from .load import missing_in_transformers
+from .files import PathLike, temporary_folder
+from .load import missing_transformers_weights
 
-WITHHELD = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-ERROR = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
+WITHHELD_VARIABLES = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 
 
-def visit(folder, kind, *, given=None, prompt=None, new_tokens=0, dtype="auto") -> dict:
-    """Load `folder` in a process where mhla_hf and triton cannot be imported, and say what it was like there.
+def load_isolated(
+    folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
+    dtype: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """Load a saved model in an isolated process, optionally run it, and report what happened.
 
     Args:
-        folder: a saved model. kind: as `share/facts.py` names it.
-        given: a safetensors file with `ids` [B, T] and the `logits` [B, T, vocabulary] they must give.
-        prompt, new_tokens: text that a language model continues greedily. dtype: as torch names it, or "auto".
+        folder: a saved model or pipeline.
+        kind: its kind, as in `share.facts.Facts`.
+        inputs: a safetensors file for language models, with token ids `ids` `[B, T]` and optionally the expected
+            `logits` `[B, T, vocabulary]`.
+        prompt: text for a language model to continue greedily.
+        new_tokens: how many tokens to generate after `prompt`.
+        dtype: name of a torch dtype, or "auto".
 
-    Returns class, missing, unexpected (weights), imported (of what must be absent), and for language models finite, and as
-    asked for logits_equal, largest_difference, continuation. ValueError, with the reason: the model does not load there.
+    Returns:
+        A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
+        should be absent). For language models also "finite", with expected logits "logits_equal" and
+        "largest_difference", and with a prompt "continuation".
+
+    Raises:
+        ValueError: the model does not load there; the message gives the reason.
     """
     source = Path(__file__).with_name("visitor.py").read_text(encoding="utf-8")
-    asked = {"folder": os.path.abspath(folder), "kind": kind, "given": given and os.path.abspath(given)}
-    asked |= {"prompt": prompt, "new_tokens": new_tokens, "dtype": dtype, "threads": torch.get_num_threads()}
-    kept = {key: value for key, value in os.environ.items() if key not in WITHHELD}
-    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
-        done = subprocess.run(
-            [sys.executable, "-c", source, json.dumps(asked)],
-            cwd=place,
-            env={**kept, "HF_HOME": str(place), "HF_HUB_OFFLINE": "1"},
+    request = {
+        "folder": os.path.abspath(folder),
+        "kind": kind,
+        "inputs": inputs and os.path.abspath(inputs),
+        "prompt": prompt,
+        "new_tokens": new_tokens,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+    }
+    environment = {key: value for key, value in os.environ.items() if key not in WITHHELD_VARIABLES}
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as home:
+        process = subprocess.run(
+            [sys.executable, "-c", source, json.dumps(request)],
+            cwd=home,
+            env={**environment, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
         )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        errors = [line for line in lines if ERROR.match(line)]
-        raise ValueError(f"{folder}: the model does not load in a process without mhla_hf ({(errors or lines)[-1]})")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
+        reason = ([line for line in lines if ERROR_LINE.match(line)] or lines)[-1]
+        raise ValueError(f"{folder}: expected a model that loads in a process without mhla_hf ({reason}).")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def check_visit(folder, kind, dtype="auto") -> str:
-    """The class under which `folder` loads there; ValueError when it does not load whole, as itself and finite."""
-    if kind == "pipeline" and (missing := missing_in_transformers(Path(folder), {})):
-        raise ValueError(f"{folder}: the model lacks the weight {missing[0]!r}")
-    seen = visit(folder, kind, dtype=dtype)
-    where = f"{folder}: in a process without mhla_hf"
-    for wrong, odd in (("missing", "lacks"), ("unexpected", "has no place for")):
-        if seen[wrong]:
-            raise ValueError(f"{where} the model {odd} the weight {seen[wrong][0]!r}")
-    if seen["imported"]:
-        raise ValueError(f"{where} the model imports {seen['imported'][0]}, which a user may not have")
-    if not seen["class"].startswith(("transformers_modules.", "diffusers_modules.")):
-        raise ValueError(f"{where} the model is {seen['class']}, not the class in its own source file")
-    if not seen.get("finite", True):
-        raise ValueError(f"{where} the model's output is not finite")
-    return seen["class"]
+def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
+    """Check that a model loads without mhla_hf, with all its weights, from its own source, and computes finite values.
+
+    Returns:
+        The module and name of its class.
+
+    Raises:
+        ValueError: one of these is not so.
+    """
+    if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
+        raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")
+    report = load_isolated(folder, kind, dtype=dtype)
+    start = f"{folder}: got, in a process without mhla_hf, a model that"
+    if report["missing"]:
+        raise ValueError(f"{start} lacks the weight {report['missing'][0]!r}, expected all weights.")
+    if report["unexpected"]:
+        raise ValueError(f"{start} has no place for the weight {report['unexpected'][0]!r}, expected no other weights.")
+    if report["imported"]:
+        raise ValueError(f"{start} imports {report['imported'][0]}, expected only what every user has.")
+    if not report["class"].startswith(("transformers_modules.", "diffusers_modules.")):
+        raise ValueError(f"{start} is of {report['class']}, expected the class in its own source file.")
+    if not report.get("finite", True):
+        raise ValueError(f"{start} returns NaN or infinity, expected finite logits.")
+    return report["class"]

@@ -1,4 +1,8 @@
-"""Files and folders written aside and renamed: a reader, or a stop in the middle, never meets half of one."""
+"""Read and write files: atomic files and folders, JSON and YAML, and errors that name the file or argument at fault.
+
+Everything is written under a temporary name first and then renamed, so that a reader never sees half of a file or
+folder, and an interruption leaves the old one in place.
+"""
 
 import contextlib
 import glob
@@ -7,129 +11,146 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import yaml
 from filelock import FileLock
 
 from .values import read_settings
 
-SHARD_SIZE = "5GB"  # of one file of weights, as save_pretrained takes it: what may be shared
-MARKER = ".mhla_hf.lock"  # in every temporary folder that this package makes
-OLD = "old"
-LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
+PathLike = str | os.PathLike[str]
+T = TypeVar("T")
+
+SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
+LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
+REPLACED = "old"  # where a temporary folder holds the folder that it is about to replace
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-PIPELINE = "model_index.json"
+PIPELINE_INDEX = "model_index.json"
 
 
 @contextlib.contextmanager
-def one_sentence(about):
-    """Whatever goes wrong meanwhile becomes a ValueError of one line that begins with `about`."""
+def wrap_errors(message: str) -> Iterator[None]:
+    """Turn any exception raised in the block into `ValueError("<message> (<reason>).")`, on one line.
+
+    For code that reads other people's files, where any exception may come out of a third-party library.
+    """
     try:
         yield
-    except LOADING_ERRORS as error:
-        raise ValueError(f"{about}: {first_line(error)}") from error
+    except Exception as error:
+        raise ValueError(f"{message} ({summarize_error(error).removesuffix('.')}).") from error
 
 
-def first_line(error):
-    """The first line of an error's text, and those that it goes on in; its class where it has none."""
+def summarize_error(error: BaseException) -> str:
+    """Return the first line of an error's text, joined with the lines that continue it, or its class name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
     return " ".join(lines[: next(ends, len(lines))])
 
 
-def check_model_name(name, pipeline=False):
-    """A `Path` for a local model or `pipeline`, or the same str for a Hub id. ValueError: neither, or no model in it."""
-    name, path, what = str(name), Path(name), "pipeline" if pipeline else "model"
+def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
+    """Return a local model or pipeline as a `Path`, and a Hub id as a `str`.
+
+    Raises:
+        ValueError: `name` is a folder without a model, or neither a folder nor a possible Hub id.
+    """
+    name, path, kind = str(name), Path(name), "pipeline" if pipeline else "model"
     if path.is_dir():
-        index, weights = (PIPELINE, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
+        index, weights = (PIPELINE_INDEX, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
         if not (path / index).is_file() or not any(path.glob(weights)):
-            lacks = ".safetensors file" if (path / index).is_file() else index
-            raise ValueError(f"model {name!r} has no {lacks}; expected the folder of a saved {what}")
+            missing = ".safetensors file" if (path / index).is_file() else index
+            raise ValueError(f"model: got {name!r}, which has no {missing}, expected the folder of a saved {kind}.")
         return path
     if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise ValueError(f"model {name!r} is no folder here; expected the folder of a saved {what} or a Hub id")
+        raise ValueError(
+            f"model: got {name!r}, which is not a folder, expected the folder of a saved {kind} or a Hub id."
+        )
     return name
 
 
 @contextlib.contextmanager
-def file_aside(path):
-    """A path to write to; it becomes `path` by one rename when the block ends well, else it is removed.
+def atomic_file(path: PathLike) -> Iterator[Path]:
+    """Yield a temporary path to write to, and rename it to `path` when the block succeeds.
 
-    An OSError of the path to write to names `path`.
+    If the block fails, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
+    reported for `path`.
     """
     path = Path(path)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        yield aside
-        os.replace(aside, path)
+        yield temporary
+        os.replace(temporary, path)
     except OSError as error:
-        if str(error.filename) == str(aside):
+        if str(error.filename) == str(temporary):
             error.filename = str(path)
         raise
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def temporary_folder(parent, prefix):
-    """A new, empty folder in `parent`, named `prefix` and some letters, that is removed when the block ends.
+def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
+    """Make an empty folder in `parent`, named `prefix` plus random letters, and remove it when the block ends.
 
-    It holds `MARKER`, locked for as long as the process lives. Those that killed processes left there are removed first.
+    The folder holds `LOCK_FILE`, locked while the process lives. Folders with the same prefix whose process was killed
+    are removed first.
     """
-    clear_abandoned(parent, prefix)
-    made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    remove_abandoned(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        with FileLock(made / MARKER):
-            yield made
+        with FileLock(folder / LOCK_FILE):
+            yield folder
     finally:
-        _remove_temporary(made)
+        _remove_temporary(folder)
 
 
-def clear_abandoned(parent, prefix) -> None:
-    """Remove the folders of `temporary_folder` in `parent` whose names start with `prefix` and whose process has ended.
+def remove_abandoned(parent: PathLike, prefix: str) -> None:
+    """Remove the folders that `temporary_folder` made in `parent` with this prefix and whose process has ended.
 
-    Anything without `MARKER`, or with one that is locked, stays, as does what cannot be removed.
+    Folders without `LOCK_FILE`, with a locked one, or that cannot be removed are left alone.
     """
-    for marker in Path(parent).glob(f"{glob.escape(prefix)}*/{MARKER}"):
-        if not marker.parent.is_symlink():
-            with contextlib.suppress(OSError):  # filelock.Timeout is one
-                with FileLock(marker, blocking=False):
+    for lock_file in Path(parent).glob(f"{glob.escape(prefix)}*/{LOCK_FILE}"):
+        if not lock_file.parent.is_symlink():
+            with contextlib.suppress(OSError):  # includes filelock.Timeout
+                with FileLock(lock_file, blocking=False):
                     pass
-                _remove_temporary(marker.parent)
+                _remove_temporary(lock_file.parent)
 
 
-def _remove_temporary(folder) -> None:
-    """Remove a temporary folder; what `folder_aside` moved out of the way goes back if nothing took its place."""
+def _remove_temporary(folder: Path) -> None:
+    """Remove a temporary folder, and put back what `atomic_folder` had moved into it if nothing took its place."""
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
-    if (folder / OLD).exists() and not target.exists():
-        os.replace(folder / OLD, target)
+    if (folder / REPLACED).exists() and not target.exists():
+        os.replace(folder / REPLACED, target)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def folder_aside(target, replace: bool = False, place=None):
-    """A new, empty folder that becomes `target` by one rename when the block ends well; else it is removed.
+def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
+    """Yield an empty temporary folder, and rename it to `target` when the block succeeds; otherwise remove it.
 
-    replace: whether a folder with content at `target` gives way; OSError if it may not. place: the folder, on the same file
-    system, that it is made in; None: beside `target`.
+    Args:
+        target: the folder to make.
+        replace: replace an existing folder at `target`. If False, an existing folder that is not empty is an `OSError`.
+        parent: where to make the temporary folder, on the same file system as `target` (default: beside it).
     """
     target = Path(target)
-    parent = Path(place or target.parent)
+    parent = Path(parent or target.parent)
     parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(parent, f"{target.name}.tmp-") as made:
-        aside = made / "new"
-        aside.mkdir()
-        yield aside
+    with temporary_folder(parent, f"{target.name}.tmp-") as temporary:
+        new = temporary / "new"
+        new.mkdir()
+        yield new
         if replace and target.exists():
-            os.replace(target, made / OLD)
+            os.replace(target, temporary / REPLACED)
         elif target.exists():
             target.rmdir()
-        os.replace(aside, target)
+        os.replace(new, target)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as in YAML 1.2 and everywhere else."""
+    """A safe YAML loader that reads `1e-3` as a number, as YAML 1.2 does and YAML 1.1 does not."""
 
 
 _Loader.add_implicit_resolver(
@@ -137,61 +158,93 @@ _Loader.add_implicit_resolver(
 )
 
 
-def named_yaml(name, folder, what) -> Path:
-    """The YAML file `name`, or the one in `folder` that is called so. ValueError, beginning with `what`: there is none."""
+def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
+    """Return the YAML file called `name` in `folder`, or else the file at the path `name`.
+
+    Raises:
+        ValueError: there is neither; the message begins with `argument`.
+    """
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
-        raise ValueError(f"{what}: {str(name)!r} is not a file; expected a YAML file, or a name: {', '.join(names)}")
+        raise ValueError(
+            f"{argument}: got {str(name)!r}, which is not a file, expected a YAML file or one of {', '.join(names)}."
+        )
     return path
 
 
-def read_yaml(path, what, cls=None):
-    """What the YAML file `path` holds, as the strict dataclass `cls` if one is given; ValueError begins with `what`."""
+@overload
+def read_yaml(path: PathLike, label: str) -> Any: ...
+@overload
+def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
+def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
+    """Read a YAML file, as the checked dataclass `cls` if one is given.
+
+    Raises:
+        ValueError: the file is not YAML or does not fit `cls`; the message begins with `label` and the path.
+    """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{what}: {str(path)!r} is not YAML ({' '.join(str(error).split())})") from None
-    return content if cls is None else read_settings(cls, content, f"{what} {str(path)!r}: ")
+        raise ValueError(f"{label}: got {str(path)!r}, expected YAML ({' '.join(str(error).split())}).") from None
+    return content if cls is None else read_settings(cls, content, f"{label} {str(path)!r}: ")
 
 
-def read_json(path) -> dict | None:
-    """The object in a JSON file; None without such a file. ValueError in one sentence when it holds anything else."""
+def read_json(path: PathLike) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if there is no such file.
+
+    Raises:
+        ValueError: the file holds anything but a JSON object.
+    """
     path = Path(path)
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path}: got invalid JSON, expected a JSON object ({error}).") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+        raise ValueError(f"{path}: got a {type(content).__name__}, expected a JSON object.")
     return content
 
 
-def is_claimed(folder, record, identity, what) -> bool:
-    """Whether `folder` is the place of `identity` (a dict that JSON can say), by its file `record`; False: it is free.
+def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
+    """Return whether `folder` holds earlier work of the same kind, which may be continued.
 
-    ValueError, beginning with `what`: it is the place of something else.
+    Args:
+        folder: an output folder.
+        record: name of the JSON file in it that says what the folder was made for.
+        identity: JSON-serializable description of the work to be done now.
+        argument: what the error message begins with.
+
+    Returns:
+        True if `record` equals `identity`, False if `folder` does not exist or is empty.
+
+    Raises:
+        ValueError: the folder belongs to something else.
     """
-    folder, wanted = Path(folder), json.loads(json.dumps(identity))
-    if (known := read_json(folder / record)) is not None:
-        if other := [key for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]:
-            advice = "give another folder, or delete this one"
-            raise ValueError(f"{what}: {str(folder)!r} was begun with another {other[0]}; {advice}")
+    folder, expected = Path(folder), json.loads(json.dumps(identity))
+    if (stored := read_json(folder / record)) is not None:
+        if changed := [key for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]:
+            raise ValueError(
+                f"{argument}: got {str(folder)!r}, which was started with another {changed[0]}, "
+                "expected another folder, or delete this one."
+            )
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{what}: {str(folder)!r} holds other files and no {record}; expected a new or empty folder")
+        raise ValueError(
+            f"{argument}: got {str(folder)!r}, which holds other files and no {record}, expected a new or empty folder."
+        )
     return False
 
 
-def write_text(path, text: str) -> Path:
-    """Put `text` (UTF-8, line ends as they are) at `path`; an old file there is replaced whole. Returns the path."""
-    with file_aside(path) as aside:
-        aside.write_text(text, encoding="utf-8", newline="\n")
+def write_text(path: PathLike, text: str) -> Path:
+    """Write `text` to `path` atomically, as UTF-8 with unchanged line ends, and return the path."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
     return Path(path)
 
 
-def write_json(path, content) -> Path:
-    """Put `content` at `path` as JSON; ValueError for NaN, which is no JSON. Returns the path."""
+def write_json(path: PathLike, content: Any) -> Path:
+    """Write `content` to `path` atomically as JSON, and return the path. `ValueError` for NaN or infinity."""
     return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

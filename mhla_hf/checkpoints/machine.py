@@ -1,4 +1,4 @@
-"""The machine and the software a number was measured on, as text for records, cards and plots."""
+"""Provenance of a measurement: hardware, library versions, commit, command and date, as text for records and cards."""
 
 import datetime
 import importlib.metadata
@@ -6,29 +6,33 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
-LIBRARIES = ("mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers")
-LIBRARIES += ("triton", "flash-linear-attention")
+LIBRARIES = (
+    "mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers", "triton",
+    "flash-linear-attention",
+)  # fmt: skip
 
 
-def describe_versions():
-    """library -> version of everything installed that can change a number."""
-    found = {"python": platform.python_version()}
+def describe_versions() -> dict[str, str]:
+    """Return the version of each installed library that can change a result, by name."""
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name == "mhla_hf":
-                found[name] = "0+source"
+                versions[name] = "0+source"
     if torch.cuda.is_available():
-        found |= {"cuda": torch.version.cuda or torch.version.hip, "cudnn": str(torch.backends.cudnn.version())}
-    return dict(sorted(found.items()))
+        versions["cuda"] = torch.version.cuda or torch.version.hip or "unknown"
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return dict(sorted(versions.items()))
 
 
-def describe_hardware(device="cpu"):
-    """One line: "AMD EPYC, 2 cores, 1 thread", with the accelerator before it when it is used."""
+def describe_hardware(device: torch.device | str = "cpu") -> str:
+    """Return one line such as "AMD EPYC, 2 cores, 1 thread", with the GPU's name in front if `device` is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     host = f"{_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
     if torch.device(device).type == "cuda":
@@ -36,19 +40,22 @@ def describe_hardware(device="cpu"):
     return host
 
 
-def _count(number, noun):
+def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _cpu_name():
+def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine() or "unknown CPU")
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine() or "unknown CPU")
 
 
-def source_commit():
-    """Git commit of the package's checkout ("+changed" when its tracked files differ), else "mhla_hf <version>"."""
+def source_commit() -> str:
+    """Return the Git commit of the package's checkout, or "mhla_hf <version>" if it is not one.
+
+    "+changed" follows the commit if tracked files of the package differ from it.
+    """
     root = Path(__file__).resolve().parents[2]
     if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
@@ -56,8 +63,8 @@ def source_commit():
     return f"mhla_hf {describe_versions()['mhla_hf']}"
 
 
-def _git(root, *arguments):
-    """Output of a git command, or "" where git is absent or refuses."""
+def _git(root: Path, *arguments: str) -> str:
+    """Return the output of a git command, or "" if git is not installed or fails."""
     try:
         command = ["git", "-C", str(root), *arguments]
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
@@ -65,17 +72,25 @@ def _git(root, *arguments):
         return ""
 
 
-def describe_run(command, device="cpu"):
-    """What goes with every record of a measurement: hardware, versions, commit, the shell line that repeats it, date."""
+def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return what every record of a measurement states about how it was made.
+
+    Args:
+        command: the shell command that repeats the measurement, or None.
+        device: where it ran.
+
+    Returns:
+        A dict with "hardware", "versions", "commit", "command" and "date".
+    """
     return {
         "hardware": describe_hardware(device),
         "versions": describe_versions(),
         "commit": source_commit(),
         "command": command,
-        "date": now(),
+        "date": utc_now(),
     }
 
 
-def now():
-    """This moment as ISO 8601, UTC, to the second."""
+def utc_now() -> str:
+    """Return the current time in UTC as ISO 8601, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()

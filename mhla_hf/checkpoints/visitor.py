@@ -1,80 +1,99 @@
-"""Run in a process of its own: a visitor who has transformers or diffusers and a saved model, and no mhla_hf.
+"""Script that loads a saved model in a process where importing mhla_hf or Triton fails, even if they are installed.
 
-It is never imported. `clean_process.visit` hands its text and, as JSON, its arguments to `python -c`; the first lines make
-sure that importing mhla_hf or triton fails, even where they are installed. Prints one line of JSON.
+It is never imported: `load_isolated` passes its text to `python -c`, with the request as a JSON argument. It prints its
+report as one line of JSON.
 """
 
 import sys
 
-ABSENT = ("mhla_hf", "triton")
-sys.modules.update(dict.fromkeys(ABSENT))
+BLOCKED_MODULES = ("mhla_hf", "triton")
+sys.modules.update(dict.fromkeys(BLOCKED_MODULES))  # type: ignore[arg-type]
 
 import json  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-AUTOS = {"language": "AutoModelForCausalLM", "image": "AutoModelForImageClassification"}
-AUTOS |= {"sequences": "AutoModelForSequenceClassification", "tokens": "AutoModelForTokenClassification"}
-AUTOS |= {"answers": "AutoModelForQuestionAnswering", "choices": "AutoModelForMultipleChoice"}
-AUTOS |= {"masked": "AutoModelForMaskedLM"}
+AUTO_CLASSES = {
+    "language": "AutoModelForCausalLM",
+    "image": "AutoModelForImageClassification",
+    "sequences": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "answers": "AutoModelForQuestionAnswering",
+    "choices": "AutoModelForMultipleChoice",
+    "masked": "AutoModelForMaskedLM",
+}
 
 
-def load(folder):
-    """A model of transformers, and what was wrong with its weights."""
-    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": asked["dtype"]}
-    model, loading = getattr(transformers, AUTOS.get(asked["kind"], "AutoModel")).from_pretrained(folder, **options)
-    return model.eval(), {wrong: sorted(loading[f"{wrong}_keys"]) for wrong in ("missing", "unexpected")}
+def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a transformers model; report its missing and unexpected weights."""
+    auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
+    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
+    model, loading_info = auto_class.from_pretrained(folder, **options)
+    report = {name: sorted(loading_info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+    return model.eval(), report
 
 
 @torch.no_grad()
-def language(folder):
-    model, seen = load(folder)
-    if asked["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
+def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a causal language model and its tokenizer, run it on the given ids, and continue the prompt if there is one."""
+    model, report = load_transformers_model(folder)
+    if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    given = load_file(asked["given"]) if asked["given"] else {"ids": torch.arange(8)[None] % model.config.vocab_size}
-    logits = model(given["ids"]).logits
-    seen["finite"] = bool(logits.isfinite().all())
-    if "logits" in given:
-        seen["logits_equal"] = bool(torch.equal(logits, given["logits"]))
-        seen["largest_difference"] = float((logits - given["logits"]).abs().max())
-    if asked["prompt"] is not None:
-        encoded = tokenizer(asked["prompt"], return_tensors="pt", add_special_tokens=False)
+    if request["inputs"]:
+        inputs = load_file(request["inputs"])
+    else:
+        inputs = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    logits = model(inputs["ids"]).logits
+    report["finite"] = bool(logits.isfinite().all())
+    if "logits" in inputs:
+        report["logits_equal"] = bool(torch.equal(logits, inputs["logits"]))
+        report["largest_difference"] = float((logits - inputs["logits"]).abs().max())
+    if request["prompt"] is not None:
+        encoded = tokenizer(request["prompt"], return_tensors="pt", add_special_tokens=False)
         encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        options = {"max_new_tokens": asked["new_tokens"], "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-        written = model.generate(**encoded, **options)
-        seen["continuation"] = tokenizer.decode(written[0][encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    return model, seen
+        options = {"max_new_tokens": request["new_tokens"], "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        ids = model.generate(**encoded, **options)[0]
+        report["continuation"] = tokenizer.decode(ids[encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return model, report
 
 
-def diffusion(folder):
-    """A model of diffusers or a pipeline, and what is wrong with its MHLA weights, by the names in the files."""
+def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a diffusers model or pipeline; compare its MHLA models' weights with those in the safetensors files."""
     import diffusers
 
-    auto = diffusers.AutoModel if asked["kind"] == "model" else diffusers.DiffusionPipeline
-    options = {} if asked["kind"] == "model" else {"dtype": asked["dtype"]}
-    found = whole = auto.from_pretrained(folder, trust_remote_code=True, **options)
-    seen = {"missing": [], "unexpected": []}
-    for source in sorted(Path(folder).glob("modeling_mhla*.py" if asked["kind"] == "model" else "*/modeling_mhla*.py")):
-        found = whole if asked["kind"] == "model" else getattr(whole, source.parent.name)
-        stored, expected = set(), set(found.state_dict())
+    is_model = request["kind"] == "model"
+    auto_class = diffusers.AutoModel if is_model else diffusers.DiffusionPipeline
+    options = {} if is_model else {"dtype": request["dtype"]}
+    whole: Any = auto_class.from_pretrained(folder, trust_remote_code=True, **options)
+    model = whole
+    report: dict[str, Any] = {"missing": [], "unexpected": []}
+    for source in sorted(Path(folder).glob("modeling_mhla*.py" if is_model else "*/modeling_mhla*.py")):
+        model = whole if is_model else getattr(whole, source.parent.name)
+        stored: set[str] = set()
+        expected = set(model.state_dict())
         for file in source.parent.glob("*.safetensors"):
             with safe_open(file, framework="pt") as weights:
                 stored.update(weights.keys())
-        seen["missing"] += sorted(expected - stored)
-        seen["unexpected"] += sorted(stored - expected)
-    return found, seen
+        report["missing"] += sorted(expected - stored)
+        report["unexpected"] += sorted(stored - expected)
+    return model, report
 
 
-asked = json.loads(sys.argv[1])
-if asked["dtype"] != "auto":
-    asked["dtype"] = getattr(torch, asked["dtype"])
-torch.set_num_threads(asked["threads"])
-kinds = {"language": language, "model": diffusion, "pipeline": diffusion}
-loaded, report = kinds.get(asked["kind"], load)(asked["folder"])
+request: dict[str, Any] = json.loads(sys.argv[1])
+if request["dtype"] != "auto":
+    request["dtype"] = getattr(torch, request["dtype"])
+torch.set_num_threads(request["threads"])
+loaders = {
+    "language": load_and_run_language_model,
+    "model": load_diffusers_model,
+    "pipeline": load_diffusers_model,
+}
+loaded, report = loaders.get(request["kind"], load_transformers_model)(request["folder"])
 report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
-report["imported"] = [name for name in ABSENT if sys.modules[name] is not None]
+report["imported"] = [name for name in BLOCKED_MODULES if sys.modules[name] is not None]
 print(json.dumps(report))

@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from ..checkpoints.files import named_yaml
+from ..checkpoints.files import find_yaml
 from .values import (
     check_file,
     check_folder,
@@ -89,7 +89,7 @@ def evaluate_options(add):
 def run_evaluate(models, settings, style, plot, command, **options):
     settings = parse_settings(settings)
     if options["recipe"] is not None:
-        named_yaml(options["recipe"], SCORE_RECIPES, "recipe")
+        find_yaml(options["recipe"], SCORE_RECIPES, "recipe")
     for model in models:
         check_model(model, options["revision"])
     start()

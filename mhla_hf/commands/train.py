@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..checkpoints.files import named_yaml
+from ..checkpoints.files import find_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
 from ..training.recipe import FOLDER, read_recipe
 from .values import (
@@ -185,7 +185,7 @@ def plan_options(add):
 
 def run_plan(model, recipe, layers, settings, as_json, **options):
     layers, settings = parse_layers(layers), parse_settings(settings)
-    named_yaml(recipe, FOLDER, "recipe")
+    find_yaml(recipe, FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
     start()
 

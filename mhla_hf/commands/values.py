@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from ..checkpoints.files import HUB_ID, PIPELINE, check_model_name
+from ..checkpoints.files import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -88,11 +88,11 @@ def check_model(name, revision=None, weights=True):
     """
     if os.path.isdir(name) and not weights:
         return
-    if isinstance(check_model_name(name, pipeline=(Path(name) / PIPELINE).is_file()), Path):
+    if isinstance(resolve_model_name(name, pipeline=(Path(name) / PIPELINE_INDEX).is_file()), Path):
         return
     from huggingface_hub import hf_hub_download
 
-    for file in ("config.json", PIPELINE):
+    for file in ("config.json", PIPELINE_INDEX):
         try:
             hf_hub_download(name, file, revision=revision)
             return

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checkpoints.load import forget_code, register_family
+from ..checkpoints.load import register_family, strip_code_references
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
 from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
@@ -129,7 +129,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
 
     model_class = mhla_class(family, type(model))
     own = copy.deepcopy(config)
-    if odd := {*forget_code(own), *forget_code(getattr(model, "generation_config", None))}:
+    if odd := {*strip_code_references(own), *strip_code_references(getattr(model, "generation_config", None))}:
         logger.info(
             "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(odd))
         )

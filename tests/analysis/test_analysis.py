@@ -12,7 +12,7 @@ from torch import nn
 
 import mhla_hf
 from mhla_hf.analysis import render_analysis
-from mhla_hf.analysis.figures import tiled
+from mhla_hf.analysis.figures import tile_matrix
 from mhla_hf.analysis.inputs import load_digits
 from mhla_hf.cli import main
 from mhla_hf.models.vision import MHLAForImageClassification
@@ -76,7 +76,7 @@ def test_live_models_keep_their_mode_and_every_tolerance_is_told():
     assert not any(module.training for module in before.modules())
     assert list(short["models"]) == ["before", "after"] and short["inputs"]["after"] == "given by the caller"
     both = {"models": {**short["models"], **long["models"]}}
-    assert "rank at 2.4e-06, 4.8e-06 of the largest" in render_analysis(both)
+    assert "singular values above 2.4e-06, 4.8e-06 of the largest" in render_analysis(both)
 
 
 BAD = {
@@ -117,7 +117,7 @@ def test_digits_are_the_same_for_everyone():
 
 
 def test_a_grids_mixing_is_drawn_in_its_place():
-    picture = tiled(torch.arange(36.0).view(6, 6).numpy(), (2, 3))
+    picture = tile_matrix(torch.arange(36.0).view(6, 6).numpy(), (2, 3))
     assert picture.shape == (4, 9) and picture[:2, :3].ravel().tolist() == list(range(6))
     assert picture[2:, 6:].ravel().tolist() == list(range(30, 36))
 

@@ -20,7 +20,7 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.share import audit_checks
 from mhla_hf.share.audit import FINDING, NOT_APPLICABLE, render_audit, run_check
-from mhla_hf.share.audit_checks import CHECKS, MOST, Audited
+from mhla_hf.share.audit_checks import CHECKS, MAX_TOKENS, AuditSubject
 
 MHLA_ONLY = ["source", "loads elsewhere", "state", "far part"]
 
@@ -45,7 +45,7 @@ def shelf(tmp_path_factory):
 @pytest.fixture
 def folder(shelf, tmp_path, monkeypatch):
     """A copy of the MHLA model that may be broken; loading it elsewhere takes seconds and is left out here."""
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: "m.MHLALlamaForCausalLM")
     return shutil.copytree(shelf / "mhla", tmp_path / "mhla")
 
 
@@ -92,7 +92,7 @@ def test_a_stock_model_passes_what_applies(shelf):
 
 def test_a_model_is_as_good_as_itself_and_another_is_not(shelf, monkeypatch, capsys):
     bars = []
-    monkeypatch.setattr(audit_checks.Audited, "watch", lambda subject, steps: bars.append(len(steps)) or steps)
+    monkeypatch.setattr(audit_checks.AuditSubject, "watch", lambda subject, steps: bars.append(len(steps)) or steps)
     _, rows = verdicts(shelf / "llama", teacher=shelf / "llama", progress=True)
     # cache (chunks, token by token), long text and drift, recall of two models, texts beside the teacher, writing of both
     assert bars == [4, 97, 33, 33, 8, 4, 32, 32] and "audit: claims" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_damage_is_found(folder, case):
 
 def test_code_of_unknown_origin_is_not_run(folder, monkeypatch, capsys):
     forge(folder)
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: pytest.fail("it ran"))
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: pytest.fail("it ran"))
     _, rows = verdicts(folder)
     assert rows["source"]["value"].startswith("whole, of another mhla_hf")
     assert rows["loads elsewhere"]["verdict"] == NOT_APPLICABLE and "mine" not in capsys.readouterr().out
@@ -212,7 +212,7 @@ def bare(model, **changes):
     """A model in memory as the checks take it, with a text of random tokens."""
     ids = torch.randint(3, 60, (500,), generator=torch.Generator().manual_seed(0))
     given = {"tokens": 300, "device": torch.device("cpu"), "trust_remote_code": False, "loaded": model, **changes}
-    return Audited(Path(), model.config, None, ids, **given)
+    return AuditSubject(Path(), model.config, None, ids, **given)
 
 
 def run(check, subject):
@@ -232,7 +232,7 @@ def test_learned_positions_end_where_they_end():
     subject = bare(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
     assert subject.long == subject.short == 100
     assert [run(check, subject)["verdict"] for check in ("cache", "left padding", "long text")] == ["ok"] * 3
-    assert bare(small_llama(), tokens=MOST).long == 4 * 192
+    assert bare(small_llama(), tokens=MAX_TOKENS).long == 4 * 192
 
 
 HEDGEHOG = {"window": 2, "feature_map": "hedgehog", "num_decays": 2, "rope": "before"}
@@ -241,7 +241,7 @@ HEDGEHOG |= {"free_decay": False, "length_power": False}
 
 def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch):
     """In its window it recalls what its teacher does, beyond it nothing; with softmax in the layer that looks up, all."""
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: "m.MHLALlamaForCausalLM")
     teacher = save_model(tmp_path / "teacher", (softmax := looking_llama()))
     for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
         converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32, **HEDGEHOG)
@@ -302,7 +302,7 @@ def test_half_precision_has_its_own_tolerance(shelf, tmp_path):
 
 
 BAD = {  # the command's arguments -> what is said
-    "no folder": ("nothing", "'nothing' is not here; expected the folder of a causal language model"),
+    "no folder": ("nothing", "--folder: got 'nothing', which does not exist, expected the folder of a causal language model"),
     "a Hub id": ("me/model", "'me/model' is not here"),
     "no model": ("empty", "'empty' has no config.json"),
     "a classifier": ("vit", "'vit' is a ViTForImageClassification; expected the folder of a causal"),

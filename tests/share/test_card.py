@@ -245,8 +245,8 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 
 
 KEPT = {
-    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is missing or not of"),
-    "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "unknown 'colour'"),
+    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json: got format_version None, expected 1"),
+    "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "colour: got an unknown name"),
     "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "not what the"),
 }
 
