@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .bench import seconds_of
+from .bench import time_call
 from .checkpoints.load import choose_device, load_config, wrap_errors
 from .checkpoints.machine import describe_run
 from .convert import convert
@@ -268,7 +268,7 @@ def time_lengths(make, device, progress):
             break
         best, works, begun = {}, make(tokens), spent
         for _ in range(ROUNDS):
-            took = {name: seconds_of(work, device) for name, work in works.items()}
+            took = {name: time_call(work, device) for name, work in works.items()}
             best = {name: min(best.get(name, math.inf), seconds) for name, seconds in took.items()}
             spent += sum(took.values())
             if spent - begun > LONG:

@@ -49,7 +49,7 @@ def test_classifiers_side_by_side(shelf, tmp_path, capsys):
     assert record["inputs"]["mhla"] == "2 images of scikit-learn digits"
     assert all(record[key] for key in ("hardware", "versions", "commit", "command", "date"))
     printed = capsys.readouterr().out
-    assert "model.stages.0.blocks.1.attn" in printed and "of the largest singular value" in printed
+    assert "model.stages.0.blocks.1.attn" in printed and "of the largest one" in printed
     mixing = json.loads((tmp_path / "out" / "mixing.json").read_text())
     assert next(iter(mixing["mhla"].values()))["layout"] == [4, 4] and mixing["softmax"] == {}
     drawn = {path.name: Image.open(path).size[0] for path in (tmp_path / "out").glob("*.png")}
@@ -100,8 +100,8 @@ def test_bad_input_is_one_sentence(shelf, capsys, name):
     ("models", "given", "said"),
     [
         (nn.Linear(2, 2), None, "inputs: got none for a Linear"),
-        (nn.Linear(2, 2), {"input": torch.randn(1, 2)}, "no attention was seen in Linear"),
-        (converted_model(), {"input_ids": tokens(1, 1), "use_cache": False}, r"saw \[1\] tokens"),
+        (nn.Linear(2, 2), {"input": torch.randn(1, 2)}, "got Linear, in which no attention was seen"),
+        (converted_model(), {"input_ids": tokens(1, 1), "use_cache": False}, r"got \[1\] tokens"),
         (converted_model(), {"input_ids": tokens(1, 16), "use_cache": True}, "expected whole sequences"),
     ],
 )

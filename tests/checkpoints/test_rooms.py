@@ -43,9 +43,9 @@ def test_shipped_rooms_import_at_the_top_and_ops_know_torch_and_triton_only():
 
 
 def test_names_are_unique_across_all_shipped_modules():
-    modules = [bundle._read(PACKAGE, module) for module in MODULES]
-    for part in (part for module in modules for part in module.parts):
-        part.binds.discard("__getattr__")  # an entry's own; no bundle has two
+    modules = [bundle._read_module(PACKAGE, module) for module in MODULES]
+    for statement in (statement for module in modules for statement in module.statements):
+        statement.binds.discard("__getattr__")  # an entry's own; no bundle has two
     bundle._check_names(modules)
 
 

@@ -18,7 +18,7 @@ from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
 NOT_OURS = {".gitattributes"}
-WHOLE = "the repository holds the old model or the new one, whole: push again"
+WHOLE = "the repository holds the old or the new model: push again."
 
 
 def converted(seed=0):
@@ -209,7 +209,7 @@ def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
     made = push(converted(), NAME, base_model="base/llama", draft=True, progress=False)
     data = ModelCard(hub.repos[NAME].files(made.revision)["README.md"].decode()).data
     assert (data.license, data.base_model) == ("llama3.2", "base/llama")
-    with pytest.raises(ValueError, match="license: got 'mit', expected 'llama3.2' as stated by base/llama"):
+    with pytest.raises(ValueError, match=r"license: got 'mit', expected 'llama3.2' as stated by base/llama"):
         push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
 
 
