@@ -104,8 +104,8 @@ def test_a_window_keeps_as_much_at_every_length():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--threads 0", "threads is 0; expected an integer of at least 1."),
-        ("--device abacus", "device 'abacus' is not available here"),
+        ("--threads 0", "threads: got 0, expected a whole number of at least 1."),
+        ("--device abacus", "device: got 'abacus', expected one that is available here"),
         ("--out ./no/such/place.json", "place.json"),
     ],
 )

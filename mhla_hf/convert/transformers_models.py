@@ -175,7 +175,7 @@ def family_to_convert(model_type: str) -> Family:
 
 def choose_convertible(settings: MHLASettings, config, attentions: dict, both_ways: bool) -> list[int]:
     """The layers that become MHLA: of those that lose nothing by it. ValueError, one sentence: there are none, or others."""
-    lost = {index: what_is_lost(attention, config, both_ways) for index, attention in attentions.items()}
+    lost = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in lost.items() if reason}
     able = [index for index in sorted(attentions) if index not in reasons]
     asked, count = [] if isinstance(settings.layers, str) else settings.layers, config.num_hidden_layers
@@ -192,7 +192,7 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict, both_wa
     return [able[place] for place in settings.resolve_layers(len(able))]
 
 
-def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
+def reason_to_keep_softmax(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
     """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing.
 
     both_ways: it is a layer of an encoder, which sees earlier and later tokens.
