@@ -204,7 +204,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: got invalid JSON, expected a JSON object ({error}).") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: got a {type(content).__name__}, expected a JSON object.")
+        raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON object.")
     return content
 
 

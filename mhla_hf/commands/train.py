@@ -72,8 +72,8 @@ OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder",
 
 
 def convert_options(add: AddArgument) -> None:
-    what = "a language model, text encoder, image classifier, or pipeline"
-    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
+    kinds = "a language model, text encoder, image classifier, or pipeline"
+    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
     add("out", metavar="OUT", help="output folder")
     add("--text", help='text that a language model learns from: file, folder or dataset; "none": nothing is learned '
         "(default: self, what the model itself writes)")  # fmt: skip

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 STAGE = {"name": "a", "loss": "lm", "steps": 1, "lr": 1e-3, "seq_len": 16, "batch_size": 1}
 ROWS = [torch.ones(1, 40, dtype=torch.long)] * 2
 DAMAGED = {  # folder -> its config.json, and what is said of it
-    "list": ("[1, 2]", "config.json: got a list, expected a JSON object"),
-    "number": ("3", "config.json: got a int, expected"),
-    "null": ("null", "config.json: got a NoneType, expected a JSON"),
-    "text": ('"llama"', "config.json: got a str, expected"),
+    "list": ("[1, 2]", "config.json: got list, expected a JSON object"),
+    "number": ("3", "config.json: got int, expected"),
+    "null": ("null", "config.json: got NoneType, expected a JSON"),
+    "text": ('"llama"', "config.json: got str, expected"),
     "type": ('{"model_type": ["llama"]}', "model_type in config.json: got ['llama'], expected a name"),
     "class": (
         '{"model_type": "llama", "architectures": "LlamaForCausalLM"}',
