@@ -41,7 +41,7 @@ from tqdm import tqdm
 import mhla_hf
 from mhla_hf.checkpoints.files import atomic_file, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
 from mhla_hf.evaluation.subjects import find_subjects

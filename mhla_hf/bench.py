@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .checkpoints.files import PathLike, write_json
 from .checkpoints.load import choose_device
-from .checkpoints.machine import describe_run
+from .checkpoints.provenance import describe_run
 from .nn.settings import MHLASettings
 from .ops.api import mhla
 from .ops.blocks import Blocks

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .bench import time_call
 from .checkpoints.files import PathLike
 from .checkpoints.load import choose_device, load_config
-from .checkpoints.machine import describe_run
+from .checkpoints.provenance import describe_run
 from .convert import convert
 from .convert.families import softmax_config
 from .convert.sizes import cache_of_layers, cache_of_mhla, compare_caches

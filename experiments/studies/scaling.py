@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mhla_hf import mhla
 from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.ops.blocks import Blocks
 
 from .figures import plot_scaling

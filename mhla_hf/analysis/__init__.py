@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoints.files import resolve_model_name, write_json
 from ..checkpoints.load import choose_device
-from ..checkpoints.machine import describe_run
+from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows
 from ..evaluation.subjects import check_writable, named_models
 from .figures import plot_layers, plot_maps, plot_mixing

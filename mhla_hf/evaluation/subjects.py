@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ..checkpoints.files import atomic_file, can_resume, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import choose_device, load_pipeline, resolve_model_name, stored_dtype, wrap_errors
-from ..checkpoints.machine import describe_run
+from ..checkpoints.provenance import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")

@@ -24,7 +24,7 @@ from ..checkpoints.load import (
     load_language_model,
     load_tokenizer,
 )
-from ..checkpoints.machine import describe_run
+from ..checkpoints.provenance import describe_run
 from ..data import check_data_path, read_text_file
 from ..evaluation.records import finite, render_rows
 from ..evaluation.subjects import check_writable, shown_path

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..checkpoints.files import read_json, write_json
 from ..checkpoints.load import require_extra, summarize_error
-from ..checkpoints.machine import describe_run
+from ..checkpoints.provenance import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify, unreadable
