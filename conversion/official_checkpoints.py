@@ -21,7 +21,7 @@ from official_diffusion import is_official_dit, is_official_wan, load_official_d
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.checkpoints.files import atomic_folder
+from mhla_hf.checkpoints.file_io import atomic_folder
 from mhla_hf.checkpoints.load import no_code_prompts
 from mhla_hf.cli import script
 

@@ -39,7 +39,7 @@ from torch import nn
 from tqdm import tqdm
 
 import mhla_hf
-from mhla_hf.checkpoints.files import atomic_file, write_json
+from mhla_hf.checkpoints.file_io import atomic_file, write_json
 from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script

@@ -25,7 +25,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import mhla_hf
 from mhla_hf.analysis.inputs import load_digits
-from mhla_hf.checkpoints.files import atomic_folder, write_json
+from mhla_hf.checkpoints.file_io import atomic_folder, write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.share.card import check_card, write_card

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from mhla_hf import Blocks, mhla, mhla_step
 from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_case
-from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mhla_hf.checkpoints.files import atomic_file
+from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates

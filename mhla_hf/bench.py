@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from .checkpoints.files import PathLike, write_json
+from .checkpoints.file_io import PathLike, write_json
 from .checkpoints.load import choose_device
 from .checkpoints.provenance import describe_run
 from .nn.settings import MHLASettings

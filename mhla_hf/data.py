@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from .checkpoints.files import PathLike
+from .checkpoints.file_io import PathLike
 from .checkpoints.load import require_extra, wrap_errors
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")

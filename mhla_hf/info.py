@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
-from .checkpoints.files import PathLike, read_json
+from .checkpoints.file_io import PathLike, read_json
 from .checkpoints.load import load_config, wrap_errors
 from .checkpoints.save import CARD_FILE
 from .evaluation.records import Results, format_score

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .bench import time_call
-from .checkpoints.files import PathLike
+from .checkpoints.file_io import PathLike
 from .checkpoints.load import choose_device, load_config
 from .checkpoints.provenance import describe_run
 from .convert import convert

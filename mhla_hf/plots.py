@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .checkpoints.files import PathLike, atomic_file
+from .checkpoints.file_io import PathLike, atomic_file
 from .checkpoints.load import require_extra
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}

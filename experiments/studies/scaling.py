@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from mhla_hf import mhla
-from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.ops.blocks import Blocks
 

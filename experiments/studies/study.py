@@ -14,7 +14,7 @@ from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
-from mhla_hf.checkpoints.files import can_resume, find_yaml, read_yaml, write_json
+from mhla_hf.checkpoints.file_io import can_resume, find_yaml, read_yaml, write_json
 from mhla_hf.checkpoints.load import no_progress_bars
 from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.files import resolve_model_name, write_json
+from ..checkpoints.file_io import resolve_model_name, write_json
 from ..checkpoints.load import choose_device
 from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..checkpoints.files import PathLike
+from ..checkpoints.file_io import PathLike
 from ..plots import PALETTE, STYLE, drawing
 
 FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}

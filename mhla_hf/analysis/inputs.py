@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from ..checkpoints.files import PathLike
+from ..checkpoints.file_io import PathLike
 from ..checkpoints.load import Loaded, kind_of_class, load_classifier, load_config, load_language_model, require_extra
 from ..data import load_split, open_text
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .files import PathLike, temporary_folder
+from .file_io import PathLike, temporary_folder
 from .load import missing_transformers_weights
 
 WITHHELD_VARIABLES = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

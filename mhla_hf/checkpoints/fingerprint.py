@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .files import PIPELINE_INDEX, PathLike
+from .file_io import PIPELINE_INDEX, PathLike
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 HASHED_SUFFIXES = (*WEIGHT_SUFFIXES, ".safetensors.index.json", ".py", ".model")

@@ -33,7 +33,7 @@ from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole
-from .files import HUB_ID, PIPELINE_INDEX, PathLike, read_json, resolve_model_name, summarize_error, wrap_errors
+from .file_io import HUB_ID, PIPELINE_INDEX, PathLike, read_json, resolve_model_name, summarize_error, wrap_errors
 from .save import TOKENIZER_FILES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import PIPELINE_INDEX, SHARD_SIZE, PathLike, atomic_folder, read_json, wrap_errors, write_json
+from .file_io import PIPELINE_INDEX, SHARD_SIZE, PathLike, atomic_folder, read_json, wrap_errors, write_json
 
 CARD_FILE = "README.md"
 RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf itself writes about a model

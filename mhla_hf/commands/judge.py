@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.files import find_yaml
+from ..checkpoints.file_io import find_yaml
 from .values import (
     AddArgument,
     add_device_option,

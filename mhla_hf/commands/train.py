@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.files import find_yaml
+from ..checkpoints.file_io import find_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
 from ..training.recipe import FOLDER, read_recipe
 from .values import (

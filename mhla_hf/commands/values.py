@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.files import HUB_ID, PIPELINE_INDEX, resolve_model_name
+from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

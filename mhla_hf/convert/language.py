@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import atomic_file
+from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
 from ..models.attention import ATTENTION_NAME, keep_softmax_heads

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.files import atomic_file
+from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field

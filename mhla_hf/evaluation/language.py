@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
-from ..checkpoints.files import temporary_folder
+from ..checkpoints.file_io import temporary_folder
 from ..checkpoints.load import load_config, load_language_model, load_tokenizer, summarize_error
 from ..checkpoints.values import at_least, checked, read_settings
 from .needles import THINGS, make_needles

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from ..checkpoints.files import write_json
+from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing

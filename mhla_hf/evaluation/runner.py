@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ..checkpoints.files import find_yaml, read_yaml
+from ..checkpoints.file_io import find_yaml, read_yaml
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings

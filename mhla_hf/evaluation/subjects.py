@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.files import atomic_file, can_resume, write_json
+from ..checkpoints.file_io import atomic_file, can_resume, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
 from ..checkpoints.load import choose_device, load_pipeline, resolve_model_name, stored_dtype, wrap_errors
 from ..checkpoints.provenance import describe_run

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from ..checkpoints.files import atomic_folder
+from ..checkpoints.file_io import atomic_folder
 from .lookups import choose_words, make_recall
 
 OPTIONS = 4

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkpoints.files import write_json
+from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ..analysis.inputs import default_text
-from ..checkpoints.files import PathLike, resolve_model_name, summarize_error, write_json
+from ..checkpoints.file_io import PathLike, resolve_model_name, summarize_error, write_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.load import (
     choose_device,

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
-from ..checkpoints.files import PathLike, read_json, read_yaml, write_json, write_text
+from ..checkpoints.file_io import PathLike, read_json, read_yaml, write_json, write_text
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoints.files import PIPELINE_INDEX, PathLike, read_json
+from ..checkpoints.file_io import PIPELINE_INDEX, PathLike, read_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings

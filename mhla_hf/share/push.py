@@ -17,7 +17,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.files import SHARD_SIZE, PathLike, temporary_folder
+from ..checkpoints.file_io import SHARD_SIZE, PathLike, temporary_folder
 from ..checkpoints.save import CARD_FILE
 from .card import plain_card
 from .facts import find_license

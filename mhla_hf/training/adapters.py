@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from huggingface_hub import hf_hub_download
 
-from ..checkpoints.files import read_json, write_json
+from ..checkpoints.file_io import read_json, write_json
 from ..checkpoints.load import register_family, require_extra, wrap_errors
 from ..convert import convert
 from ..convert.families import family_of

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import read_json, write_json
+from ..checkpoints.file_io import read_json, write_json
 from ..checkpoints.load import require_extra, summarize_error
 from ..checkpoints.provenance import describe_run
 from ..checkpoints.values import read_settings

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..checkpoints import values
-from ..checkpoints.files import find_yaml, read_yaml
+from ..checkpoints.file_io import find_yaml, read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
 FOLDER = Path(__file__).parent / "recipes"

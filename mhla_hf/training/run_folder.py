@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..checkpoints.files import atomic_folder, read_json, write_json
+from ..checkpoints.file_io import atomic_folder, read_json, write_json
 from ..checkpoints.fingerprint import fingerprint_model, hash_file, hash_json
 from ..checkpoints.load import summarize_error
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import atomic_folder, can_resume, read_json, write_json
+from ..checkpoints.file_io import atomic_folder, can_resume, read_json, write_json
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mhla_hf.checkpoints.files import read_yaml
+from mhla_hf.checkpoints.file_io import read_yaml
 from mhla_hf.checkpoints.values import Number, at_least, checked, fraction_below_one, positive, read_settings
 
 

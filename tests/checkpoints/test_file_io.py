@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mhla_hf.checkpoints.files import LOCK_FILE, atomic_folder, remove_abandoned, write_json
+from mhla_hf.checkpoints.file_io import LOCK_FILE, atomic_folder, remove_abandoned, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
