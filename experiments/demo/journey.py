@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from mhla_hf.checkpoints.clean_process import load_isolated
 from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
+from mhla_hf.checkpoints.isolated_load import load_isolated
 from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.convert import convert
 from mhla_hf.evaluation.lookups import choose_words

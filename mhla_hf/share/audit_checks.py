@@ -35,7 +35,7 @@ from ..analysis.behavior import (
 )
 from ..analysis.measures import record_model
 from ..checkpoints.bundle import FILE_NAME, build_bundle, check_bundle
-from ..checkpoints.clean_process import check_isolated_load
+from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import load_language_model
 from ..checkpoints.save import CARD_FILE
 from ..convert.families import softmax_config

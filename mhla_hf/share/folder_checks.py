@@ -18,9 +18,9 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.clean_process import check_isolated_load
 from ..checkpoints.file_io import PathLike, read_json, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
+from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import check_shards, wrap_errors
 from ..checkpoints.save import (
     CARD_FILE,

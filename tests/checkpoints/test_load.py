@@ -15,7 +15,7 @@ from small_scores import save_llama
 from tiny_pipelines import dit_pipeline, sana_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from mhla_hf.checkpoints.clean_process import check_isolated_load
+from mhla_hf.checkpoints.isolated_load import check_isolated_load
 from mhla_hf.checkpoints.load import load_classifier, load_config, load_language_model, load_pipeline, summarize_error
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}

@@ -44,7 +44,7 @@ def load_isolated(
     Raises:
         ValueError: the model does not load there; the message gives the reason.
     """
-    source = Path(__file__).with_name("visitor.py").read_text(encoding="utf-8")
+    source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     request = {
         "folder": os.path.abspath(folder),
         "kind": kind,
