@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import judge, share, train
+from .commands import evaluate, share, train
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
 INTERRUPTED = "interrupted; finished work is kept, and the same command resumes from there"
@@ -36,19 +36,19 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
     "info": (share.run_info, share.info_options, "Describe a saved MHLA model in ten lines.", share.INFO),
-    "tasks": (judge.run_tasks, judge.tasks_options, "Make evaluation tasks from your own text.", judge.TASKS),
+    "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
     "evaluate": (
-        judge.run_evaluate, judge.evaluate_options, "Score language, image and video models side by side.", judge.EVALUATE,
+        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.", evaluate.EVALUATE,
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
     "analyze": (
-        judge.run_analyze, judge.analyze_options, "Show the rank, entropy, maps, and mixing of attention.", judge.ANALYZE,
+        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.", evaluate.ANALYZE,
     ),
     "audit": (
-        judge.run_audit, judge.audit_options, "Check a language model and its card for problems.", judge.AUDIT,
+        evaluate.run_audit, evaluate.audit_options, "Check a language model and its card for problems.", evaluate.AUDIT,
     ),
-    "bench": (judge.run_bench, judge.bench_options, "Check the operator, then time it.", judge.BENCH),
+    "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 
 
