@@ -99,8 +99,7 @@ def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        message = f"{feature}: got no {library}, expected it to be installed: pip install 'mhla_hf[{extra}]'"
-        raise ImportError(message) from error
+        raise ImportError(f"{feature} needs {library}, which is missing: pip install 'mhla_hf[{extra}]'") from error
 
 
 def is_pipeline(name: PathLike, revision: str | None = None) -> bool:

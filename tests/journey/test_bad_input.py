@@ -108,7 +108,7 @@ CASES = {
     "push: nothing": (lambda: mhla_hf.push(None, "me/model"), "what: got NoneType, expected a folder, a model or a pipe"),
     "tasks: items": (lambda: make_tasks("", "new", small_tokenizer(), items=8), "items: got 8; expected at least 16"),
     "evaluate: limit": (lambda: mhla_hf.evaluate(["list"], tasks="copa", limit=-1),
-        "limit: got -1, expected a whole number of documents, or a share below 1"),
+        "limit is -1; expected a whole number of documents, or a share below 1"),
 }  # fmt: skip
 
 
