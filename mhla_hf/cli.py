@@ -38,12 +38,14 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     "info": (share.run_info, share.info_options, "Describe a saved MHLA model in ten lines.", share.INFO),
     "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
     "evaluate": (
-        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.", evaluate.EVALUATE,
+        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
+        evaluate.EVALUATE,
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
     "analyze": (
-        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.", evaluate.ANALYZE,
+        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.",
+        evaluate.ANALYZE,
     ),
     "audit": (
         evaluate.run_audit, evaluate.audit_options, "Check a language model and its card for problems.", evaluate.AUDIT,
