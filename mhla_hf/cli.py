@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Build the parser of `mhla-hf`. The options of a sub-command are named after arguments of the function it calls."""
+    """Build the parser of `mhla-hf`. Options have the names of arguments of the function that the sub-command calls."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=ABOUT, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -127,7 +127,11 @@ def execute(argv: list[str]) -> int:
 
 
 def set_up_output(verbose: bool) -> None:
-    """Configure output streams, logging and the libraries' progress bars; `verbose`: log progress to stderr."""
+    """Configure output streams, logging and the libraries' progress bars.
+
+    Args:
+        verbose: log to stderr what is being done.
+    """
     replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)

@@ -301,7 +301,7 @@ def load_split(name: str, *place: Any, split: str = "train", **options: Any) -> 
     """Load a split with `datasets.load_dataset`.
 
     Args:
-        name: id on the Hub, "id" or "id:configuration"; with `place`, only what error messages call the data.
+        name: id on the Hub, "id" or "id:configuration". If `place` is given, it is only used in error messages.
         *place: arguments of `load_dataset` for local files.
         split: name of the split.
         **options: further arguments of `load_dataset`.

@@ -29,7 +29,7 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Draw which KV heads a conversion kept as softmax, as text with one line per KV head and one column per layer.
+    """Return a text map of the KV heads that keep softmax, with one line per KV head and one column per layer.
 
     Args:
         measured: `config.mhla_measured` of a conversion that chose heads by gates.

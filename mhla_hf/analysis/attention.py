@@ -91,7 +91,7 @@ class Attention:
 def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
     """Record the calls of attention layers while the block runs, in the order in which they are made.
 
-    Cross-attention, recognized by having other numbers of queries and keys, is left out. Tensors are kept on the CPU.
+    Cross-attention, recognized by its different numbers of queries and keys, is left out. Tensors are kept on the CPU.
     """
     calls: list[Attention] = []
     stack: list[str] = []  # names of the modules whose forward is running

@@ -209,12 +209,12 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds earlier work of the same kind, which may be continued.
+    """Return whether `folder` holds earlier work with the same identity, which can be resumed.
 
     Args:
         folder: an output folder.
         record: name of the JSON file in it that says what the folder was made for.
-        identity: JSON-serializable description of the work to be done now.
+        identity: JSON-serializable description of the current work.
         argument: what the error message begins with.
 
     Returns:

@@ -95,9 +95,10 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
 
 
 def saved_files(folder: PathLike) -> list[Path]:
-    """List the files in `folder` that belong to a saved model, by their usual names in mhla_hf and its ecosystem.
+    """List the files in `folder` that belong to a saved model, recognized by their names.
 
-    For a pipeline, this includes the component folders that model_index.json names.
+    These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them. For a pipeline, the list
+    includes the component folders that model_index.json names.
 
     Raises:
         ValueError: model_index.json or modules.json cannot be read.

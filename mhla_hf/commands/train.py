@@ -155,7 +155,7 @@ def run_convert(
 
 
 def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
-    """Render what a conversion with text measured, as a page of text.
+    """Render the measurements of a conversion with text, as a page of text.
 
     Args:
         out: the folder of the converted model.

@@ -55,7 +55,7 @@ Check = Callable[["AuditSubject"], dict[str, Any]]
 
 
 class NotApplicable(Exception):
-    """Raised by a check that does not apply to the model; the message says why."""
+    """Raised by a check that does not apply to the model; the message gives the reason."""
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class AuditSubject:
 
     @functools.cached_property
     def rounding(self) -> float:
-        """Difference that the dtype alone makes in the logits, against the same weights in float32."""
+        """Difference of the logits from those of the same weights in float32, which the dtype alone makes."""
         ids = self.text(self.short)[None]
         return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 

@@ -168,7 +168,7 @@ def shorten_paths(text: str) -> str:
 
 
 def _check_code_names(file: Path) -> None:
-    """Check that a configuration names no code except the source beside it."""
+    """Check that a configuration refers to no code except the model's own source file."""
     content = read_json(file) or {}
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
