@@ -30,7 +30,7 @@ def test_a_recipe(tmp_path):
         (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
         (Stage, {"loss": "transfer"}, "expected 'mhla' or 'attention'"),
         (Stage, {"loss": "stored", "temperature": 2}, "temperature is 2 with a KL over the likeliest tokens"),
-        (DiffusionStage, {"size": [0, 4]}, r"size is \[0, 4\]; expected \[rows, columns\] or"),
+        (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
         (ImageStage, {"crop": 1.5}, "crop: got 1.5, expected a number from 0 to 1"),
         (Stage, [], "stages: got ..; expected a list of Stage or of mappings, at least one"),
         (Stage, [GOOD, GOOD], "their names are 'a', 'a'; expected different ones"),
