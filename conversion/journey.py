@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import mhla_hf
-from mhla_hf.checkpoints.files import write_text
+from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.checkpoints.load import load_pipeline
 from mhla_hf.commands.values import parse_settings
 from mhla_hf.share.card import plain_card, write_card

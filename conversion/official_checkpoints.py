@@ -21,8 +21,8 @@ from official_diffusion import is_official_dit, is_official_wan, load_official_d
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.checkpoints.files import folder_aside
-from mhla_hf.checkpoints.load import without_questions
+from mhla_hf.checkpoints.file_io import atomic_folder
+from mhla_hf.checkpoints.load import no_code_prompts
 from mhla_hf.cli import script
 
 WRAPPINGS = ("state_dict_ema", "ema", "state_dict", "model")
@@ -177,7 +177,7 @@ def into_pipeline(model, base: str):
     kind = type(model).__name__
     if kind not in pipelines:
         raise ValueError(f"base: got {base!r}, expected none for {kind}, which belongs to no pipeline.")
-    with without_questions():
+    with no_code_prompts():
         return pipelines[kind].from_pretrained(base, transformer=model)
 
 
@@ -204,7 +204,7 @@ def main(arguments=None):
     options = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     model = load_official(given.checkpoint, **options)
     result = model if given.base is None else into_pipeline(model, given.base)
-    with folder_aside(given.out) as folder:
+    with atomic_folder(given.out) as folder:
         result.save_pretrained(folder)
     print(f"{given.out}: {type(model).__name__}, {model.num_parameters():,} parameters (mhla_hf {mhla_hf.__version__})")
     return result

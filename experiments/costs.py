@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_hf.checkpoints.files import write_json
+from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.cli import script
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig

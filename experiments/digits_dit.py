@@ -39,9 +39,9 @@ from torch import nn
 from tqdm import tqdm
 
 import mhla_hf
-from mhla_hf.checkpoints.files import file_aside, write_json
-from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_of
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import atomic_file, write_json
+from mhla_hf.checkpoints.fingerprint import fingerprint_model, hash_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.evaluation.image_scores import Moments, frechet_distance, share_error
 from mhla_hf.evaluation.subjects import find_subjects
@@ -133,7 +133,7 @@ def train_judge(out, epochs):
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-        with file_aside(file) as aside:
+        with atomic_file(file) as aside:
             save_file(judge.state_dict(), aside)
     judge.load_state_dict(load_file(file))
     return judge.eval()
@@ -187,7 +187,7 @@ def samples(pipe, file, count, seed):
             wish = {"class_labels": part % CLASSES}
             options = {"steps": SAMPLING_STEPS, "guidance": 1.0}
             made.append(trajectory(pipe.transformer, pipe.scheduler, noise[part], wish, None, **options))
-        with file_aside(file) as aside:
+        with atomic_file(file) as aside:
             save_file({"samples": torch.cat(made).clamp(-1, 1)}, aside)
     return load_file(file)["samples"]
 
@@ -221,7 +221,7 @@ def keep(row, folder, judge, count, seed, started, command):
     }
     how = dict.fromkeys(("output", "limit", "revision", "trust_remote_code", "trust_scores", "force"))
     (subject,) = find_subjects(place, types.SimpleNamespace(dtype="auto", seed=seed, command=command, **how))
-    task_hash = hash_of([fingerprint_model(judge), count, SAMPLING_STEPS])
+    task_hash = hash_json([fingerprint_model(judge), count, SAMPLING_STEPS])
     subject.keep("digits", scores, task_hash, started, "cpu")
 
 

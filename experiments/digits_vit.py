@@ -25,8 +25,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import mhla_hf
 from mhla_hf.analysis.inputs import load_digits
-from mhla_hf.checkpoints.files import folder_aside, write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import atomic_folder, write_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.share.card import check_card, write_card
 from mhla_hf.training.pictures import open_pictures, share_right
@@ -98,7 +98,7 @@ def make_card(out, test):
     """Scores of the teacher and both students of seed 0 by the package's own evaluation, and the MHLA student's card."""
     place = out / "test"
     if not place.exists():
-        with folder_aside(place) as aside:
+        with atomic_folder(place) as aside:
             for number, (image, label) in enumerate(zip(*test, strict=True)):
                 (aside / str(label.item())).mkdir(exist_ok=True)
                 Image.fromarray(image[0].numpy()).save(aside / str(label.item()) / f"{number:03d}.png")

@@ -12,9 +12,9 @@ import torch
 from tqdm import tqdm
 
 from mhla_hf import Blocks, mhla, mhla_step
-from mhla_hf.bench import TOLERANCES, relative_error, time_case, why
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.bench import TOLERANCES, describe_failure, relative_error, time_case
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 
 from .docs import ROOT, render_gpu, write_documents
@@ -130,7 +130,7 @@ def check_kernels(device, limit=CHECKS_LIMIT, impl="triton", variants=VARIANTS):
                     if wrong := [w for w, error in row["error"].items() if not error < TOLERANCES[dtype]]:
                         row["failed"] = f"is wrong: {', '.join(wrong)}"
                 except Exception as error:
-                    row["failed"] = why(error)
+                    row["failed"] = describe_failure(error)
             rows.append(row)
     return rows
 
@@ -146,7 +146,7 @@ def time_language(device, sizes=LANGUAGE, lengths=LENGTHS, batch=16, dtype=torch
                 timed[name]["prefill"] = measure_prefill(model, length)
             rows.append({"length": length, "batch": batch, **timed})
         except Exception as error:
-            rows.append({"length": length, "batch": batch, "failed": why(error)})
+            rows.append({"length": length, "batch": batch, "failed": describe_failure(error)})
     return rows
 
 

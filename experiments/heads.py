@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import save_adapter
-from mhla_hf.checkpoints.files import file_aside
+from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.convert.fit import GateFit, OutputFit, largest_gates
@@ -79,7 +79,7 @@ def fit(model_folder, fit_text, work, form, seed):
         gates.step()
     state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
     result = {"mhla": state, "gates": gates.by_layer(), "seconds": time.monotonic() - began}
-    with file_aside(file) as aside:
+    with atomic_file(file) as aside:
         torch.save(result, aside)
     return result
 
@@ -155,7 +155,7 @@ def teacher_states(model_folder, text, work, rows):
     for length, ids in rows.items():
         for kind, tokens in (("plain", ids), ("repeated", repeated_half(ids))):
             states[length, kind] = [hidden(model, row) for row in tokens]
-    with file_aside(file) as aside:
+    with atomic_file(file) as aside:
         torch.save(states, aside)
     return states
 

@@ -39,14 +39,14 @@ class WholeModel:
     batch: int
     operator: Operator
     text: tuple = (512, 4096)
-    whats = (FORWARD, TRAINING)
+    modes = (FORWARD, TRAINING)
 
     @property
     def dtype(self):
         """Of its attention."""
         return self.operator.dtype
 
-    def names(self, device):
+    def competitors(self, device):
         """The competitors."""
         return ["softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if len(self.grid) == 3 else [])]
 
@@ -84,7 +84,7 @@ class WholeModel:
         made = {
             name: convert(copy.deepcopy(stock), layout=layout, layers=layers)
             for name, (layout, layers) in asked.items()
-            if name in self.names(None)
+            if name in self.competitors(None)
         }
         return {"softmax": stock, **made}
 
@@ -122,7 +122,7 @@ class WholeModel:
 class Window(Operator):
     """The attention of converted language models, of two decays and a softmax near by: the kernel, PyTorch, and softmax."""
 
-    def names(self, device):
+    def competitors(self, device):
         return ["sdpa", "mhla torch", *(["mhla triton"] if torch.device(device).type == "cuda" else [])]
 
     def prepare(self, device, seed):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
 
 
 def add_rows(out, make_row, jobs, describe, *, workers=2, command=None):

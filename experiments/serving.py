@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.serving import ContinuousBatch

@@ -1,15 +1,9 @@
-"""The operator's speed, against what a user would pick instead: torch's fused softmax attention, and plain linear attention.
+"""Time the MHLA operator against what a user would pick instead: torch's fused softmax, and plain linear attention.
 
 Nothing is timed before it agrees with its definition in fp64. The competitors take turns, round after round in one process,
-and the fastest round of each counts, so that a busy moment of the machine hits all of them or none. What is wrong, fails or
-does not fit the memory is said in place of its time, and leaves the others their turn. What decoding keeps is counted.
-
-A case has a `name`, a `dtype`, `whats` (what of it is timed), and
-
-    names(device)                the competitors that run there
-    errors(name, device, seed)   {what: relative error} against the definition
-    prepare(device, seed)        what all competitors share while they are timed
-    work(prepared, what, name)   a function of nothing to be timed
+and the fastest round of each counts, so that a busy moment of the machine affects all of them alike. A competitor that is
+wrong, fails or runs out of memory gets that reason instead of a time, and the others go on. What decoding keeps in memory is
+counted, too.
 """
 
 import contextlib
@@ -18,14 +12,16 @@ import functools
 import itertools
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from .checkpoints.files import write_json
+from .checkpoints.file_io import PathLike, write_json
 from .checkpoints.load import choose_device
-from .checkpoints.machine import describe_run
+from .checkpoints.provenance import describe_run
 from .nn.settings import MHLASettings
 from .ops.api import mhla
 from .ops.blocks import Blocks
@@ -34,17 +30,68 @@ from .ops.local_state import LocalState
 from .speed import clock
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1.5e-2}
-TURN = 0.02  # seconds that a competitor's turn takes at least
+MIN_TURN_SECONDS = 0.02  # a competitor's turn repeats its call for at least that long
 FORWARD, TRAINING = "forward", "forward + backward"
-SAMPLED_QUERIES = 16
-LENGTHS, HEADS, WIDTH, BLOCK_SIZE = (512, 2048, 8192), 4, 64, 64  # of what is timed by default
+SAMPLED_QUERIES = 16  # that are compared with the definition
+LENGTHS, HEADS, WIDTH, BLOCK_SIZE = (512, 2048, 8192), 4, 64, 64  # of the default cases
+WRONG = "is wrong"  # how the reason of a failure begins if the results are not right
+
+Device = torch.device | str
 
 
-def definition(q, k, v, mixing, queries, blocks, causal, normalize):
-    """The outputs of some queries in fp64, head by head: MHLA's, or softmax attention's where `mixing` is None."""
+class Case(Protocol):
+    """What `run_bench` can check and time.
+
+    Attributes:
+        name: shown in the table.
+        dtype: name of a torch dtype, which selects the tolerance.
+        modes: what is timed, e.g. `FORWARD` and `TRAINING`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def modes(self) -> tuple[str, ...]: ...
+
+    def competitors(self, device: Device) -> list[str]:
+        """Return the names of the competitors that run on the device."""
+        ...
+
+    def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
+        """Return the relative errors of a competitor against its definition, by what is compared."""
+        ...
+
+    def prepare(self, device: Device, seed: int) -> Any:
+        """Return what all competitors share while they are timed, e.g. their inputs."""
+        ...
+
+    def work(self, prepared: Any, mode: str, name: str) -> Callable[[], Any]:
+        """Return the function to time."""
+        ...
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: torch.Tensor | None, queries: torch.Tensor, blocks: Blocks,
+    causal: bool, normalize: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return the outputs of some queries in fp64, of MHLA or, if `mixing` is None, of softmax attention.
+
+    Args:
+        q, k, v: `[B, T, H, K]`, `[B, T, H, K]` and `[B, T, H, V]`.
+        mixing: `[M, M]` or None.
+        queries: token indices `[N]`.
+        blocks, causal, normalize: as `mhla` takes them.
+
+    Returns:
+        `[B, N, H, V]`
+    """
     token = torch.arange(k.shape[1], device=q.device)
     later = (token > queries[:, None]) & causal
-    index, rows = blocks.index(q.device), []
+    index, outputs = blocks.index(q.device), []
     for head in range(q.shape[2]):
         weights = q[:, queries, head].double() @ k[:, :, head].double().mT * q.shape[-1] ** -0.5
         if mixing is None:
@@ -52,18 +99,23 @@ def definition(q, k, v, mixing, queries, blocks, causal, normalize):
         else:
             weights = weights * (mixing.double()[index[queries]][:, index] * ~later)
             weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
-        rows.append(weights @ v[:, :, head].double())
-    return torch.stack(rows, 2)
+        outputs.append(weights @ v[:, :, head].double())
+    return torch.stack(outputs, 2)
 
 
-def relative_error(got, expected):
-    """Frobenius distance over the size of what is expected."""
-    got, expected = got.detach().double(), expected.detach().double()
-    return float((got - expected).norm() / expected.norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the Frobenius norm of the difference over that of `expected`."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
-def linear_attention(q, k, v, causal, normalize, chunk=64):
-    """Plain linear attention in torch: one summary, or, causal, chunks with a running sum over theirs."""
+def linear_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, normalize: bool, chunk: int = 64
+) -> torch.Tensor:
+    """Compute plain linear attention in torch: with one summary, or if causal, chunks and a running sum of theirs.
+
+    Shapes as in `exact_attention`; returns `[B, T, H, V]`.
+    """
     length, scale = q.shape[1], q.shape[-1] ** -0.5
     v = F.pad(v, (0, 1), value=1.0) if normalize else v  # its last column sums the weights
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -78,36 +130,50 @@ def linear_attention(q, k, v, causal, normalize, chunk=64):
     return o.transpose(1, 2)
 
 
+Prepared = tuple[list[torch.Tensor], torch.Tensor]  # (inputs of `Operator`, gradient of its output)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """One shape of attention, against softmax and plain linear attention. widths: of keys and of values."""
+    """A case that times one shape of attention: MHLA against softmax and plain linear attention.
+
+    Attributes:
+        name: shown in the table.
+        blocks: number and layout of the tokens.
+        batch, heads: sizes of the inputs.
+        widths: of keys and of values.
+        causal, normalize: as `mhla` takes them.
+        dtype: of q, k and v.
+        modes: what is timed.
+    """
 
     name: str
     blocks: Blocks
     batch: int
     heads: int
-    widths: tuple
+    widths: tuple[int, int]
     causal: bool = False
     normalize: bool = False
     dtype: str = "bfloat16"
-    whats = (FORWARD, TRAINING)
+    modes = (FORWARD, TRAINING)
 
-    def names(self, device):
+    def competitors(self, device: Device) -> list[str]:
+        """Return the names of the competitors that run on the device."""
         return ["sdpa", "linear", "mhla triton" if torch.device(device).type == "cuda" else "mhla torch"]
 
-    def prepare(self, device, seed):
-        """q, k, v, mixing fp32 [M, M], with gradients, and dL/do."""
-        random = torch.Generator(device).manual_seed(seed)
-        make = functools.partial(torch.randn, generator=random, device=device)
+    def prepare(self, device: Device, seed: int) -> Prepared:
+        """Return random inputs q, k, v and mixing (fp32 `[M, M]`) that require gradients, and the gradient of the output."""
+        generator = torch.Generator(device).manual_seed(seed)
+        randn = functools.partial(torch.randn, generator=generator, device=device)
         size, dtype = (self.batch, self.blocks.length, self.heads), getattr(torch, self.dtype)
-        q, k, v = (make(*size, width).to(dtype) for width in (self.widths[0], *self.widths))
+        q, k, v = (randn(*size, width).to(dtype) for width in (self.widths[0], *self.widths))
         if self.normalize:
             q, k = q.abs(), k.abs()
-        mixing = torch.rand(self.blocks.num_blocks, self.blocks.num_blocks, generator=random, device=device)
-        return [x.requires_grad_() for x in (q, k, v, mixing)], make(*size, self.widths[1]).to(dtype)
+        mixing = torch.rand(self.blocks.num_blocks, self.blocks.num_blocks, generator=generator, device=device)
+        return [x.requires_grad_() for x in (q, k, v, mixing)], randn(*size, self.widths[1]).to(dtype)
 
-    def attend(self, name, q, k, v, mixing=None):
-        """The output of one competitor."""
+    def attend(self, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixing: Any = None) -> Any:
+        """Return the output of one competitor."""
         if name == "sdpa":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
@@ -116,157 +182,191 @@ class Operator:
         impl = name.removeprefix("mhla ")
         return mhla(q, k, v, mixing, blocks=self.blocks, causal=self.causal, normalize=self.normalize, impl=impl)
 
-    def errors(self, name, device, seed):
-        """{"output", "dq", ...: relative error} of some queries of one sequence, and of the gradients of those alone."""
-        tensors, direction = dataclasses.replace(self, batch=1).prepare(device, seed)
+    def errors(self, name: str, device: Device, seed: int) -> dict[str, float]:
+        """Return the relative errors of the output ("output") and of the gradients ("dq", ...) of one sequence.
+
+        Only some queries are compared, and gradients are those of their outputs alone.
+        """
+        tensors, output_gradient = dataclasses.replace(self, batch=1).prepare(device, seed)
         length = self.blocks.length
         queries = torch.linspace(0, length - 1, min(SAMPLED_QUERIES, length), device=device).round().long()
-        used = tensors if name.startswith("mhla") else tensors[:3]
-        exact = [x.detach().double().requires_grad_() for x in used]
-        mixing = {"sdpa": None, "linear": torch.ones_like(tensors[3])}.get(name, exact[-1])
-        got = self.attend(name, *used)[:, queries]
-        wanted = definition(*exact[:3], mixing, queries, self.blocks, self.causal, self.normalize)
-        got = got, *torch.autograd.grad(got, used, direction[:, queries])
-        wanted = wanted, *torch.autograd.grad(wanted, exact, direction[:, queries].double())
-        names = ("output", "dq", "dk", "dv", "dmixing")[: len(got)]
-        return {what: relative_error(x, y) for what, x, y in zip(names, got, wanted, strict=True)}
+        inputs = tensors if name.startswith("mhla") else tensors[:3]
+        exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+        mixing = {"sdpa": None, "linear": torch.ones_like(tensors[3])}.get(name, exact_inputs[-1])
+        output = self.attend(name, *inputs)[:, queries]
+        q, k, v, *_ = exact_inputs
+        exact_output = exact_attention(q, k, v, mixing, queries, self.blocks, self.causal, self.normalize)
+        actual = output, *torch.autograd.grad(output, inputs, output_gradient[:, queries])
+        expected = exact_output, *torch.autograd.grad(exact_output, exact_inputs, output_gradient[:, queries].double())
+        names = ("output", "dq", "dk", "dv", "dmixing")[: len(actual)]
+        return {compared: relative_error(x, y) for compared, x, y in zip(names, actual, expected, strict=True)}
 
-    def work(self, prepared, what, name):
-        """One forward pass without gradients, or one with the gradients of all inputs."""
-        tensors, direction = prepared
-        used = tensors if name.startswith("mhla") else tensors[:3]
-        if what == FORWARD:
-            return torch.no_grad()(functools.partial(self.attend, name, *used))
-        return lambda: torch.autograd.grad(self.attend(name, *used), used, direction)
+    def work(self, prepared: Prepared, mode: str, name: str) -> Callable[[], Any]:
+        """Return a function that runs one forward pass, or one with the gradients of all inputs."""
+        tensors, output_gradient = prepared
+        inputs = tensors if name.startswith("mhla") else tensors[:3]
+        if mode == FORWARD:
+            return torch.no_grad()(functools.partial(self.attend, name, *inputs))
+        return lambda: torch.autograd.grad(self.attend(name, *inputs), inputs, output_gradient)
 
 
-def quick_cases():
-    """Causal attention in fp32, by length: a minute or two on a CPU."""
-    sizes = {"batch": 1, "heads": HEADS, "widths": (WIDTH, WIDTH), "causal": True, "dtype": "float32"}
-    return [Operator(f"{length:,} tokens", Blocks.sequence(length, BLOCK_SIZE), **sizes) for length in LENGTHS]
+def quick_cases() -> list[Operator]:
+    """Return the default cases: causal attention in fp32 at several lengths, a minute or two on a CPU."""
+    return [
+        Operator(
+            f"{length:,} tokens", Blocks.sequence(length, BLOCK_SIZE), batch=1, heads=HEADS, widths=(WIDTH, WIDTH),
+            causal=True, dtype="float32",
+        )
+        for length in LENGTHS
+    ]  # fmt: skip
 
 
 @torch.no_grad()
-def kept_bytes(length):
-    """What a causal layer keeps from token to token after `length` tokens in fp32: competitor -> bytes.
+def kept_bytes(length: int) -> dict[str, int]:
+    """Return the bytes that a causal layer keeps for decoding after `length` tokens in fp32, by competitor.
 
-    "mhla" is the paper's, without denominator; "mhla window" that of converted language models.
+    "mhla" is the paper's form without denominator, "mhla window" that of converted language models.
     """
     k, blocks, settings = torch.zeros(1, length, HEADS, WIDTH), Blocks.sequence(length, BLOCK_SIZE), MHLASettings()
     mixing = torch.ones(blocks.num_blocks, blocks.num_blocks)
-    dense = mhla(k, k, k, mixing, blocks=blocks, causal=True, normalize=False, return_state=True)[1]
+    dense: Any = mhla(k, k, k, mixing, blocks=blocks, causal=True, normalize=False, return_state=True)
+    _, dense_state = dense
     form = LocalForm(settings.block_size, sinks=settings.sinks)
-    window = LocalState.empty(k, k, settings.num_decays, 2 * WIDTH, form)  # the map doubles the width
+    window_state = LocalState.empty(k, k, settings.num_decays, 2 * WIDTH, form)  # its feature map doubles the width
     linear = k.element_size() * HEADS * WIDTH**2
-    return {"sdpa": 2 * k.nbytes, "linear": linear, "mhla": dense.nbytes(), "mhla window": window.nbytes()}
+    return {
+        "sdpa": 2 * k.nbytes, "linear": linear, "mhla": dense_state.nbytes(), "mhla window": window_state.nbytes(),
+    }  # fmt: skip
 
 
-def run_bench(cases=None, *, device="cpu", threads=1, seed=0, rounds=5, out=None, progress=True, command=None):
-    """Check, time and compare; ValueError and OSError, one sentence, before anything is timed.
+def run_bench(
+    cases: Iterable[Case] | None = None, *, device: Device = "cpu", threads: int = 1, seed: int = 0, rounds: int = 5,
+    out: PathLike | None = None, progress: bool = True, command: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check and time the competitors of each case.
 
     Args:
-        cases: what is timed; None: `quick_cases`. rounds: how often every competitor takes its turn.
-        device: where. threads: CPU threads while timing; the old number is restored. seed: of the inputs.
-        out: JSON file, which grows by one case after another, so that one can stop it. progress: show a bar on stderr.
+        cases: what to time (default: `quick_cases`).
+        device: where to run.
+        threads: CPU threads while timing; the old number is restored.
+        seed: of the random inputs.
+        rounds: turns of each competitor.
+        out: JSON file, rewritten after each case, so that an interruption loses only the current one.
+        progress: show a progress bar.
+        command: the shell command that repeats it, for the record.
 
     Returns:
-        A dict that goes to JSON as it is: "rows", each with "case", "what", "ms" (competitor -> milliseconds), "error" (the
-        largest relative error of each that was found before) and "failed" (competitor -> why it has no time); "kept": length
-        -> what `kept_bytes` counts; versions, hardware, commit, seed, command, date.
+        A JSON-serializable dict. "rows" is a list of dicts with "case", "what" (the mode), "ms" (competitor ->
+        milliseconds), "error" (competitor -> the largest relative error found before) and "failed" (competitor -> why it
+        has no time). "kept" is length -> what `kept_bytes` returns. Other keys are the seed, versions, hardware, commit,
+        command and date.
+
+    Raises:
+        ValueError, OSError: an argument is wrong; nothing was timed.
     """
     if threads < 1:
-        raise ValueError(f"threads is {threads!r}; expected an integer of at least 1.")
-    keep = functools.partial(write_json, out) if out is not None else lambda record: None
-    device, before = choose_device(device), torch.get_num_threads()
+        raise ValueError(f"threads: got {threads!r}, expected a whole number of at least 1.")
+    device, threads_before = choose_device(device), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        record = {**describe_run(command, device), "seed": seed, "rows": []}
+        record: dict[str, Any] = {**describe_run(command, device), "seed": seed, "rows": []}
         record["kept"] = {str(length): kept_bytes(length) for length in LENGTHS}
-        keep(record)
+        if out is not None:
+            write_json(out, record)
         for case in tqdm(quick_cases() if cases is None else cases, desc="bench", disable=not progress):
             record["rows"] += time_case(case, device, seed, rounds)
-            keep(record)
+            if out is not None:
+                write_json(out, record)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
     return record
 
 
-def time_case(case, device, seed=0, rounds=5):
-    """The rows of one case, one for each of its `whats`."""
-    error, failed, found = {}, {}, []
-    with noted(failed, "all"):
-        for name in case.names(device):
-            with noted(failed, name):
+def time_case(case: Case, device: Device, seed: int = 0, rounds: int = 5) -> list[dict[str, Any]]:
+    """Return the rows of one case, one for each of its modes; see `run_bench`."""
+    error: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    rows = []
+    with record_failure(failed, "all"):
+        for name in case.competitors(device):
+            with record_failure(failed, name):
                 errors = case.errors(name, device, seed)
                 error[name] = max(errors.values(), default=0.0)
-                if wrong := [what for what, size in errors.items() if not size < TOLERANCES[case.dtype]]:
-                    failed[name] = f"is wrong: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
+                if wrong := [compared for compared, size in errors.items() if not size < TOLERANCES[case.dtype]]:
+                    failed[name] = f"{WRONG}: {wrong[0]} with a relative error of {errors[wrong[0]]:.1e}"
         prepared = case.prepare(device, seed)
-        for what in case.whats:
-            ready, ms, lost = {}, {}, dict(failed)
+        for mode in case.modes:
+            functions: dict[str, Callable[[], Any]] = {}
+            ms: dict[str, float] = {}
+            failed_in_mode = dict(failed)
             for name in (name for name in error if name not in failed):
-                with noted(lost, name):
-                    function = case.work(prepared, what, name)
-                    seconds_of(function, device)  # warms up
-                    ready[name] = function
-            for _, name in itertools.product(range(rounds), ready):
-                ms[name] = min(ms.get(name, math.inf), 1e3 * seconds_of(ready[name], device))
-            found.append({"case": case.name, "what": what, "ms": ms, "error": error, "failed": lost})
-    return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}] if "all" in failed else found
+                with record_failure(failed_in_mode, name):
+                    function = case.work(prepared, mode, name)
+                    time_call(function, device)  # warm-up
+                    functions[name] = function
+            for _, name in itertools.product(range(rounds), functions):
+                ms[name] = min(ms.get(name, math.inf), 1e3 * time_call(functions[name], device))
+            rows.append({"case": case.name, "what": mode, "ms": ms, "error": error, "failed": failed_in_mode})
+    if "all" in failed:
+        return [{"case": case.name, "what": "", "ms": {}, "error": error, "failed": failed}]
+    return rows
 
 
 @contextlib.contextmanager
-def noted(failed, name):
-    """An error meanwhile becomes `failed[name]` and leaves the others their turn; triton's are no RuntimeErrors."""
+def record_failure(failed: dict[str, str], name: str) -> Iterator[None]:
+    """Store an exception of the block in `failed[name]` instead of raising it, so that other competitors go on."""
     try:
         yield
-    except Exception as error:
-        failed[name] = why(error)
+    except Exception as error:  # Triton's are not RuntimeErrors
+        failed[name] = describe_failure(error)
 
 
-def why(error):
-    """An exception in a few words."""
+def describe_failure(error: Exception) -> str:
+    """Describe an exception in a few words."""
     if isinstance(error, torch.OutOfMemoryError):
         return "did not fit the memory of the device"
     return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def seconds_of(function, device):
-    """Seconds of one of the calls that begin within TURN."""
+def time_call(function: Callable[[], Any], device: Device) -> float:
+    """Return the seconds of one call, averaged over the calls that begin within `MIN_TURN_SECONDS`."""
     calls, start = 0, clock(device)
-    while calls == 0 or time.perf_counter() - start < TURN:
+    while calls == 0 or time.perf_counter() - start < MIN_TURN_SECONDS:
         function()
         calls += 1
     return (clock(device) - start) / calls
 
 
-def render_bench(record):
-    """The record in Markdown: the fastest of each kind with its name, and how many times as fast MHLA is."""
-    worst = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
+def render_bench(record: Mapping[str, Any]) -> str:
+    """Render the record as Markdown: the fastest competitor of each kind, and the speed of MHLA relative to the others."""
+    largest_error = max((error for row in record["rows"] for error in row["error"].values()), default=0.0)
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if name in ("torch", "triton"))
     lines = [
-        f"{record['hardware']}; {versions}; largest relative error found before timing: {worst:.0e}.",
+        f"{record['hardware']}; {versions}; largest relative error found before timing: {largest_error:.0e}.",
         "",
         "| case | what | MHLA, ms | softmax, ms | plain linear, ms | times softmax | times linear |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for row, ours in itertools.product(record["rows"], ("mhla", "hybrid")):
-        mine, *others = (fastest(row["ms"], kind) for kind in (ours, ("sdpa", "softmax"), "linear"))
-        if mine:
-            times = [f"{other[0] / mine[0]:.2f}" if other else "" for other in others]
-            cells = [f"{one[0]:.4g} {one[1]}".rstrip() if one else "" for one in (mine, *others)]
-            case = row["case"] if ours == "mhla" else f"{row['case']}, {ours}"
-            lines.append(f"| {case} | {row['what']} | {' | '.join([*cells, *times])} |")
+    for row, kind in itertools.product(record["rows"], ("mhla", "hybrid")):
+        ours = fastest(row["ms"], kind)
+        if ours is None:
+            continue
+        others = [fastest(row["ms"], "sdpa", "softmax"), fastest(row["ms"], "linear")]
+        ratios = [f"{other[0] / ours[0]:.2f}" if other else "" for other in others]
+        times = [f"{each[0]:.4g} {each[1]}".rstrip() if each else "" for each in (ours, *others)]
+        case = row["case"] if kind == "mhla" else f"{row['case']}, {kind}"
+        lines.append(f"| {case} | {row['what']} | {' | '.join([*times, *ratios])} |")
     if kept := record.get("kept"):
         names = list(next(iter(kept.values())))
         lines += ["", f"| decoding keeps, KiB | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
         for length, sizes in kept.items():
-            lines.append(f"| after {int(length):,} tokens | {' | '.join(f'{sizes[x] / 1024:,.0f}' for x in names)} |")
-    failed = {f"* {row['case']}, {name}: {text}" for row in record["rows"] for name, text in row["failed"].items()}
+            cells = " | ".join(f"{sizes[name] / 1024:,.0f}" for name in names)
+            lines.append(f"| after {int(length):,} tokens | {cells} |")
+    failed = {f"* {row['case']}, {name}: {reason}" for row in record["rows"] for name, reason in row["failed"].items()}
     return "\n".join([*lines, *([""] if failed else []), *sorted(failed)])
 
 
-def fastest(ms, kinds):
-    """(milliseconds, the rest of its name) of the fastest competitor of these kinds; None without one."""
-    found = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
-    return min(found, default=None)
+def fastest(ms: Mapping[str, float], *kinds: str) -> tuple[float, str] | None:
+    """Return (milliseconds, rest of the name) of the fastest competitor whose name begins with one of `kinds`, or None."""
+    times = [(value, name.partition(" ")[2]) for name, value in ms.items() if name.startswith(kinds)]
+    return min(times, default=None)

@@ -1,8 +1,8 @@
-"""`mhla-hf`: parses and calls, nothing else.
+"""`mhla-hf`: parse the command line and call the function of the sub-command.
 
-A sub-command imports what it needs when it runs, so that `--help` is instant. Results go to stdout, everything else to
-stderr. Bad input ends with exit code 2 and one sentence on stderr, Ctrl-C with 130 and how to go on. `--debug` shows where
-an error came from.
+Sub-commands import what they need when they run, so that `--help` is instant. Results go to stdout, everything else to
+stderr. Bad input ends with exit code 2 and one line on stderr, Ctrl-C with 130 and how to resume. `--debug` shows the
+traceback of an error.
 """
 
 import argparse
@@ -12,19 +12,22 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from . import __version__
-from .commands import judge, share, train
+from .commands import evaluate, share, train
 
 USER_ERRORS = (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError, ArithmeticError)
-STOPPED = "interrupted; finished work is kept, and the same command resumes from there"
-FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is --max-steps, as in other libraries
-SECONDS = "10"  # between two states of a bar where there is no terminal
+INTERRUPTED = "interrupted; finished work is kept, and the same command resumes from there"
+FLAG = re.compile(r"^--\w[\w-]*")  # --max_steps is accepted as --max-steps, as in other libraries
+SECONDS_BETWEEN_UPDATES = "10"  # of progress bars where stderr is not a terminal
 ABOUT = """\
 Multi-Head Linear Attention for Hugging Face models: convert, distill, evaluate.
 Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-argcomplete mhla-hf)" in your shell.
 """
-COMMANDS = {
+# Name -> (function that runs it, function that declares its options, help, epilog)
+COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
     "plan": (train.run_plan, train.plan_options, "Estimate what a conversion saves and costs.", train.PLAN),
     "convert": (train.run_convert, train.convert_options, "Turn a softmax model into an MHLA model.", train.CONVERT),
     "recipes": (train.run_recipes, train.recipes_options, "List the training recipes.", train.RECIPES),
@@ -33,123 +36,142 @@ COMMANDS = {
         train.run_distill, train.distill_options, "Train an MHLA model from its softmax original.", train.DISTILL,
     ),
     "info": (share.run_info, share.info_options, "Describe a saved MHLA model in ten lines.", share.INFO),
-    "tasks": (judge.run_tasks, judge.tasks_options, "Make evaluation tasks from your own text.", judge.TASKS),
+    "tasks": (evaluate.run_tasks, evaluate.tasks_options, "Make evaluation tasks from your own text.", evaluate.TASKS),
     "evaluate": (
-        judge.run_evaluate, judge.evaluate_options, "Score language, image and video models side by side.", judge.EVALUATE,
+        evaluate.run_evaluate, evaluate.evaluate_options, "Score language, image and video models side by side.",
+        evaluate.EVALUATE,
     ),
     "card": (share.run_card, share.card_options, "Write a model card from scores, or check one.", share.CARD),
     "push": (share.run_push, share.push_options, "Check a model and upload it to the Hub in one commit.", share.PUSH),
     "analyze": (
-        judge.run_analyze, judge.analyze_options, "Show the rank, entropy, maps, and mixing of attention.", judge.ANALYZE,
+        evaluate.run_analyze, evaluate.analyze_options, "Show the rank, entropy, maps, and mixing of attention.",
+        evaluate.ANALYZE,
     ),
     "audit": (
-        judge.run_audit, judge.audit_options, "Check a language model and its card for problems.", judge.AUDIT,
+        evaluate.run_audit, evaluate.audit_options, "Check a language model and its card for problems.", evaluate.AUDIT,
     ),
-    "bench": (judge.run_bench, judge.bench_options, "Check the operator, then time it.", judge.BENCH),
+    "bench": (evaluate.run_bench, evaluate.bench_options, "Check the operator, then time it.", evaluate.BENCH),
 }  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that says what is wrong in one sentence, without the usage before it."""
+    """An ArgumentParser that reports an error in one line, without the usage before it."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
-def build_parser():
-    """The parser of the whole command; the options of a sub-command have the names of the function's that it calls."""
-    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+def build_parser() -> Parser:
+    """Build the parser of `mhla-hf`. Options have the names of arguments of the function that the sub-command calls."""
+    layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=ABOUT, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND", parser_class=Parser)
-    for name, (run, options, about, epilog) in COMMANDS.items():
+    for name, (run, add_options, about, epilog) in COMMANDS.items():
         sub = commands.add_parser(name, help=about, description=about, epilog=epilog, **layout)
         sub.set_defaults(run=run)
         sub.add_argument("--quiet", action="store_false", dest="progress", help="print results and errors only")
         sub.add_argument("--debug", action="store_true", help="show where an error came from")
-        options(sub.add_argument)
+        add_options(sub.add_argument)
         named = [(action.dest, action.option_strings[-1]) for action in sub._actions if action.option_strings]
         flags = dict(named) | {flag.lstrip("-").replace("-", "_"): flag for _, flag in named}
         sub.set_defaults(flags=flags)
     return parser
 
 
-def main(argv=None):
-    """Run the command; returns the exit code: 0, 1 where a bench or an audit found something, 2 for bad input (one sentence
-    on stderr), 130 after Ctrl-C."""
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: the words after `mhla-hf` (default: those of this process).
+
+    Returns:
+        The exit code: 0; 1 if a bench or an audit found a problem; 2 for bad input; 130 after Ctrl-C.
+    """
     logger = logging.getLogger("mhla_hf")
     level = logger.level
     try:
         code = execute(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read the results has read enough
+    except BrokenPipeError:  # the reader of stdout closed it, as `head` does; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
         logger.setLevel(level)
 
 
-def execute(argv):
-    """Parse and run; returns the exit code, as `main`."""
+def execute(argv: list[str]) -> int:
+    """Parse the command line, run the sub-command, and return the exit code as in `main`."""
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         importlib.import_module("argcomplete").autocomplete(parser)
     try:
-        given = vars(parser.parse_args([FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]))
-        run, name, debug, flags = (given.pop(key) for key in ("run", "name", "debug", "flags"))
-        prepare(given["progress"])
-        given["progress"] = given["progress"] and sys.stderr.isatty()
-        run(command=shlex.join(["mhla-hf", *argv]), **given)
+        words = [FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        arguments = vars(parser.parse_args(words))
+        run, name, debug, flags = (arguments.pop(key) for key in ("run", "name", "debug", "flags"))
+        set_up_output(arguments["progress"])
+        arguments["progress"] = arguments["progress"] and sys.stderr.isatty()
+        run(command=shlex.join(["mhla-hf", *argv]), **arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        print(f"mhla-hf: {str(stop) or STOPPED}", file=sys.stderr)
+        print(f"mhla-hf: {str(stop) or INTERRUPTED}", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
         if debug or isinstance(error, BrokenPipeError):
             raise
-        print(f"mhla-hf {name}: {describe(error, flags)}", file=sys.stderr)
+        print(f"mhla-hf {name}: {describe_error(error, flags)}", file=sys.stderr)
         return 2
     return 0
 
 
-def prepare(notes):
-    """Streams and libraries as a command needs them. notes: whether what goes on is told on stderr."""
-    any_character()
+def set_up_output(verbose: bool) -> None:
+    """Configure output streams, logging and the libraries' progress bars.
+
+    Args:
+        verbose: log to stderr what is being done.
+    """
+    replace_unprintable()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("mhla_hf").setLevel(logging.INFO if notes else logging.WARNING)
+    logging.getLogger("mhla_hf").setLevel(logging.INFO if verbose else logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", SECONDS)  # of other libraries' bars
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers' too
+        os.environ.setdefault("TQDM_MININTERVAL", SECONDS_BETWEEN_UPDATES)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers obeys it too
 
 
-def any_character():
-    """What a terminal cannot show becomes a question mark there, and no error."""
+def replace_unprintable() -> None:
+    """Print characters that the terminal's encoding lacks as question marks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
 
 
-def describe(error, flags=()):
-    """One line that says what went wrong; an argument that it begins with is named by its flag."""
+def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
+    """Describe an error in one line.
+
+    Args:
+        error: the exception.
+        flags: argument -> its flag on the command line, which replaces it at the beginning of the message.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
-    name = re.match(r"(\w+)(?=:| is | ')", text)
-    if name and name[1] in flags:
-        text = flags[name[1]] + text[name.end() :]
+    argument = re.match(r"(\w+)(?=:| is | ')", text)
+    if argument and flags and argument[1] in flags:
+        text = flags[argument[1]] + text[argument.end() :]
     return text or type(error).__name__
 
 
-def script(main, name=None):
-    """Call `main` as the scripts of a clone do: bad input is one sentence and exit code 2, Ctrl-C says how to go on."""
-    any_character()
+def script(main: Callable[[], Any], name: str | None = None) -> None:
+    """Call the `main` of a script as `mhla-hf` would: bad input is one line and exit code 2, Ctrl-C says how to resume."""
+    replace_unprintable()
     try:
         main()
     except USER_ERRORS as error:
-        print(f"{name or os.path.basename(sys.argv[0])}: {describe(error)}", file=sys.stderr)
+        print(f"{name or os.path.basename(sys.argv[0])}: {describe_error(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as error:
         print(str(error) or "stopped", file=sys.stderr)

@@ -1,132 +1,168 @@
-"""Text to train on, cut into full sequences: from a file, a folder, tokens at hand, or a stream of `datasets`.
+"""Text to train on, cut into sequences of full length: from files, tokens in memory, or a stream of `datasets`.
 
-Text on disk is tokenized once and held as a ring of tokens; which sequences a step reads follows from (seed, stage, step)
-alone. A stream is read in its own order, and goes on where `datasets` says it was (a shuffle buffer is filled anew). Every
-process reads the same rows and keeps its share of them; no padding exists, so every token carries a loss unless the data's
-own `labels` say -100.
+Text on disk is tokenized once and treated as a ring of tokens; which sequences a step reads follows from (seed, stage,
+step) alone. A stream is read in its own order and resumes where `datasets` says it was, with a refilled shuffle buffer.
+Every process reads the same rows and keeps its share of them. There is no padding, so every token has a loss unless the
+data's own `labels` say -100.
 """
 
 import functools
 import hashlib
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
-from .checkpoints.load import one_sentence, optional
+from .checkpoints.file_io import PathLike
+from .checkpoints.load import require_extra, wrap_errors
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
 TABLE_ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-DOCUMENTS_AT_ONCE = 32
+ROWS_AT_ONCE = 32  # rows of a stream that are tokenized together
+
+Key = tuple[int, ...]  # (seed, stage), from which a stage's random choices follow
+Batch = tuple[torch.Tensor, ...]  # of text: token ids and labels, int64 `[count, length]`
+TokensAndLabels = tuple[list[int], list[int]]  # flat lists of one length
 
 
 class Reader:
-    """What gives the batches of one stage: samples and random choices follow from `key`, (seed, number of the stage)."""
+    """Base class of what reads the batches of one training stage.
 
-    def __init__(self, key, state=None):
-        self.key, self.next = tuple(key), state["next"] if state else 0
+    Args:
+        key: (seed, stage), from which all random choices follow.
+        state: what `state()` returned, to resume from there.
+    """
 
-    def shuffled(self, number, count):
-        """Which of `count` samples comes as `number`: every epoch takes all of them, in a new order."""
-        epoch, place = divmod(number, count)
-        return int(_order((*self.key, epoch), count)[place])
+    def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
+        self.key: Key = tuple(key)
+        self.next: int = state["next"] if state else 0
 
-    def state(self):
-        """What `state=` needs to go on here, JSON-able."""
+    def take(self, count: int) -> Any:
+        """Return the next `count` samples as a batch."""
+        raise NotImplementedError
+
+    def shuffled(self, number: int, count: int) -> int:
+        """Return which of `count` samples comes as number `number`; every epoch takes all of them in a new order."""
+        epoch, position = divmod(number, count)
+        return int(_permutation((*self.key, epoch), count)[position])
+
+    def state(self) -> dict[str, Any]:
+        """Return what is needed to resume here, as JSON-serializable values."""
         return {"next": self.next}
 
-    def handover(self):
-        """Where the next stage's reader starts, JSON-able; None: at its own beginning."""
+    def handover(self) -> dict[str, Any] | None:
+        """Return the state from which the next stage's reader continues, or None if it starts at its own beginning."""
+        return None
 
-    def close(self):
-        """Let threads go."""
+    def close(self) -> None:
+        """Stop background threads."""
 
 
 @functools.lru_cache(maxsize=4)
-def _order(key, count):
+def _permutation(key: Key, count: int) -> numpy.ndarray:
     return numpy.random.default_rng(key).permutation(count)
 
 
-def last_position(config) -> float:
-    """Tokens that a language model can take at once: without RoPE, whose positions go on, as many as it has positions."""
-    endless = getattr(config, "rope_parameters", None) is not None
-    return inf if endless else getattr(config, "max_position_embeddings", inf)
+def max_positions(config: Any) -> float:
+    """Return how many tokens a language model can read at once; infinite with RoPE, whose positions have no end."""
+    has_rope = getattr(config, "rope_parameters", None) is not None
+    return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
 
-def open_text(data, tokenizer=None, *, text_field="text", vocab_size=None):
-    """Open what a user calls data: gives a `TokenRing` or a `TokenStream`. ValueError, TypeError, ImportError: one sentence.
+def open_text(
+    data: Any, tokenizer: Any = None, *, text_field: str = "text", vocab_size: int | None = None
+) -> "TokenRing | TokenStream":
+    """Open training text in any of the forms that users have.
 
     Args:
-        data: a text file, or a folder of them (.txt, .md, .rst, .text, also in sub-folders); as a stream, a table on disk
-            (.jsonl, .json, .parquet, .csv, .arrow, or a folder of them), the id of a dataset on the Hub ("id" or
-            "id:configuration", split "train"), or a Dataset or IterableDataset of `datasets`; a list of texts; or tokens,
-            integers `[N]`.
-        tokenizer: needed unless the data are tokens (a tensor, or rows with `input_ids` and, if wanted, `labels`). Its
-            end-of-sequence token follows every document.
-        text_field: the column of a dataset that holds the text. vocab_size: token ids must be below it; None: unchecked.
+        data: one of
+            - a text file, or a folder of them with all subfolders (.txt, .md, .rst, .text);
+            - a table on disk (.jsonl, .json, .parquet, .csv, .arrow), or a folder of them, read as a stream;
+            - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), read as a stream;
+            - a Dataset or IterableDataset of `datasets`, read as a stream;
+            - a list of texts;
+            - token ids, integers `[N]`.
+        tokenizer: required unless the data are tokens (a tensor, or rows with `input_ids` and optionally `labels`). Its
+            end-of-sequence token is added after every document.
+        text_field: the column of a dataset that holds the text.
+        vocab_size: token ids must be below it (default: they are not checked).
+
+    Raises:
+        ValueError, TypeError, ImportError: the data cannot be opened.
     """
     if isinstance(data, torch.Tensor):
-        return TokenRing(data, vocab_size, "tokens at hand")
+        return TokenRing(data, vocab_size, "a tensor of tokens")
     if isinstance(data, (list, tuple)) and data and all(isinstance(text, str) for text in data):
         return TokenRing(_encode(tokenizer, list(data), "a list of texts"), vocab_size, "a list of texts")
     if isinstance(data, (str, Path)):
-        path, name = place_of(data), str(data)
+        path, name = check_data_path(data), str(data)
         if not path.exists():
             return TokenStream(load_split(name, streaming=True), tokenizer, text_field, vocab_size, name, name)
-        files = _files(path)
+        files = _list_files(path)
         builder = TABLE_ENDINGS.get(files[0].suffix.lower())
         if builder is None:
             texts = [text for file in files if (text := read_text_file(file)).strip()]
             return TokenRing(_encode(tokenizer, texts, name), vocab_size, name)
         table = load_split(name, builder, data_files=list(map(str, files)), streaming=True)
-        return TokenStream(table, tokenizer, text_field, vocab_size, name, identity_of(files))
+        return TokenStream(table, tokenizer, text_field, vocab_size, name, identify_files(files))
     if hasattr(data, "to_iterable_dataset"):
         data = data.to_iterable_dataset()
     if hasattr(data, "state_dict") and hasattr(data, "set_epoch"):
         name = f"a dataset with columns {data.column_names}"
         return TokenStream(data, tokenizer, text_field, vocab_size, name, name)
-    raise TypeError(f"data: got {type(data).__name__}; expected a file, a folder, a dataset, texts or tokens")
+    raise TypeError(f"data: got {type(data).__name__}, expected a file, a folder, a dataset, texts or tokens.")
 
 
 class TokenRing:
-    """Tokens in memory, the last followed by the first. tokens: whole numbers `[N]`."""
+    """Tokens in memory, treated as a ring in which the first token follows the last.
 
-    def __init__(self, tokens, vocab_size, name):
+    Args:
+        tokens: whole numbers `[N]`.
+        vocab_size: token ids must be below it; None: they are not checked.
+        name: what error messages call the data.
+    """
+
+    def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
         tokens = torch.as_tensor(tokens)
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
-            found = f"holds a tensor {tuple(tokens.shape)} of {tokens.dtype}"
-            raise ValueError(f"data: {name!r} {found}; expected whole numbers [N], at least one")
+            start = f"data: got {name!r}, a tensor {tuple(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"{start}, expected whole numbers [N], at least one.")
         self.tokens, self.name = tokens.to(device="cpu", dtype=torch.int32).contiguous(), name
-        check_ids(self.tokens, vocab_size, name)
+        check_token_ids(self.tokens, vocab_size, name)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
         digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
-    def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage, from the start or from `state`. ValueError: the text is shorter than one."""
+    def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
+        """Return a reader of one stage's sequences of `length` tokens, from the start or from `state`."""
         _check_length(len(self.tokens), length, self.name)
         return _RingReader(self.tokens, length, (seed, stage), state)
 
 
 class _RingReader(Reader):
-    """Every epoch cuts the ring into sequences from a new start and takes them in a new order."""
+    """Cuts the ring into sequences from a new random start in every epoch, and reads them in a new random order."""
 
-    def __init__(self, tokens, length, key, state):
+    def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
-        self.tokens, self.length, self.epoch = tokens, length, None
+        self.tokens, self.length = tokens, length
+        self.epoch: int | None = None
+        self.offset, self.order = 0, numpy.zeros(0, dtype=int)
 
-    def take(self, count):
-        """The next `count` sequences: ids and labels, int64 `[count, length]`."""
+    def take(self, count: int) -> Batch:
+        """Return ids and labels of the next `count` sequences."""
         per_epoch, starts = len(self.tokens) // self.length, []
         for sample in range(self.next, self.next + count):
-            epoch, place = divmod(sample, per_epoch)
+            epoch, position = divmod(sample, per_epoch)
             if epoch != self.epoch:
                 random, self.epoch = numpy.random.default_rng((*self.key, epoch)), epoch
                 self.offset, self.order = int(random.integers(len(self.tokens))), random.permutation(per_epoch)
-            starts.append(self.offset + int(self.order[place]) * self.length)
+            starts.append(self.offset + int(self.order[position]) * self.length)
         self.next += count
         index = (torch.tensor(starts)[:, None] + torch.arange(self.length)) % len(self.tokens)
         ids = self.tokens[index].long()
@@ -134,149 +170,184 @@ class _RingReader(Reader):
 
 
 class TokenStream:
-    """A `datasets.IterableDataset` as packed sequences. Rows have `text_field`, or `input_ids` and perhaps `labels`."""
+    """A stream of rows, packed into sequences.
 
-    def __init__(self, dataset, tokenizer, text_field, vocab_size, name, identity):
+    Args:
+        dataset: a `datasets.IterableDataset` whose rows have `text_field`, or `input_ids` and optionally `labels`.
+        tokenizer: required for rows with text.
+        text_field: the column that holds the text.
+        vocab_size: token ids must be below it; None: they are not checked.
+        name: what error messages call the data.
+        identity: JSON-serializable value that identifies the data.
+    """
+
+    def __init__(
+        self, dataset: Any, tokenizer: Any, text_field: str, vocab_size: int | None, name: str, identity: Any
+    ) -> None:
         self.dataset, self.tokenizer, self.text_field = dataset, tokenizer, text_field
         self.vocab_size, self.name, self.identity = vocab_size, name, identity
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
-    def reader(self, length, seed, stage, state=None):
-        """The sequences of one stage. The stream has an order of its own: seed and stage do not count."""
+    def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
+        """Return a reader of one stage's sequences. The stream has its own order, so seed and stage do not matter."""
         return _StreamReader(self, length, state)
 
-    def tokens(self, rows):
-        """ids and labels, two flat lists, of a list of rows, with the end-of-sequence token after each text."""
+    def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
+        """Return the ids and labels of some rows, with the end-of-sequence token after each text."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
             if len(ids) != len(labels):
-                raise ValueError(f"data: {self.name!r} has {len(ids)} input_ids beside {len(labels)} labels")
+                raise ValueError(
+                    f"data: got {self.name!r} with {len(ids)} input_ids and {len(labels)} labels, expected as many."
+                )
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):
-                known = ", ".join(rows[0])
-                raise ValueError(f"data: {self.name!r} has no text in a column {self.text_field!r}; it has {known}")
+                columns = ", ".join(rows[0])
+                raise ValueError(
+                    f"data: got {self.name!r} with columns {columns}, expected text in a column {self.text_field!r}."
+                )
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
-            check_ids(torch.tensor(ids), self.vocab_size, self.name)
+            check_token_ids(torch.tensor(ids), self.vocab_size, self.name)
         return ids, labels
 
 
 class _StreamReader(Reader):
-    """The sequences of a stream, in its order. state: where `datasets` says it is, and the tokens read beyond a batch."""
+    """Reads the sequences of a stream in its order.
 
-    def __init__(self, stream, length, state):
+    Its state is the position of `datasets` in the stream and the tokens that were read beyond the last batch.
+    """
+
+    def __init__(self, stream: TokenStream, length: int, state: dict[str, Any] | None) -> None:
         super().__init__(())
-        self.stream, self.length, self.fresh = stream, length, state is None
+        self.stream, self.length, self.is_first_epoch = stream, length, state is None
         state = state or {"epoch": 0, "place": None, "rest": [[], []]}
-        self.rest = state["rest"]
+        self.rest: Sequence[list[int]] = state["rest"]
+        self.rows: Iterator[dict[str, Any]]
         self._go_to(state["epoch"], state["place"])
 
-    def take(self, count):
-        """The next `count` sequences: ids and labels, int64 `[count, length]`."""
-        (ids, labels), wanted = self.rest, count * self.length
-        while len(ids) < wanted:
-            with one_sentence(f"data: {self.stream.name!r} cannot be read"):
-                rows = list(itertools.islice(self.rows, DOCUMENTS_AT_ONCE))
+    def take(self, count: int) -> Batch:
+        """Return ids and labels of the next `count` sequences."""
+        (ids, labels), needed = self.rest, count * self.length
+        while len(ids) < needed:
+            with wrap_errors(f"data: got {self.stream.name!r}, expected rows that can be read"):
+                rows = list(itertools.islice(self.rows, ROWS_AT_ONCE))
             if rows:
                 new_ids, new_labels = self.stream.tokens(rows)
                 ids, labels = ids + new_ids, labels + new_labels
-            if len(rows) < DOCUMENTS_AT_ONCE:
-                if self.fresh:
+            if len(rows) < ROWS_AT_ONCE:
+                if self.is_first_epoch:
                     _check_length(len(ids), self.length, self.stream.name)
                 self._go_to(self.epoch + 1, None)
             else:
                 self.place = self.stream.dataset.state_dict()
-        self.rest, self.fresh = [ids[wanted:], labels[wanted:]], False
-        return torch.tensor([ids[:wanted], labels[:wanted]]).view(2, count, self.length).unbind()
+        self.rest, self.is_first_epoch = [ids[needed:], labels[needed:]], False
+        return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
+        """Return the epoch, the position of `datasets` in it, and the tokens that were read but not taken."""
         return {"epoch": self.epoch, "place": self.place, "rest": self.rest}
 
     handover = state
 
-    def _go_to(self, epoch, place):
+    def _go_to(self, epoch: int, place: Any) -> None:
         self.epoch, self.place = epoch, place
         self.stream.dataset.set_epoch(epoch)
         self.stream.dataset.load_state_dict(place)
         self.rows = iter(self.stream.dataset)
 
 
-def _files(path):
-    """The file, or the files of a folder: its texts, or else its tables of one kind."""
+def _list_files(path: Path) -> list[Path]:
+    """Return the file, or the text files in a folder, or else its tables of one kind."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    endings = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
-    raise ValueError(f"data: the folder {str(path)!r} holds no text; expected files ending in {endings}")
+    known = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
+    raise ValueError(f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {known}.")
 
 
-def place_of(data, what="data"):
-    """`data` as a path. ValueError for an empty text, such as an unset variable's, which would be the working folder."""
+def check_data_path(data: PathLike, argument: str = "data") -> Path:
+    """Return `data` as a path.
+
+    `ValueError` for an empty string, such as that of an unset variable, which would mean the working folder.
+    """
     if not str(data).strip():
-        raise ValueError(f"{what}: got {str(data)!r}; expected a file, a folder or a dataset")
+        raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
     return Path(data).expanduser()
 
 
-def read_text_file(file, what="data"):
-    """The text of a file; ValueError in one sentence when it is none."""
+def read_text_file(file: Path, argument: str = "data") -> str:
+    """Return the text of a UTF-8 file. `ValueError` if it is anything else."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: {str(file)!r} is not UTF-8 text (byte {error.start})") from None
+        start = f"{argument}: got {str(file)!r}, which is not UTF-8 at byte {error.start}"
+        raise ValueError(f"{start}, expected a text file.") from None
     if "\0" in text:
-        raise ValueError(f"{what}: {str(file)!r} is no text: character {text.index(chr(0))} is NUL")
+        position = text.index("\0")
+        raise ValueError(f"{argument}: got {str(file)!r}, whose character {position} is NUL, expected a text file.")
     return text
 
 
-def load_split(name, *place, split="train", **options):
-    """A split by `datasets.load_dataset`: of `place`, or of the id on the Hub that `name` is ("id" or "id:configuration").
+def load_split(name: str, *place: Any, split: str = "train", **options: Any) -> Any:
+    """Load a split with `datasets.load_dataset`.
 
-    ValueError, one sentence, for what can only be a path, or cannot be reached. ImportError: `datasets` is missing.
+    Args:
+        name: id on the Hub, "id" or "id:configuration". If `place` is given, it is only used in error messages.
+        *place: arguments of `load_dataset` for local files.
+        split: name of the split.
+        **options: further arguments of `load_dataset`.
+
+    Raises:
+        ValueError: `name` can only be a path and does not exist, or the dataset cannot be loaded.
+        ImportError: `datasets` is not installed.
     """
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not place and (looks_local or repository.count("/") > 1):
-        raise ValueError(f"data: there is no file or folder {name!r}")
-    with optional(f"data: {name!r}", "datasets", "train"):
+        raise ValueError(f"data: got {name!r}, which does not exist, expected a file or a folder.")
+    with require_extra(f"data: {name!r}", "datasets", "train"):
         import datasets
-    with one_sentence(f"data: {name!r} is neither a file or folder here nor a dataset that can be reached"):
+    with wrap_errors(f"data: got {name!r}, expected a file or folder, or a dataset that can be reached"):
         return datasets.load_dataset(*(place or (repository, configuration or None)), split=split, **options)
 
 
-def identity_of(files):
-    """Name, size and the hash of the first megabyte of each file, which identify them."""
-    known = []
+def identify_files(files: Iterable[Path]) -> list[list[Any]]:
+    """Return name, size and a hash of the first megabyte of each file, to recognize the data when training resumes."""
+    identities = []
     for file in files:
         with file.open("rb") as stream:
             head = hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
-        known.append([file.name, file.stat().st_size, head])
-    return known
+        identities.append([file.name, file.stat().st_size, head])
+    return identities
 
 
-def _encode(tokenizer, texts, name):
+def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
+    """Tokenize documents into one list, with the end-of-sequence token after each."""
     if tokenizer is None:
-        raise ValueError(f"tokenizer: None was given, and {name!r} is text; expected a tokenizer")
+        raise ValueError(f"tokenizer: got None with {name!r}, which is text, expected a tokenizer.")
     if not texts:
-        raise ValueError(f"data: {name!r} holds no text")
+        raise ValueError(f"data: got {name!r}, which is empty, expected text.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for document in documents for token in (*document, *end)]
 
 
-def check_ids(tokens, vocab_size, name):
-    """ValueError, one sentence, unless all of `tokens`, of torch or NumPy, are from 0 to below `vocab_size`."""
+def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
+    """Raise `ValueError` unless all of `tokens` (of torch or NumPy) are at least 0 and below `vocab_size`, if given."""
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        found = f"tokens {tokens.min()} to {tokens.max()}"
-        raise ValueError(f"data: {name!r} gives {found}; the model knows 0 to {vocab_size - 1}")
+        start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
+        raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")
 
 
-def _check_length(tokens, length, name):
+def _check_length(tokens: int, length: int, name: str) -> None:
     if tokens < length:
-        raise ValueError(f"data: {name!r} holds {tokens} tokens, which is shorter than one sequence (seq_len {length})")
+        raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least one sequence (seq_len {length}).")

@@ -1,13 +1,15 @@
-"""What our figures share: a color for each kind of model, a style, and a PNG written aside and renamed."""
+"""What our figures share: a color for each kind of model, a style, and an atomic way to write PNG files."""
 
 import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from .checkpoints.files import file_aside
-from .checkpoints.load import optional
+from .checkpoints.file_io import PathLike, atomic_file
+from .checkpoints.load import require_extra
 
 COLORS = {"teacher": "#33363d", "control": "#8d929c", "linear": "#d08a1d", "mhla": "#2563c9", "hybrid": "#2f9468"}
 PALETTE = (*COLORS.values(), "#7b4fb3", "#b3454f", "#4f8fb3", "#6b7a2f", "#a0669a")
-STYLE = {
+STYLE: dict[str, Any] = {
     "font.size": 10.5,
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
@@ -26,28 +28,38 @@ STYLE = {
 }
 
 
-def draw_heads(measured: dict) -> str:
-    """The KV heads that a conversion kept, as text: a line for each KV head, a column for each layer.
+def draw_heads(measured: Mapping[str, Any]) -> str:
+    """Return a text map of the KV heads that keep softmax, with one line per KV head and one column per layer.
 
-    measured: `config.mhla_measured` of a conversion that chose by gates.
+    Args:
+        measured: `config.mhla_measured` of a conversion that chose heads by gates.
     """
     gates, kept = measured["gates"], measured["softmax_heads"]
     layers = range(max(map(int, gates)) + 1)
     lines = ["layer " + "".join(str(layer % 10) for layer in layers)]
     for head in range(max(map(len, gates.values()))):
-        heads = {layer: head in kept.get(str(layer), ()) for layer in layers if head < len(gates.get(str(layer), ()))}
-        marks = "".join({True: "#", False: ".", None: " "}[heads.get(layer)] for layer in layers)
+        is_kept = {layer: head in kept.get(str(layer), ()) for layer in layers if head < len(gates.get(str(layer), ()))}
+        marks = "".join({True: "#", False: ".", None: " "}[is_kept.get(layer)] for layer in layers)
         lines.append(f"KV {head:<3}{marks}".rstrip())
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, note="", **options):
-    """(figure, its panels `[rows][columns]`); when the block ends well they are a PNG at `path`.
+def drawing(
+    path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
+    note: str = "", **options: Any,
+) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    """Yield a matplotlib figure and its axes `[rows][columns]`, and write it to `path` as PNG when the block succeeds.
 
-    note: one line below them. options: of the panels.
+    Args:
+        path: the PNG file.
+        rows, columns: of axes.
+        figsize: width and height in inches.
+        style: matplotlib's rc parameters.
+        note: one line of small text below the axes.
+        **options: arguments of `Figure.subplots`.
     """
-    with optional("a figure", "matplotlib", "eval"):
+    with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
@@ -56,5 +68,5 @@ def drawing(path, rows=1, columns=1, *, figsize, style=STYLE, note="", **options
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)
         if note:
             figure.supxlabel(note, fontsize=8.5, color="#6b7079")
-        with file_aside(path) as aside:
-            figure.savefig(aside, format="png")
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, format="png")

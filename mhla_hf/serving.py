@@ -1,13 +1,14 @@
-"""Continuous batching: requests that come and go, decoded together, each with a state of fixed size in a slot of its own.
+"""Continuous batching: decode requests that come and go together, each with a state of fixed size in its own slot.
 
-The engine-free core of a server. A prompt is read alone, in chunks, by the path that `generate` takes; its state is then
-copied into a free slot, and all slots decode together: one forward pass of `[slots, 1]` tokens, the same graph whoever is
-in it. transformers' own continuous batching keeps pages of keys and values, which MHLA layers do not have.
+This is the engine-independent core of a server. A prompt is read alone, in chunks, as `generate` would; its state is then
+copied into a free slot, and all slots decode together in forward passes of `[slots, 1]` tokens, always with the same graph.
+The continuous batching of transformers cannot be used, because it keeps pages of keys and values, which MHLA layers lack.
 """
 
 import copy
 import dataclasses
 from collections import deque
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
@@ -18,12 +19,24 @@ from .models.cache import MHLACacheLayer
 from .models.transformers_api import cache_argument, forward_cached
 from .nn.local import DecayMHLA
 
-MASKS = ("full_attention", "sliding_attention")
+MASKED_LAYER_TYPES = ("full_attention", "sliding_attention")  # for which `ContinuousBatch` makes masks
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and, in `tokens`, what has been generated so far; `slot` is None before and after it is decoded."""
+    """A prompt and what has been generated for it.
+
+    Attributes:
+        request_id: name of the request.
+        prompt: token ids.
+        max_new_tokens: how many tokens to generate at most.
+        tokens: the generated token ids so far.
+        finished: whether no more tokens will come.
+        slot: where it is being decoded; None before and after.
+        num_cached: tokens in `cache`.
+        cache: of the prompt while it is being read.
+        processors: logits processors, as `generate` makes them.
+    """
 
     request_id: str
     prompt: list[int]
@@ -31,42 +44,58 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     finished: bool = False
     slot: int | None = None
-    read: int = 0  # tokens in `cache`
+    num_cached: int = 0
     cache: DynamicCache | None = None
-    processors: list | None = None
+    processors: Any = None
 
 
 class SoftmaxSlots(CacheLayerMixin):
-    """Keys and values `[slots, G, max_length, D]` of a hybrid's softmax layer, written where each slot stands."""
+    """Cache layer of a hybrid's softmax layer: keys and values `[slots, G, max_length, D]`.
+
+    Args:
+        position: int64 `[slots]`, shared by all layers: where each slot writes its next token.
+    """
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, position: torch.Tensor):
+    def __init__(self, position: torch.Tensor) -> None:
         super().__init__()
         self.position = position
 
-    def lazy_initialization(self, key_states, value_states) -> None:
-        """Nothing to do: the first request brings the shapes."""
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: `admit` allocates with the shapes of the first request."""
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write one token `[slots, G, 1, D]` of every slot; all keys and values, of which the mask hides the rest."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token `[slots, G, 1, D]` per slot; return all keys and values, most of which the mask hides."""
         rows = torch.arange(len(self.position), device=self.position.device)
-        self.keys[rows, :, self.position] = key_states[:, :, 0].to(self.keys.dtype)  # autocast changes its mind
+        # autocast may give a dtype other than that of the cache
+        self.keys[rows, :, self.position] = key_states[:, :, 0].to(self.keys.dtype)
         self.values[rows, :, self.position] = value_states[:, :, 0].to(self.values.dtype)
         return self.keys, self.values
 
-    def admit(self, slot: int, slots: int, max_length: int, layer: CacheLayerMixin, length: int) -> None:
-        """Put the keys and values of one request, as read by `layer`, into `slot`; it stands behind `length` tokens."""
+    def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
+        """Copy the keys and values of one request into a slot.
+
+        Args:
+            slot: its number.
+            slots: number of all slots.
+            max_length: tokens that a slot has room for.
+            layer: the request's own cache layer.
+            length: tokens that the request has read.
+        """
         for name in ("keys", "values"):
-            given = getattr(layer, name)
+            source = getattr(layer, name)
             if getattr(self, name) is None:
-                setattr(self, name, given.new_zeros(slots, given.shape[1], max_length, given.shape[3]))
-            own = getattr(self, name)[slot].zero_()  # NaN of the request before would get through a weight of 0
-            own[:, length - given.shape[2] : length] = given[0]
+                setattr(self, name, source.new_zeros(slots, source.shape[1], max_length, source.shape[3]))
+            # zeros, because NaN left by an earlier request would survive a weight of 0
+            target = getattr(self, name)[slot].zero_()
+            target[:, length - source.shape[2] : length] = source[0]
 
     def get_seq_length(self) -> int:
-        return 0  # slots have no common length: positions and masks come with each step
+        return 0  # slots have no common length: each step brings positions and masks
 
     def get_max_length(self) -> int:
         return -1
@@ -76,54 +105,57 @@ class SoftmaxSlots(CacheLayerMixin):
 
 
 class MHLASlots(MHLACacheLayer):
-    """The states of all slots in one MHLA layer, and the keys and values of its heads that keep softmax."""
+    """Cache layer of an MHLA layer: the states of all slots, and keys and values of KV heads that keep softmax."""
 
-    def __init__(self, softmax: SoftmaxSlots | None = None):
+    def __init__(self, softmax: SoftmaxSlots | None = None) -> None:
         super().__init__(static=True, softmax=softmax)
 
     @torch.inference_mode(False)
-    def admit(self, slot: int, slots: int, max_length: int, layer: MHLACacheLayer, length: int) -> None:
-        """Put the state of one request, as left by `layer`, into `slot`."""
-        given = layer.state.tensors()
-        if self.state is None:
-            empty = {name: x.new_zeros(slots, *x.shape[1:]) for name, x in given.items()}
-            self.state = dataclasses.replace(layer.state, **empty)
+    def admit(self, slot: int, slots: int, max_length: int, layer: Any, length: int) -> None:
+        """Copy the state of one request into a slot; arguments as in `SoftmaxSlots.admit`."""
+        source = layer.state.tensors()
+        state: Any = self.state
+        if state is None:
+            empty = {name: x.new_zeros(slots, *x.shape[1:]) for name, x in source.items()}
+            self.state = state = dataclasses.replace(layer.state, **empty)
         self.mixing = layer.mixing
-        for name, x in self.state.tensors().items():
-            x[slot] = given[name][0]
+        for name, x in state.tensors().items():
+            x[slot] = source[name][0]
         if self.softmax is not None:
             self.softmax.admit(slot, slots, max_length, layer.softmax, length)
 
 
 class ContinuousBatch:
-    """Decode requests together as they come: `add`, then `step` until nothing is `pending`.
+    """Decode requests together as they come: `add` them, and call `step` until nothing is `pending`.
 
     Args:
-        model: a converted causal LM whose MHLA layers mix by decays (the default); others keep a state that grows.
-        slots: requests decoded together.
-        max_length: tokens of a request, prompt and answer, that softmax layers of a hybrid keep room for; MHLA layers need
+        model: a converted causal language model whose MHLA layers mix by decays (the default). Other layers keep a state
+            that grows.
+        slots: number of requests decoded together.
+        max_length: tokens of a request, prompt and answer, that softmax layers of a hybrid have room for. MHLA layers need
             none.
-        chunk_size: tokens of a prompt read in one step, so that a long prompt does not hold up those being decoded.
-        generation_config: as for `generate` (greedy or sampled, one sequence each); None is the model's own.
-        compile: compile the decode step, by the backend of that name if a string.
+        chunk_size: tokens of a prompt read in one step, so that a long prompt does not hold up the other requests.
+        generation_config: as for `generate`, greedy or sampled with one sequence each (default: the model's own).
+        compile: compile the decode step; a string names the backend.
 
-    ValueError: a layer that no slot can hold.
+    Raises:
+        ValueError: an argument is wrong, or slots cannot hold the cache of a layer.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int = 32, max_length: int = 4096, chunk_size: int = 512,
         generation_config: GenerationConfig | None = None, compile: bool | str = False,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         for name, value in {"slots": slots, "max_length": max_length, "chunk_size": chunk_size}.items():
             if value < 1:
-                raise ValueError(f"{name}: got {value}, expected 1 or more.")
+                raise ValueError(f"{name}: got {value}, expected a whole number of at least 1.")
         self.model, self.slots, self.max_length, self.chunk_size = model, slots, max_length, chunk_size
         self.position = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        self.cache = Cache(layers=slot_layers(model, self.position))
-        softmax = (getattr(layer, "softmax", layer) for layer in self.cache.layers)
-        self.hybrid = any(isinstance(layer, SoftmaxSlots) for layer in softmax)
-        given = (config for config in (generation_config, model.generation_config) if config is not None)
-        self.longest = next((config.max_length for config in given if config.max_length is not None), None)
+        layers = slot_layers(model, self.position)
+        self.cache = Cache(layers=layers)
+        self.has_softmax = any(isinstance(getattr(layer, "softmax", layer), SoftmaxSlots) for layer in layers)
+        configs = (config for config in (generation_config, model.generation_config) if config is not None)
+        self.default_length = next((config.max_length for config in configs if config.max_length is not None), None)
         self.config, _ = model._prepare_generation_config(generation_config)
         model._prepare_special_tokens(self.config, device=model.device)
         if self.config.num_beams > 1 or self.config.num_return_sequences > 1:
@@ -131,130 +163,150 @@ class ContinuousBatch:
                 "generation_config: got beams or several sequences, expected one sequence for each request."
             )
         for name in ("stop_strings", "max_time"):
-            if getattr(self.config, name) is not None:
-                what = f"got {name}={getattr(self.config, name)!r}, expected tokens and lengths alone to end a request"
-                raise ValueError(f"generation_config: {what}.")
-        backend = "inductor" if compile is True else compile
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False, backend=backend) if compile else model
-        self.waiting, self.running, self.counter = deque(), {}, 0
+            if (value := getattr(self.config, name)) is not None:
+                expected = "tokens and lengths alone to end a request"
+                raise ValueError(f"generation_config: got {name}={value!r}, expected {expected}.")
+        self.forward: Any = model
+        if compile:
+            backend = compile if isinstance(compile, str) else "inductor"
+            self.forward = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # slot -> request
+        self.counter = 0
 
     @property
     def pending(self) -> int:
-        """Requests that are not finished."""
+        """Number of requests that are not finished."""
         return len(self.waiting) + len(self.running)
 
     def add(self, prompt: list[int], max_new_tokens: int | None = None, request_id: str | None = None) -> Request:
         """Put a request at the end of the queue.
 
-        prompt: token ids. max_new_tokens: as in `generation_config` if None. request_id: counted if None.
-        ValueError: an empty prompt, more tokens than softmax layers have room for, an id that is in use.
+        Args:
+            prompt: token ids.
+            max_new_tokens: tokens to generate at most (default: as in `generation_config`).
+            request_id: its name (default: "request-N").
+
+        Raises:
+            ValueError: an empty prompt, more tokens than softmax layers have room for, or a name that is in use.
         """
-        limit = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
-        if limit is None:
-            limit = 20 if self.longest is None else self.longest - len(prompt)
+        new_tokens = max_new_tokens if max_new_tokens is not None else self.config.max_new_tokens
+        if new_tokens is None:
+            new_tokens = 20 if self.default_length is None else self.default_length - len(prompt)
         request_id, self.counter = request_id or f"request-{self.counter}", self.counter + 1
-        if not prompt or limit < 1:
-            raise ValueError(f"prompt: got {len(prompt)} tokens and {limit} new ones, expected at least one of each.")
-        if self.hybrid and len(prompt) + limit > self.max_length:
-            what = f"got {len(prompt)} tokens and {limit} new ones, expected at most max_length, {self.max_length}"
-            raise ValueError(f"prompt: {what}.")
+        sizes = f"{len(prompt)} tokens and {new_tokens} new ones"
+        if not prompt or new_tokens < 1:
+            raise ValueError(f"prompt: got {sizes}, expected at least one of each.")
+        if self.has_softmax and len(prompt) + new_tokens > self.max_length:
+            raise ValueError(f"prompt: got {sizes}, expected at most max_length, {self.max_length}.")
         if any(request_id == other.request_id for other in (*self.waiting, *self.running.values())):
             raise ValueError(f"request_id: got {request_id!r}, expected one that no pending request has.")
-        request = Request(request_id, list(prompt), limit)
+        request = Request(request_id, list(prompt), new_tokens)
         config, ids = copy.copy(self.config), torch.tensor([request.prompt], device=self.model.device)
-        config.max_length = len(prompt) + limit  # where some processors force an end
+        config.max_length = len(prompt) + new_tokens  # some processors force the last token to be an end
         request.processors = self.model._get_logits_processor(config, len(prompt), ids, device=self.model.device)
         self.waiting.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Stop a request, wherever it is; what it has generated stays in it."""
+        """Stop a request, waiting or running; it keeps what has been generated."""
         if request in self.waiting:
             self.waiting.remove(request)
         self.finish(request)
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Read a chunk of the next prompt if a slot is free, decode one token in every taken slot.
+        """Decode one token in every occupied slot, and read a chunk of the next prompt if a slot is free.
 
-        Returns the requests that got a token, in order of arrival at their slots; the finished ones have left theirs. After
-        an error all others are read anew, with what they have generated, by the next steps.
+        After an error, all unfinished requests, with what they have generated, are read again by the next steps.
+
+        Returns:
+            The requests that got a token, in order of arrival at their slots. Finished ones have left their slots.
         """
-        training, got = self.model.training, []
+        was_training, advanced = self.model.training, []
         self.model.eval()
         try:
             if self.running:
-                got = list(self.running.values())
-                self.decode(got)
+                advanced = list(self.running.values())
+                self.decode(advanced)
             if self.waiting and len(self.running) < self.slots and self.read_chunk(self.waiting[0]):
-                got.append(self.waiting.popleft())
-        except BaseException:  # which may have come after some layers went on
-            self.read_again()
+                advanced.append(self.waiting.popleft())
+        except BaseException:  # some layers may have taken the step and others not
+            self.requeue()
             raise
         finally:
-            self.model.train(training)
-        return got
+            self.model.train(was_training)
+        return advanced
 
     def read_chunk(self, request: Request) -> bool:
-        """Read some of a prompt; whether that was its end, which brings the next token and a slot."""
+        """Read a chunk of a prompt; at its end, give the request a slot and its next token. Returns whether it ended."""
         if request.cache is None:
             request.cache = DynamicCache(config=self.model.config)
         known = request.prompt + request.tokens
-        chunk = known[request.read : request.read + self.chunk_size]
+        chunk = known[request.num_cached : request.num_cached + self.chunk_size]
         ids = torch.tensor([chunk], device=self.model.device)
         logits = forward_cached(self.model, ids, request.cache, logits_to_keep=1)[0].logits
-        request.read += len(chunk)
-        if request.read < len(known):
+        request.num_cached += len(chunk)
+        if request.num_cached < len(known):
             return False
         request.slot = min(set(range(self.slots)) - self.running.keys())
-        for mine, layer in zip(self.cache.layers, request.cache.layers, strict=True):
-            mine.admit(request.slot, self.slots, self.max_length, layer, request.read)
+        for slots_layer, layer in zip(self.cache.layers, request.cache.layers, strict=True):
+            slots_layer.admit(request.slot, self.slots, self.max_length, layer, request.num_cached)
         request.cache = None
         self.running[request.slot] = request
         self.append([request], logits[:, -1])
         return True
 
-    def read_again(self) -> None:
-        """Put requests that are in slots back at the head of the queue, and forget what has been read."""
-        there = [request for request in self.running.values() if request not in self.waiting]
-        self.waiting.extendleft(reversed(there))
+    def requeue(self) -> None:
+        """Put running requests back at the head of the queue, and forget all caches."""
+        running = [request for request in self.running.values() if request not in self.waiting]
+        self.waiting.extendleft(reversed(running))
         self.running.clear()
         for request in self.waiting:
-            request.slot, request.cache, request.read = None, None, 0
+            request.slot, request.cache, request.num_cached = None, None, 0
 
     def decode(self, requests: list[Request]) -> None:
-        """One token more for each of the requests that are in slots."""
+        """Generate the next token of each of the running requests."""
         ids, position = torch.zeros(2, self.slots, dtype=torch.int64)
         for request in requests:
             ids[request.slot] = request.tokens[-1]
             position[request.slot] = len(request.prompt) + len(request.tokens) - 1
         self.position.copy_(position)
-        given = {"position_ids": self.position[:, None], "mhla_padding": (None, None)}
-        given |= {"attention_mask": self.masks()} if self.hybrid else {}
-        ids = ids.to(self.position.device)[:, None]
-        given[cache_argument(self.model)] = self.cache
-        logits = self.forward(ids, use_cache=True, **given).logits[:, -1]
+        inputs: dict[str, Any] = {"position_ids": self.position[:, None], "mhla_padding": (None, None)}
+        if self.has_softmax:
+            inputs["attention_mask"] = self.masks()
+        inputs[cache_argument(self.model)] = self.cache
+        logits = self.forward(ids.to(self.position.device)[:, None], use_cache=True, **inputs).logits[:, -1]
         self.append(requests, logits[[request.slot for request in requests]])
 
     def masks(self) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What softmax layers see, `[slots, 1, 1, max_length]`, by kind of layer where the model has kinds."""
+        """Return the additive mask of softmax layers, `[slots, 1, 1, max_length]`, by layer type if the model has types."""
         config, column = self.model.config.get_text_config(), torch.arange(self.max_length, device=self.position.device)
-        seen = {"full_attention": column <= self.position[:, None]}
+        visible = {"full_attention": column <= self.position[:, None]}
         if (window := getattr(config, "sliding_window", None)) is not None:
-            seen["sliding_attention"] = seen["full_attention"] & (column > self.position[:, None] - window)
-        hidden = torch.finfo(self.model.dtype).min
-        masks = {kind: (~mask)[:, None, None].to(self.model.dtype) * hidden for kind, mask in seen.items()}
+            visible["sliding_attention"] = visible["full_attention"] & (column > self.position[:, None] - window)
+        lowest = torch.finfo(self.model.dtype).min
+        masks = {kind: (~mask)[:, None, None].to(self.model.dtype) * lowest for kind, mask in visible.items()}
         return masks if getattr(config, "layer_types", None) is not None else masks[list(masks)[-1]]
 
     def append(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Choose each request's next token from logits `[requests, vocab]`, as `generate` does; finish those at an end."""
+        """Choose each request's next token as `generate` does, and finish requests that have ended.
+
+        Args:
+            requests: in running slots.
+            logits: `[requests, vocabulary]`.
+        """
         logits = logits.float()
         if any(request.processors for request in requests):
-            rows = zip(requests, logits.split(1), strict=True)
-            ids = [torch.tensor([r.prompt + r.tokens], device=logits.device) for r in requests]
-            logits = torch.cat([r.processors(i, row) for i, (r, row) in zip(ids, rows, strict=True)])
-        sampled = self.config.do_sample
-        chosen = torch.multinomial(logits.softmax(-1), 1)[:, 0] if sampled else logits.argmax(-1)
+            rows = []
+            for request, row in zip(requests, logits.split(1), strict=True):
+                ids = torch.tensor([request.prompt + request.tokens], device=logits.device)
+                rows.append(request.processors(ids, row))
+            logits = torch.cat(rows)
+        if self.config.do_sample:
+            chosen = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+        else:
+            chosen = logits.argmax(-1)
         ends = self.config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         for request, token in zip(requests, chosen.tolist(), strict=True):
@@ -263,37 +315,57 @@ class ContinuousBatch:
                 self.finish(request)
 
     def finish(self, request: Request) -> None:
-        """Give back the slot; the next request overwrites what is in it."""
-        self.running.pop(request.slot, None)
+        """Mark a request as finished and free its slot, which the next request overwrites."""
+        if request.slot is not None:
+            self.running.pop(request.slot, None)
         request.finished, request.slot, request.cache = True, None, None
 
 
 def slot_layers(model: PreTrainedModel, position: torch.Tensor) -> list[CacheLayerMixin]:
-    """A cache layer with slots for each layer of the model. ValueError: a state that grows, softmax that takes no mask."""
-    config, found = model.config.get_text_config(), softmax_attentions(model)
-    layers = []
+    """Return a cache layer with slots for each layer of the model.
+
+    Args:
+        model: as in `ContinuousBatch`.
+        position: as in `SoftmaxSlots`.
+
+    Raises:
+        ValueError: a layer's state grows, or it is neither MHLA nor softmax attention that takes a mask.
+    """
+    config, attentions = model.config.get_text_config(), softmax_attentions(model)
+    types = getattr(config, "layer_types", None)
+    layers: list[Any] = []
     for index in range(config.num_hidden_layers):
-        attention = found.get(index)
-        kinds = getattr(config, "layer_types", None)
-        mhla = attention is not None and hasattr(attention, "mhla")
-        softmax = getattr(attention, "softmax_heads", None) if mhla else attention
-        if mhla and not isinstance(attention.mhla, DecayMHLA):
-            what = 'mixes by a matrix, whose state grows, expected mixing_form="decay"'
-            raise ValueError(f"model: layer {index} {what}.")
-        if attention is None or (not mhla and kinds is not None and kinds[index] not in MASKS):
-            raise ValueError(f"model: layer {index} is neither MHLA nor softmax, expected layers of these.")
+        attention: Any = attentions.get(index)
+        is_mhla = attention is not None and hasattr(attention, "mhla")
+        softmax = getattr(attention, "softmax_heads", None) if is_mhla else attention
+        start = f"model: got layer {index}"
+        if is_mhla and not isinstance(attention.mhla, DecayMHLA):
+            raise ValueError(f'{start} with a mixing matrix, whose state grows, expected mixing_form="decay".')
+        if attention is None or (not is_mhla and types is not None and types[index] not in MASKED_LAYER_TYPES):
+            raise ValueError(f"{start}, which is neither MHLA nor softmax, expected one of these.")
         if softmax is not None and (implementation := softmax.config._attn_implementation) not in ("sdpa", "eager"):
-            what = f'attends by {implementation!r}, which takes no mask by slots; expected "sdpa" or "eager"'
-            raise ValueError(f"model: layer {index} {what}.")
-        slots = None if softmax is None else SoftmaxSlots(position)
-        layers.append(MHLASlots(slots) if mhla else slots)
+            raise ValueError(
+                f'{start} with attention {implementation!r}, which takes no mask per slot, expected "sdpa" or "eager".'
+            )
+        softmax_slots = None if softmax is None else SoftmaxSlots(position)
+        layers.append(MHLASlots(softmax_slots) if is_mhla else softmax_slots)
     return layers
 
 
 def generate_batch(
-    model: PreTrainedModel, prompts: list[list[int]], *, max_new_tokens: int | None = None, **options
+    model: PreTrainedModel, prompts: list[list[int]], *, max_new_tokens: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """The new tokens of each prompt (token ids, of any lengths), decoded together; options as in `ContinuousBatch`."""
+    """Generate for several prompts, of any lengths, decoded together.
+
+    Args:
+        model: as in `ContinuousBatch`.
+        prompts: token ids of each prompt.
+        max_new_tokens: tokens to generate for each (default: as in the generation config).
+        **options: further arguments of `ContinuousBatch`.
+
+    Returns:
+        The new token ids of each prompt.
+    """
     batch = ContinuousBatch(model, **options)
     requests = [batch.add(prompt, max_new_tokens) for prompt in prompts]
     while batch.pending:

@@ -1,49 +1,68 @@
-"""How long whole models take, against length: a forward pass, and one more token after that many; and what they hold.
+"""Time whole models against context length: a forward pass, and decoding with a cache, whose size is reported too.
 
-The models are timed by turns, in one process, round after round, and the fastest round counts, so that a busy
-moment of the machine hits all of them or none. Memory is that of the cache, counted in bytes.
+The models take turns in one process, round after round, and the fastest round counts, so that a busy moment of the
+machine affects all of them alike.
 """
 
 import itertools
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from .data import last_position
+from .data import max_positions
 from .models.transformers_api import forward_cached
 
-WARM_UP = 64
+WARM_UP_TOKENS = 64
 DECODE = "decode, per token"
 
 
-def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True):
-    """Time a forward pass and decoding of several language models, batch 1, on the device where they are.
+def measure_speed(
+    models: Mapping[str, Any],
+    lengths: Sequence[int],
+    *,
+    decode_tokens: int = 64,
+    rounds: int = 3,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Time a forward pass and decoding of several language models at batch size 1, on the device where they are.
 
-    models: name -> model of transformers. lengths: tokens in the context. decode_tokens: tokens decoded after it; the time
-    is that of one of them. rounds: of which the fastest counts.
+    Args:
+        models: name -> model of transformers.
+        lengths: context lengths in tokens.
+        decode_tokens: tokens decoded after each context; the time reported is that of one of them.
+        rounds: how often each is timed; the fastest counts.
+        progress: show a progress bar.
 
-    Returns a list of {"what": "forward" or "decode, per token", "length", "<name>_ms": milliseconds}, by what, then length;
-    with decoding goes "<name>_mib", the MiB of the cache after the context. ValueError: a model has not as many positions.
+    Returns:
+        A list of dicts with "what" ("forward" or "decode, per token"), "length" and "<name>_ms" (milliseconds), and for
+        decoding also "<name>_mib" (MiB in the cache after the context).
+
+    Raises:
+        ValueError: a model has fewer positions than a length needs.
     """
     for name, model in models.items():
-        if max(lengths) + decode_tokens > (limit := last_position(model.config)):
-            what = f"and {decode_tokens} more, expected at most the {limit} positions of {name!r}"
-            raise ValueError(f"lengths: got {max(lengths)} tokens {what}.")
-    random = torch.Generator().manual_seed(0)
+        if max(lengths) + decode_tokens > (limit := max_positions(model.config)):
+            start = f"lengths: got {max(lengths)} tokens and {decode_tokens} more"
+            raise ValueError(f"{start}, expected at most the {limit} positions of {name!r}.")
+    generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size for model in models.values())
-    ids = torch.randint(vocabulary, (1, max(lengths)), generator=random)
+    ids = torch.randint(vocabulary, (1, max(lengths)), generator=generator)
     training = {name: model.training for name, model in models.items()}
-    best, held = {}, {}
-    total = len(models) * sum(2 * length + decode_tokens for length in [min(WARM_UP, max(lengths)), *lengths * rounds])
+    best: dict[tuple[str, int, str], float] = {}  # (what, length, model) -> seconds
+    cached: dict[tuple[int, str], int] = {}  # (length, model) -> bytes
+    runs = [min(WARM_UP_TOKENS, max(lengths)), *(length for length in lengths for _ in range(rounds))]
+    total = len(models) * sum(2 * length + decode_tokens for length in runs)
     bar = tqdm(total=total, desc="speed", unit="tokens", unit_scale=True, disable=not progress)
     try:
         with torch.inference_mode(), bar:
             for model in models.values():
                 model.eval()
-                _one(model, ids[:, :WARM_UP], decode_tokens, bar)
+                _time_once(model, ids[:, :WARM_UP_TOKENS], decode_tokens, bar)
             for length, _, name in itertools.product(lengths, range(rounds), models):
-                seconds, held[length, name] = _one(models[name], ids[:, :length], decode_tokens, bar)
+                seconds, cached[length, name] = _time_once(models[name], ids[:, :length], decode_tokens, bar)
                 for what, value in seconds.items():
                     best[what, length, name] = min(best.get((what, length, name), value), value)
     finally:
@@ -51,51 +70,64 @@ def measure_speed(models, lengths, *, decode_tokens=64, rounds=3, progress=True)
             model.train(training[name])
     rows = []
     for what, length in itertools.product(("forward", DECODE), lengths):
-        row = {f"{name}_ms": 1e3 * best[what, length, name] for name in models}
-        row |= {f"{name}_mib": held[length, name] / 2**20 for name in models if what == DECODE}
-        rows.append({"what": what, "length": length, **row})
+        row: dict[str, Any] = {"what": what, "length": length}
+        row |= {f"{name}_ms": 1e3 * best[what, length, name] for name in models}
+        if what == DECODE:
+            row |= {f"{name}_mib": cached[length, name] / 2**20 for name in models}
+        rows.append(row)
     return rows
 
 
-def _one(model, ids, decode_tokens, bar):
-    """(seconds of one forward pass over `ids` `[1, T]` and of one token decoded after it, bytes of the cache between).
+def _time_once(model: Any, ids: torch.Tensor, decode_tokens: int, bar: Any) -> tuple[dict[str, float], int]:
+    """Time one forward pass over ids `[1, T]`, and decoding after it.
 
-    The bar moves on between what is timed.
+    Args:
+        model: a causal language model.
+        ids: token ids `[1, T]`.
+        decode_tokens: how many tokens to decode.
+        bar: a progress bar, which is updated only between the timed parts.
+
+    Returns:
+        (seconds of the forward pass and of one decoded token, bytes in the cache after the context)
     """
     ids = ids.to(model.device)
-    started = clock(model.device)
+    start = clock(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    forward = clock(model.device) - started
+    forward = clock(model.device) - start
     bar.update(ids.shape[1])
     _, cache = forward_cached(model, ids, logits_to_keep=1)
-    held = cache_bytes(cache)
+    size = cache_bytes(cache)
     bar.update(ids.shape[1])
     token = ids[:, -1:]
-    started = clock(model.device)
+    start = clock(model.device)
     for _ in range(decode_tokens):
         _, cache = forward_cached(model, token, cache)
-    decode = clock(model.device) - started
+    decode = clock(model.device) - start
     bar.update(decode_tokens)
-    return {"forward": forward, DECODE: decode / decode_tokens}, held
+    return {"forward": forward, DECODE: decode / decode_tokens}, size
 
 
-def cache_bytes(cache):
-    """Bytes of all tensors in a cache, each storage once."""
-    found, seen, todo = {}, {}, [cache]
-    while todo:
-        part = todo.pop()
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of all tensors that a cache object holds, however nested; shared storage counts once."""
+    sizes: dict[int, int] = {}  # address of a storage -> its bytes
+    visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
+    pending = [cache]
+    while pending:
+        part = pending.pop()
         if isinstance(part, torch.Tensor):
             storage = part.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        elif id(part) not in seen:
-            seen[id(part)] = part
-            inner = part if isinstance(part, dict) else getattr(part, "__dict__", {})
-            todo += part if isinstance(part, (list, tuple)) else inner.values()
-    return sum(found.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif id(part) not in visited:
+            visited[id(part)] = part
+            if isinstance(part, (list, tuple)):
+                pending += part
+            else:
+                pending += (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
+    return sum(sizes.values())
 
 
-def clock(device):
-    """Seconds, once the device has finished what it was given."""
+def clock(device: torch.device | str) -> float:
+    """Return the time in seconds, after the device has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -15,7 +15,7 @@ TEXT = Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtyp
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "TURN", 0.0)
+    monkeypatch.setattr(bench, "MIN_TURN_SECONDS", 0.0)
 
 
 def measured(*shapes, **options):
@@ -82,7 +82,7 @@ def test_what_fails_is_a_row(error, said, place, monkeypatch):
         return right(self, *arguments)
 
     monkeypatch.setattr(Operator, place, failing)
-    monkeypatch.setattr(Operator, "names", lambda self, device: ["linear", "mhla torch"])
+    monkeypatch.setattr(Operator, "competitors", lambda self, device: ["linear", "mhla torch"])
     rows = {row["case"]: row for row in measured(GRID, TEXT)["rows"]}
     assert rows["grid"]["failed"]["linear"] == said and "mhla torch" in rows["text"]["ms"]
     assert ("mhla torch" in rows["grid"]["ms"]) is (place != "prepare")
@@ -104,8 +104,8 @@ def test_a_window_keeps_as_much_at_every_length():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--threads 0", "threads is 0; expected an integer of at least 1."),
-        ("--device abacus", "device 'abacus' is not available here"),
+        ("--threads 0", "threads: got 0, expected a whole number of at least 1."),
+        ("--device abacus", "device: got 'abacus', expected one that is available here"),
         ("--out ./no/such/place.json", "place.json"),
     ],
 )

@@ -96,15 +96,15 @@ def test_the_next_stage_goes_on_in_the_stream_with_the_labels_of_its_rows(tmp_pa
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("t.txt", None, "there is no file or folder"),
-        ("t.txt", "", "holds no text"),
-        ("t.txt", b"a \xff\xfe b", r"is not UTF-8 text \(byte 2\)"),
-        ("t.txt", "a b c", "holds 4 tokens, which is shorter than one sequence .seq_len 10."),
-        ("t.jsonl", '{"body": "a b"}\n', "has no text in a column 'text'; it has body"),
-        ("t.jsonl", '{"text": "a b"\n', "cannot be read|neither a file"),
-        ("t.jsonl", '{"input_ids": [1, 99]}\n', "gives tokens 1 to 99; the model knows 0 to 8"),
-        ("t.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "has 2 input_ids beside 1 labels"),
-        ("empty", "folder", "the folder '.*empty' holds no text; expected files ending in .txt"),
+        ("t.txt", None, "which does not exist, expected a file"),
+        ("t.txt", "", "which is empty, expected text"),
+        ("t.txt", b"a \xff\xfe b", r"which is not UTF-8 at byte 2"),
+        ("t.txt", "a b c", "with 4 tokens, expected at least one sequence .seq_len 10."),
+        ("t.jsonl", '{"body": "a b"}\n', "with columns body, expected text in a column 'text'"),
+        ("t.jsonl", '{"text": "a b"\n', "rows that can be read|that can be reached"),
+        ("t.jsonl", '{"input_ids": [1, 99]}\n', "with tokens 1 to 99, expected 0 to 8"),
+        ("t.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "with 2 input_ids and 1 labels"),
+        ("empty", "folder", "the folder '.*empty', which holds no text, expected files ending in .txt"),
     ],
 )
 def test_bad_text(tokenizer, tmp_path, name, content, words):
@@ -121,9 +121,9 @@ def test_bad_text(tokenizer, tmp_path, name, content, words):
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
-        (torch.zeros(3), ValueError, r"holds a tensor \(3,\) of torch.float32; expected whole numbers"),
-        (torch.tensor([1, -1]), ValueError, "gives tokens -1 to 1; the model knows 0 to 63"),
-        ({"some": "text"}, TypeError, "got dict; expected a file"),
+        (torch.zeros(3), ValueError, r"a tensor \(3,\) of torch.float32, expected whole numbers"),
+        (torch.tensor([1, -1]), ValueError, "with tokens -1 to 1, expected 0 to 63"),
+        ({"some": "text"}, TypeError, "got dict, expected a file"),
     ],
 )
 def test_bad_values(value, kind, words):
@@ -132,8 +132,8 @@ def test_bad_values(value, kind, words):
 
 
 def test_text_needs_a_tokenizer_and_a_dataset_within_reach(tmp_path):
-    with pytest.raises(ValueError, match="neither a file or folder here nor a dataset that can be reached"):
+    with pytest.raises(ValueError, match="a file or folder, or a dataset that can be reached"):
         open_text("nobody/nothing-of-this-name")
     (tmp_path / "t.txt").write_text("a b c")
-    with pytest.raises(ValueError, match="tokenizer: None was given"):
+    with pytest.raises(ValueError, match="tokenizer: got None"):
         open_text(tmp_path / "t.txt")

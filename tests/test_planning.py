@@ -228,7 +228,7 @@ def test_attention_that_is_most_of_the_work_should_be_sparse_where_mhla_is_no_he
 
 
 def test_a_layer_is_timed(monkeypatch):
-    monkeypatch.setattr(planning, "TIMED", (32, 64))
+    monkeypatch.setattr(planning, "TIMED_LENGTHS", (32, 64))
     config = softmax_model().config
     record = planned(config, timing=True, device="cpu", block_size=8)
     for what in ("prefill", "decoding"):
@@ -243,11 +243,11 @@ def test_timed_work_is_attention():
     """Softmax over all tokens before, itself included; MHLA with a window over all of them gives the same."""
     student = model_without_weights(softmax_model().config)
     core = mhla_hf.convert(student, layers="all", block_size=64).model.layers[0].self_attn.mhla
-    core = planning.started_core(core, "cpu")
+    core = planning.initialize_core(core, "cpu")
     with torch.no_grad():
-        work = planning.prefill_work(core, 40, torch.float32, "cpu")
+        work = planning.prefill_work(core, torch.float32, "cpu", 40)
         torch.testing.assert_close(work["softmax"]()[0], work["mhla"](), rtol=1e-5, atol=1e-5)
-        work = planning.decoding_work(core, 40, torch.float32, "cpu")
+        work = planning.decoding_work(core, torch.float32, "cpu", 40)
         first, again = work["softmax"]()[0], work["softmax"]()[0]
     assert first.shape == (1, 1, SIZES["num_attention_heads"], SIZES["head_dim"])
     torch.testing.assert_close(first, again, rtol=0, atol=0)
@@ -305,7 +305,7 @@ def test_what_converts_to_nothing():
 @pytest.mark.parametrize("tflops", ["nan", "inf", "-1"])
 def test_recipes_at_no_speed(capsys, tflops):
     assert main(["recipes", "--tflops", tflops, "--quiet"]) == 2
-    assert capsys.readouterr().err == f"mhla-hf recipes: --tflops is {float(tflops)}; expected a number above 0\n"
+    assert capsys.readouterr().err == f"mhla-hf recipes: --tflops: got {float(tflops)}, expected a number above 0.\n"
 
 
 @pytest.fixture
@@ -323,21 +323,21 @@ def folders(tmp_path, monkeypatch):
     ("line", "code", "said"),
     [
         ("llama", 2, "the following arguments are required: --context"),
-        ("llama --context 0", 2, "context is 0; expected the tokens of a sequence"),
+        ("llama --context 0", 2, "context: got 0, expected the tokens of a sequence"),
         ("llama --context many", 2, "argument --context: invalid int value"),
-        ("nowhere/at/all --context 9", 2, "model 'nowhere/at/all' is no folder here"),
-        ("nobody/nothing --context 9", 2, "model 'nobody/nothing' cannot be loaded: it is no folder here"),
-        ("damaged --context 9", 2, "model 'damaged': its configuration cannot be loaded"),
-        ("vit --context 9", 2, "got 'vit', a vision tower; expected a causal language model"),
+        ("nowhere/at/all --context 9", 2, "model: got 'nowhere/at/all', which is not a folder"),
+        ("nobody/nothing --context 9", 2, "model: got 'nobody/nothing', which is not a folder, expected a model"),
+        ("damaged --context 9", 2, "model: got 'damaged', expected a configuration that can be loaded"),
+        ("vit --context 9", 2, "got 'vit', a vision tower, expected a causal language model"),
         ("mhla --context 9", 2, "an MHLA model already"),
-        ("llama --context 9 --layers half", 2, "layers is 'half'"),
+        ("llama --context 9 --layers half", 2, "layers: got 'half'"),
         ("llama --context 9 --layers 16", 2, "layers: got layer 16"),
         ("llama --context 9 --set mixing_form=softmax", 2, "mixing_form: got 'softmax', whose state grows"),
         ("llama --context 9 --set colour=red", 2, "'colour'"),
-        ("llama --context 9 --tflops nan", 2, "tflops is nan; expected a number above 0"),
-        ("llama --context 9 --tflops inf", 2, "tflops is inf; expected a number above 0"),
-        ("llama --context 9 --tflops 0", 2, "tflops is 0.0; expected a number above 0"),
-        ("llama --context 9 --recipe none.yaml", 2, "'none.yaml' is not a file"),
+        ("llama --context 9 --tflops nan", 2, "tflops: got nan, expected a number above 0"),
+        ("llama --context 9 --tflops inf", 2, "tflops: got inf, expected a number above 0"),
+        ("llama --context 9 --tflops 0", 2, "tflops: got 0.0, expected a number above 0"),
+        ("llama --context 9 --recipe none.yaml", 2, "got 'none.yaml', which is not a file"),
         ("bloom --context 9", 1, "got model type 'bloom'"),
     ],
 )
@@ -358,4 +358,4 @@ def test_from_the_shell(folders, capsys):
     assert record["timing"] == {"unknown": "the speed on 'abacus' is not known: it is not here"}
     assert "Time: the speed on 'abacus' is not known: it is not here.\n" in render_plan(record)
     assert main([*line, "--no-timing", "--recipe", "dit_distill"]) == 2
-    assert "recipe: it is for diffusion; expected one for language" in capsys.readouterr().err
+    assert "recipe: got one for diffusion, expected one for language" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def add_twice(batch):
     [
         (lambda: ContinuousBatch(converted_model()), ("layer 0", "matrix", "decay")),
         (lambda: ContinuousBatch(flash_hybrid()), ("layer 0", "'flash_attention_2'", "sdpa")),
-        (lambda: batch_of(slots=0), ("slots", "0", "1 or more")),
+        (lambda: batch_of(slots=0), ("slots", "0", "at least 1")),
         (lambda: batch_of(generation_config=GenerationConfig(num_beams=2)), ("beams",)),
         (lambda: batch_of(generation_config=GenerationConfig(stop_strings=["a"])), ("stop_strings", "'a'")),
         (lambda: batch_of().add([]), ("prompt", "0 tokens")),

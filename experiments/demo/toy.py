@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from mhla_hf.checkpoints.files import folder_aside, is_claimed, write_json, write_text
+from mhla_hf.checkpoints.file_io import atomic_folder, can_resume, write_json, write_text
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder
-from mhla_hf.checkpoints.load import load_language_model, without_bars
+from mhla_hf.checkpoints.load import load_language_model, no_progress_bars
 from mhla_hf.convert import convert
 from mhla_hf.evaluation.lookups import choose_words
 from mhla_hf.evaluation.records import Results, speed_of_records
@@ -117,7 +117,7 @@ def run_demo(
     plain = text is not None if plain is None else plain
     recipes = teacher_recipe, student_recipe
     demo = _Demo(out, model, text, plain, license, *recipes, items, lengths, progress, command, models)
-    with without_bars():
+    with no_progress_bars():
         demo.begin()
         for seed in range(seeds):
             demo.make_models(seed)
@@ -192,7 +192,7 @@ class _Demo:
             "recipes_sha256": hashlib.sha256(json.dumps(plans, sort_keys=True).encode()).hexdigest()[:32],
             "items": self.items,
         }
-        if is_claimed(self.out, DESCRIPTION, self.identity, "--out"):
+        if can_resume(self.out, DESCRIPTION, self.identity, "--out"):
             self.say(f"going on in {self.out}")
         else:
             self._make_folder(text)
@@ -209,7 +209,7 @@ class _Demo:
             model, tokenizer = load_language_model(self.model, dtype="float32", device="cpu")
             convert(model, **self.student_plan.settings)
         words = choose_words(tokenizer)
-        with folder_aside(self.out) as aside:
+        with atomic_folder(self.out) as aside:
             (aside / "data").mkdir()
             shown = train if self.plain else add_lookups(train, words)
             write_text(aside / "data" / "train.txt", shown)
@@ -265,7 +265,7 @@ class _Demo:
             self.say("measuring which heads miss softmax most")
             options = {"tokenizer": self.tokenizer, "text": self.train_text, "keep": 0.25, "seed": seed}
             student = convert(copy.deepcopy(teacher), **settings, **options, progress=self.progress)
-            with folder_aside(start) as aside:
+            with atomic_folder(start) as aside:
                 student.save_pretrained(aside)
         return self._load(start)
 
@@ -298,7 +298,7 @@ class _Demo:
 
     def _given_teacher(self, folder):
         model, _ = load_language_model(self.model, dtype="float32", device="cpu")
-        with folder_aside(folder) as aside:
+        with atomic_folder(folder) as aside:
             model.save_pretrained(aside)
             self.tokenizer.save_pretrained(aside)
             local = Path(self.model) / "README.md"

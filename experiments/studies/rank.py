@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from mhla_hf.analysis.attention import Attention
 from mhla_hf.analysis.measures import count_rank, rank_bound
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.nn.grid import GridMixing
 from mhla_hf.ops.blocks import Blocks
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from mhla_hf.analysis.figures import plot_layers, plot_mixing
-from mhla_hf.checkpoints.files import write_json, write_text
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import write_json, write_text
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.evaluation.records import format_score
 from mhla_hf.training.run_folder import RECORD
 

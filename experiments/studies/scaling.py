@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from mhla_hf import mhla
-from mhla_hf.checkpoints.files import write_json
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.file_io import write_json
+from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.ops.blocks import Blocks
 
 from .figures import plot_scaling

@@ -14,8 +14,8 @@ from transformers import ViTImageProcessorPil
 
 from mhla_hf.analysis.inputs import DIGITS, load_digits
 from mhla_hf.analysis.measures import describe_mixing, measure_calls, record_model
-from mhla_hf.checkpoints.files import is_claimed, named_yaml, read_yaml, write_json
-from mhla_hf.checkpoints.load import without_bars
+from mhla_hf.checkpoints.file_io import can_resume, find_yaml, read_yaml, write_json
+from mhla_hf.checkpoints.load import no_progress_bars
 from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
@@ -79,7 +79,7 @@ class Study:
 
 def read_study(name, *, epochs=None, seeds=None) -> Study:
     """One of our studies by its name, or one from a YAML file. ValueError, one sentence, for whatever is wrong with it."""
-    path = named_yaml(name, RECIPES, "study")
+    path = find_yaml(name, RECIPES, "study")
     changes = {key: value for key, value in (("epochs", epochs), ("seeds", seeds)) if value is not None}
     content = read_yaml(path, "study")
     if isinstance(content, dict):
@@ -123,7 +123,7 @@ def train_cells(study: Study, out, *, data=None, progress=True, command=None, sa
     out = Path(out)
     identity = {key: getattr(study, key) for key in ("model", "mhla", "positions", "stage", "epochs", "rows")}
     identity["data"] = str(data or DIGITS)
-    is_claimed(out, "study.json", identity, "out")
+    can_resume(out, "study.json", identity, "out")
     opened = {}
     for row in study.rows:
         size = max(study.config(row).image_sides())
@@ -152,7 +152,7 @@ def _train(study, row, seed, train, test, folder, data, progress, command):
     batch = study.stage.get("batch_size", 64)
     per_epoch = -(-len(train) // batch)
     stage = {"batch_size": batch, "lr": 1e-3, **study.stage}
-    with without_bars():
+    with no_progress_bars():
         distill(
             model,
             data=train,
@@ -178,7 +178,7 @@ def _shape(pictures, data):
 
 def _look(folder, test):
     """Rank and entropy per layer on the first test images, and the mixing, beside the model."""
-    with without_bars():
+    with no_progress_bars():
         model = MHLAForImageClassification.from_pretrained(folder)
     images = [test.image(index, model.config.num_channels) for index in range(min(LOOKED_AT, len(test)))]
     pixels = prepare(ViTImageProcessorPil.from_dict(model.config.preprocessing()), images)

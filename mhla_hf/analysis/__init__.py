@@ -1,4 +1,4 @@
-"""analyze(): any models side by side on the same inputs, as JSON, a table and pictures."""
+"""analyze(): compare the attention of models on the same inputs, as JSON, a table and figures."""
 
 import re
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.files import write_json
-from ..checkpoints.load import check_model_name, choose_device
-from ..checkpoints.machine import describe_run
+from ..checkpoints.file_io import resolve_model_name, write_json
+from ..checkpoints.load import choose_device
+from ..checkpoints.provenance import describe_run
 from ..evaluation.records import render_rows
 from ..evaluation.subjects import check_writable, named_models
 from .figures import plot_layers, plot_maps, plot_mixing
@@ -24,71 +24,83 @@ def analyze(
     samples: int = 8, length: int = 256, device: torch.device | str | None = None, trust_remote_code: bool = False,
     progress: bool = True, command: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Rank and entropy of the attention of each model, layer by layer (figure 3b), with maps (3a) and mixing (4b).
+    """Measure rank and entropy of the attention of each model, layer by layer (figure 3b), with maps (3a) and mixing (4b).
 
     Args:
-        models: a folder, a Hub id, a model or a pipeline of diffusers; a list of them; or a dict label -> one of them.
-        inputs: keyword arguments of the models' forward, or of the pipelines' call; needed for whatever is not the folder or
-            Hub id of a causal language model or an image classifier.
-        data: text (file, folder or dataset id; default the Python language reference) for language models; images (folder,
-            dataset id; default scikit-learn's digits) for classifiers.
-        out: folder for analysis.json, mixing.json, layers.png, maps.png, mixing-LABEL.png; None writes nothing.
-        samples: sequences or images. length: tokens in a sequence.
-        device: where the models run; None: CUDA when there is one.
+        models: a folder, a Hub id, a model or a diffusers pipeline; a list of them; or a dict label -> one of them.
+        inputs: keyword arguments of the models' forward, or of the pipelines' call. Required unless `models` are folders
+            or Hub ids of causal language models or image classifiers.
+        data: for language models a text (file, folder or dataset id; default: the Python language reference), for
+            classifiers images (folder or dataset id; default: scikit-learn's digits).
+        out: folder for analysis.json, mixing.json, layers.png, maps.png and mixing-LABEL.png (default: nothing is written).
+        samples: number of sequences or images.
+        length: tokens in a sequence.
+        device: where the models run (default: CUDA if there is a GPU, else the CPU).
+        trust_remote_code: run source code from the models' folders.
+        progress: show progress bars.
+        command: the shell command that repeats the analysis, for the record.
 
     Returns:
-        What analysis.json holds: "models" -> label -> what `measure_calls` gives; "inputs", versions, hardware, command.
+        What analysis.json holds: "models" (label -> what `measure_calls` returns), "inputs" (label -> what it was run
+        on), and hardware, versions and command.
+
+    Raises:
+        ValueError: an argument is wrong, or a model has no attention that can be recorded.
     """
     for name, value in (("samples", samples), ("length", length)):
         if value < 1:
-            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
-    device, named = choose_device(device), named_models(models)
-    for model in named.values():
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
+    device, by_label = choose_device(device), named_models(models)
+    for model in by_label.values():
         if isinstance(model, (str, Path)):
-            check_model_name(model)
+            resolve_model_name(model)
     if out is not None:
         out = Path(out).expanduser()
         check_writable(out / RECORD)
-    record, maps, mixing = {"models": {}, "inputs": {}}, {}, {}
-    for label, model in named.items():
-        batch, what, run = inputs, "given by the caller", None
+    measured, inputs_in_words, maps, mixing = {}, {}, {}, {}
+    for label, model in by_label.items():
+        batch: Any = inputs
+        description, run = "given by the caller", None
         if isinstance(model, (str, Path)):
-            model, tools = load_any(model, device, trust_remote_code)
+            model, processor = load_any(model, device, trust_remote_code)
             if inputs is None:
-                batch, what = make_batch(model, tools, data, samples, length)
+                batch, description = make_batch(model, processor, data, samples, length)
         elif inputs is None:
-            raise ValueError(f"inputs: got none for a {type(model).__name__}, expected the arguments of its call")
+            raise ValueError(f"inputs: got none for a {type(model).__name__}, expected the arguments of its call.")
         elif hasattr(model, "components"):
             run, model = model.to(device), model.transformer
         calls = record_model(model.to(device), batch, run)
-        record["models"][label] = measure_calls(calls, progress=progress)
-        record["inputs"][label] = what
+        measured[label] = measure_calls(calls, progress=progress)
+        inputs_in_words[label] = description
         maps[label], mixing[label] = attention_maps(calls), describe_mixing(model)
-    record |= describe_run(command, device)
+    record = {"models": measured, "inputs": inputs_in_words, **describe_run(command, device)}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        layers = {label: own["layers"] for label, own in record["models"].items()}
-        plot_layers(out / "layers.png", layers, "; ".join(dict.fromkeys(record["inputs"].values())))
+        layers = {label: model_record["layers"] for label, model_record in measured.items()}
+        plot_layers(out / "layers.png", layers, "; ".join(dict.fromkeys(inputs_in_words.values())))
         plot_maps(out / "maps.png", maps)
         write_json(out / "mixing.json", mixing)
-        for label, own in mixing.items():
-            plot_mixing(out / f"mixing-{re.sub(r'[^-.0-9A-Za-z]+', '-', label)}.png", own)
+        for label, model_mixing in mixing.items():
+            plot_mixing(out / f"mixing-{re.sub(r'[^-.0-9A-Za-z]+', '-', label)}.png", model_mixing)
         write_json(out / RECORD, record)
     return record
 
 
-def render_analysis(record):
-    """The table for a terminal: one line per layer and model."""
+def render_analysis(record: Mapping[str, Any]) -> str:
+    """Render the record as a table for a terminal, with one line per layer and model."""
     header = ["model", "layer", "kind", "rank", "of", "effective", "entropy", "of", "far"]
-    layers, rows = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]], []
+    layers = [(label, layer) for label, model in record["models"].items() for layer in model["layers"]]
+    rows = []
     for label, layer in layers:
         numbers = [f"{layer['rank']:.1f}", f"{layer['bound']:,}", f"{layer['effective_rank']:.1f}"]
         numbers += [f"{layer['entropy']:.2f}", f"{layer['uniform_entropy']:.2f}"]
         far = f"{layer['far_share']:.3f}" if "far_share" in layer else ""
         rows.append([label, layer["layer"], layer["kind"], *numbers, far])
-    lines = [render_rows(header, rows, left=3)]
     tolerances = dict.fromkeys(f"{layer['tolerance']:.1e}" for _, layer in layers)
-    lines += ["", f"rank at {', '.join(tolerances)} of the largest singular value; entropy in nats"]
-    lines.append("far: the share of all weights that lies outside the local softmax")
-    lines.append("causal layers: the rank is that of the second half of the text on the first")
-    return "\n".join(lines)
+    return "\n".join([
+        render_rows(header, rows, left=3),
+        "",
+        f"rank: singular values above {', '.join(tolerances)} of the largest one; entropy in nats",
+        "far: the share of the weights outside the softmax window",
+        "causal layers: the rank of the second half of the text on the first half",
+    ])  # fmt: skip

@@ -1,12 +1,14 @@
-"""The attention matrices of any model, from what its layers saw in one forward pass.
+"""Record the attention of any model in one forward pass, and compute its attention matrices.
 
-An MHLA layer is known by its core, whose inputs a hook keeps; a softmax layer by its call of torch's
-`scaled_dot_product_attention`. The matrix is what the definition in fp64 makes of unit vectors in place of the values.
+MHLA layers are recognized by their core, whose inputs a hook records; softmax layers by their call of torch's
+`scaled_dot_product_attention`. A matrix is the attention's definition in fp64, applied to unit vectors as values.
 """
 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +22,35 @@ from ..ops.reference import local_reference, mhla_reference
 
 @dataclasses.dataclass
 class Attention:
-    """What one layer saw in one call, and from it the weights that it gave to the values.
+    """One call of one attention layer, from which its attention matrix can be computed.
 
-    layer: the module's name in the model. kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
-    q: `[B, T, H, K]`, k: `[B, S, G, K]`, feature-mapped (and rotated) in MHLA layers. grid: its tokens, None for a sequence.
-    options: of `scaled_dot_product_attention`, or of `mhla`, its mixing `[H or 1, M, M]` and blocks among them; with a local
-    softmax also "form", "balance" and what is not mapped, "near" (q, k): see `local_reference`.
+    Attributes:
+        layer: name of the attention module in the model.
+        kind: "softmax", "mhla" or "linear" (MHLA with uniform mixing).
+        q: `[B, T, H, K]`; in MHLA layers feature-mapped and rotated.
+        k: `[B, S, G, K]`, the same.
+        options: arguments of `scaled_dot_product_attention`, or of `mhla`, with the mixing `[H or 1, M, M]` and the blocks
+            among them. A layer with a softmax window also has "form", "balance" and "near", the q and k that are not
+            feature-mapped; see `local_reference`.
+        grid: size of the grid that the tokens form; None for a sequence.
     """
 
     layer: str
     kind: str
     q: torch.Tensor
     k: torch.Tensor
-    options: dict = dataclasses.field(default_factory=dict)
-    grid: tuple | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grid: tuple[int, ...] | None = None
 
     def matrix(self, sample: int = 0, head: int = 0) -> torch.Tensor:
-        """The weights of all query tokens on all key tokens, fp64 `[T, S]`, as the layer applied them to v."""
+        """Return the weights of all query tokens on all key tokens, fp64 `[T, S]`, as the layer applied them to v."""
         heads, options = self.q.shape[2], dict(self.options)
 
-        def own(x):
+        def select(x: torch.Tensor) -> torch.Tensor:
             group = head * x.shape[2] // heads
             return x[sample, :, group : group + 1].double()[None]
 
-        q, k = own(self.q), own(self.k)
+        q, k = select(self.q), select(self.k)
         units = torch.eye(k.shape[1], dtype=torch.float64)[None, :, None]
         if self.kind == "softmax":
             if (mask := options.pop("attn_mask", None)) is not None:
@@ -52,17 +59,21 @@ class Attention:
             q, k, units = (x.transpose(1, 2) for x in (q, k, units))
             return F.scaled_dot_product_attention(q, k, units, **options)[0, 0].nan_to_num(0.0)
         mixing = options.pop("mixing").double()
-        options |= {name: own(options[name]) for name in ("q_den", "k_den") if options.get(name) is not None}
-        options |= {name: options[name][[sample]] for name in ("key_mask", "starts") if options.get(name) is not None}
+        for name in ("q_den", "k_den"):
+            if options.get(name) is not None:
+                options[name] = select(options[name])
+        for name in ("key_mask", "starts"):
+            if options.get(name) is not None:
+                options[name] = options[name][[sample]]
         if "form" in options:
-            (near_q, near_k), balance = map(own, options["near"]), options["balance"]
+            (near_q, near_k), balance = map(select, options["near"]), options["balance"]
             balance = None if balance is None else balance[[head]].double()
             padding, form = {name: options[name] for name in ("key_mask", "starts")}, options["form"]
             return local_reference(near_q, near_k, units, q, k, mixing[[head]], balance, form, **padding)[0, :, 0]
         return mhla_reference(q, k, units, mixing[[head if len(mixing) > 1 else 0]], **options)[0, :, 0]
 
     def far_share(self, sample: int = 0, head: int = 0) -> float:
-        """The share of all weights that tokens outside the window have, over the queries that have such tokens."""
+        """Return the share of the weights on tokens outside the window, averaged over queries that have such tokens."""
         form, blocks = self.options["form"], self.options["blocks"].index()
         far = (blocks[:, None] - blocks[None, :] >= form.lag) & (torch.arange(len(blocks)) >= form.sinks)
         weights = self.matrix(sample, head)[far.any(1)]
@@ -70,105 +81,124 @@ class Attention:
 
     @functools.cached_property
     def is_causal(self) -> bool:
-        """Whether no token sees a later one, by the layer's nature or by its mask."""
+        """Whether no token attends to a later one, because of the layer's form or its mask."""
         if self.options.get("attn_mask") is not None:
             return self.matrix().triu(1).abs().max().item() == 0.0
         return self.options.get("is_causal" if self.kind == "softmax" else "causal", False)
 
 
 @contextlib.contextmanager
-def recorded_attention(model: nn.Module):
-    """Keep what the attention layers see while the block runs: a list of `Attention`, in the order of the calls.
+def recorded_attention(model: nn.Module) -> Iterator[list[Attention]]:
+    """Record the calls of attention layers while the block runs, in the order in which they are made.
 
-    Cross-attention (as many keys as queries is what tells them apart) is left out. Tensors are kept on the CPU.
+    Cross-attention, recognized by its different numbers of queries and keys, is left out. Tensors are kept on the CPU.
     """
-    found, stack, handles = [], [], []
+    calls: list[Attention] = []
+    stack: list[str] = []  # names of the modules whose forward is running
+    handles = []
 
-    def leave(module, args, output):
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        stack.append(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
         stack.pop()
 
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: stack.append(name)))
+        handles.append(module.register_forward_pre_hook(functools.partial(enter, name)))
         handles.append(module.register_forward_hook(leave, always_call=True))
         if is_core(module):
-            keep = functools.partial(_keep_core, found, layer_of(name))
-            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+            record = functools.partial(_record_core, calls, layer_of(name))
+            handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
     try:
-        with _SoftmaxCalls(found, stack):
-            yield found
+        with _SoftmaxRecorder(calls, stack):
+            yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
 def is_core(module: nn.Module) -> bool:
-    """True for the core of an MHLA layer, whether from this package or from a checkpoint's own source."""
+    """Return whether a module is the core of an MHLA layer, of this package or of a checkpoint's own source."""
     return all(getattr(module, name, None) is not None for name in ("mixing", "settings", "q_map", "k_map"))
 
 
-def layer_of(core: str) -> str:
-    """The attention module that owns the core of this name (in diffusers its processor does)."""
-    return core.removesuffix(".mhla").removesuffix(".processor")
+def layer_of(core_name: str) -> str:
+    """Return the name of the attention module that owns the core of this name (in diffusers, through its processor)."""
+    return core_name.removesuffix(".mhla").removesuffix(".processor")
 
 
-class _SoftmaxCalls(TorchFunctionMode):
-    """Notes every call of torch's attention function inside the model."""
+class _SoftmaxRecorder(TorchFunctionMode):
+    """Records every call of `scaled_dot_product_attention` that is made inside the model."""
 
-    def __init__(self, found, stack):
+    def __init__(self, calls: list[Attention], stack: list[str]) -> None:
         super().__init__()
-        self.found, self.stack = found, stack
+        self.calls, self.stack = calls, stack
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.stack:
-            self._keep(*args, **kwargs)
+            self._record(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _keep(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def _record(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> None:  # fmt: skip
         if query.ndim == 4 and query.shape[-2] == key.shape[-2]:
-            layer, options = self.stack[-1].removesuffix(".softmax"), {"is_causal": is_causal, "scale": scale}
-            q, k = _kept(query.transpose(1, 2)), _kept(key.transpose(1, 2))
-            self.found.append(Attention(layer, "softmax", q, k, options | {"attn_mask": _kept(attn_mask)}))
+            layer = self.stack[-1].removesuffix(".softmax")
+            options = {"is_causal": is_causal, "scale": scale, "attn_mask": _to_cpu(attn_mask)}
+            q, k = _to_cpu(query.transpose(1, 2)), _to_cpu(key.transpose(1, 2))
+            self.calls.append(Attention(layer, "softmax", q, k, options))
 
 
 @torch.no_grad()
-def _keep_core(found, layer, core, args, kwargs):
-    """What the operator will get in this call of a core."""
-    given = {**dict(zip("qkv", args, strict=False)), **kwargs}
-    if given.get("cu_seqlens") is not None or given.get("cache") is not None:
+def _record_core(calls: list[Attention], layer: str, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Record what the operator will receive in this call of an MHLA core."""
+    inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
+    if inputs.get("cu_seqlens") is not None or inputs.get("cache") is not None:
         raise ValueError(f"inputs: {layer} got packed sequences or a cache, expected whole sequences, one per row.")
-    grid, key_mask, settings = given.get("grid") and tuple(given["grid"]), given.get("key_mask"), core.settings
-    blocks = Blocks.sequence(given["q"].shape[1], settings.block_size) if grid is None else None
-    blocks = blocks or Blocks.grid(grid, settings.layout, prefix=core.prefix)
+    grid, key_mask, settings = inputs.get("grid") and tuple(inputs["grid"]), inputs.get("key_mask"), core.settings
+    if grid is None:
+        blocks = Blocks.sequence(inputs["q"].shape[1], settings.block_size)
+    else:
+        blocks = Blocks.grid(grid, settings.layout, prefix=core.prefix)
     layout = getattr(core.mixing, "layout", None)  # only causal cores have none
-    if layout and given.get("starts") is not None:
+    if layout and inputs.get("starts") is not None:
         raise ValueError(f"inputs: {layer} got rows that begin with padding, expected it at their end.")
-    options = {name: _kept(given.get(name)) for name in ("key_mask", "starts")}
+    options = {name: _to_cpu(inputs.get(name)) for name in ("key_mask", "starts")}
     options |= {"causal": layout is None, "blocks": blocks}
-    if hasattr(core, "form"):  # by decays
-        form = core.form if given.get("scale") is None else dataclasses.replace(core.form, scale=given["scale"])
-        (decays, balance), plain = core.mixing(core.heads), without_padding(key_mask, given["q"], given["k"])
-        angles = given.get("angles")
-        angles = plain[0].new_zeros(1, plain[0].shape[1], 1, 0) if angles is None else angles
-        mapped = core.q_map(core.unrotate(plain[0], angles), core.heads), core.map_keys(plain[1], angles)
-        near = tuple(map(_kept, mapped if balance is None else plain))
-        options |= {"mixing": _kept(decays.matrix(blocks.num_blocks, form.lag)), "form": form, "near": near}
-        found.append(Attention(layer, "mhla", *map(_kept, mapped), options | {"balance": _kept(balance)}))
+    if hasattr(core, "form"):
+        calls.append(_windowed_attention(layer, core, inputs, options))
         return
-    q, k, _, own = core.operands(given["q"], given["k"], given["v"], key_mask, given.get("rotate"))
-    mixing = _kept(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
+    q, k, _, operands = core.operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
+    mixing = _to_cpu(core.mixing(blocks.counts if grid else layout or blocks.num_blocks))
     mixing = mixing.reshape(-1, *mixing.shape[-2:])[:, : blocks.num_blocks, : blocks.num_blocks]
-    options |= {name: _kept(value) for name, value in own.items() if name != "unrounded"} | {"mixing": mixing}
+    options |= {name: _to_cpu(value) for name, value in operands.items() if name != "unrounded"} | {"mixing": mixing}
     kind = "linear" if is_uniform(mixing, causal=layout is None) else "mhla"
-    found.append(Attention(layer, kind, _kept(q), _kept(k), options, grid))
+    calls.append(Attention(layer, kind, _to_cpu(q), _to_cpu(k), options, grid))
 
 
-def _kept(value):
+def _windowed_attention(layer: str, core: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Attention:
+    """Return the call of a core that mixes by decays, with a softmax window or without."""
+    scale = inputs.get("scale")
+    form = core.form if scale is None else dataclasses.replace(core.form, scale=scale)
+    decays, balance = core.mixing(core.heads)
+    q, k = without_padding(inputs.get("key_mask"), inputs["q"], inputs["k"])
+    angles = inputs.get("angles")
+    angles = q.new_zeros(1, q.shape[1], 1, 0) if angles is None else angles
+    mapped = core.q_map(core.unrotate(q, angles), core.heads), core.map_keys(k, angles)
+    near = tuple(map(_to_cpu, mapped if balance is None else (q, k)))
+    mixing = _to_cpu(decays.matrix(options["blocks"].num_blocks, form.lag))
+    options = {**options, "mixing": mixing, "form": form, "near": near, "balance": _to_cpu(balance)}
+    return Attention(layer, "mhla", _to_cpu(mapped[0]), _to_cpu(mapped[1]), options)
+
+
+def _to_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def is_uniform(mixing: torch.Tensor, causal: bool) -> bool:
-    """Whether every row of `[H, M, M]` weighs all blocks that it sees alike: then MHLA is plain linear attention."""
+    """Return whether each row of `[H, M, M]` weighs all blocks it sees alike, which is plain linear attention."""
     first = mixing[..., :1]
     alike = (mixing - first).abs() <= 1e-6 * first.abs()
     return bool((alike | alike.new_ones(alike.shape[-2:]).triu(1)).all() if causal else alike.all())

@@ -1,144 +1,178 @@
-"""What a language model does, in numbers: what must be the same however it is run, how far back it recalls, how it writes.
+"""Measure what a language model does: whether every way to run it agrees, how far back it recalls, what it generates.
 
-Everything is measured on token ids, on the model's device, without gradients; a difference is the largest one between two
-tensors of logits, as a share of the largest logit.
+Everything works on token ids and runs on the model's device without gradients. A difference of two tensors of logits is
+the largest absolute one, relative to the largest logit.
 """
 
 import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ..models.transformers_api import forward_cached
 from ..speed import cache_bytes
 
-PASSAGE, CUE = 32, 8  # tokens of a passage that comes again, and its first ones, which do not count
+PASSAGE_TOKENS = 32  # length of a passage that is repeated, for recall
+CUE_TOKENS = 8  # its first tokens, which tell the model that it is repeated and are not scored
+
+Watch = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a list of steps, e.g. in tqdm
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest |got - wanted| as a share of the largest |wanted|; NaN where either holds one."""
-    return float((got - wanted).abs().max() / wanted.abs().max())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest |actual - expected| over the largest |expected|; NaN if either holds NaN."""
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def worst(values) -> float:
-    """The largest, or NaN where one is."""
+def largest(values: Iterable[float]) -> float:
+    """Return the largest value, or NaN if one is NaN."""
     return float(torch.tensor(list(values)).max())
 
 
 @torch.no_grad()
-def whole_logits(model, ids, at=None, **given):
-    """Logits fp32 `[B, T, vocabulary]` of one pass over ids `[B, T]` without a cache; at: the places to keep, or all."""
+def whole_logits(model: Any, ids: torch.Tensor, at: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the logits of one forward pass without a cache.
+
+    Args:
+        model: a causal language model.
+        ids: token ids `[B, T]`.
+        at: positions `[N]` to return logits for (default: all).
+        **inputs: attention_mask or position_ids, `[B, T]`.
+
+    Returns:
+        fp32 `[B, N, vocabulary]`
+    """
     keep = {} if at is None else {"logits_to_keep": at.to(model.device)}
-    given = {name: value.to(model.device) for name, value in given.items()}
-    return model(input_ids=ids.to(model.device), use_cache=False, **keep, **given).logits.float()
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    return model(input_ids=ids.to(model.device), use_cache=False, **keep, **inputs).logits.float()
 
 
 @torch.no_grad()
-def cached_logits(model, ids, sizes, at=None, see=None, watch=iter, **given):
-    """The same of ids that are fed in pieces of so many tokens.
+def cached_logits(
+    model: Any, ids: torch.Tensor, sizes: int | list[int], at: torch.Tensor | None = None,
+    on_cache: Callable[[Any], None] | None = None, watch: Watch = iter, **inputs: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Return the logits of a text that is read piece by piece with a cache; otherwise as `whole_logits`.
 
-    see(cache): is called after each; watch: what wraps the list of pieces, such as tqdm; given: the mask and positions.
+    Args:
+        sizes: tokens in each piece, as `torch.split` takes them.
+        on_cache: called with the cache after each piece.
+        watch: wraps the list of pieces, e.g. `tqdm`.
     """
     cache, stop, parts = None, 0, []
     for piece in watch(ids.split(sizes, 1)):
         start, stop = stop, stop + piece.shape[1]
-        keep = {}
+        options = {}
         if at is not None:
-            keep["logits_to_keep"] = (at[(at >= start) & (at < stop)] - start).to(model.device)
-        if "attention_mask" in given:
-            keep["attention_mask"] = given["attention_mask"][:, :stop].to(model.device)
-        if "position_ids" in given:
-            keep["position_ids"] = given["position_ids"][:, start:stop].to(model.device)
-        output, cache = forward_cached(model, piece.to(model.device), cache, **keep)
+            options["logits_to_keep"] = (at[(at >= start) & (at < stop)] - start).to(model.device)
+        if "attention_mask" in inputs:
+            options["attention_mask"] = inputs["attention_mask"][:, :stop].to(model.device)
+        if "position_ids" in inputs:
+            options["position_ids"] = inputs["position_ids"][:, start:stop].to(model.device)
+        output, cache = forward_cached(model, piece.to(model.device), cache, **options)
         parts.append(output.logits.float())
-        if see is not None:
-            see(cache)
+        if on_cache is not None:
+            on_cache(cache)
     return torch.cat(parts, 1)
 
 
-def takes(model, argument: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
-    return argument in inspect.signature(model.forward).parameters
+def has_argument(model: Any, name: str) -> bool:
+    """Return whether the model's forward has an argument called `name`."""
+    return name in inspect.signature(model.forward).parameters
 
 
-def causality_difference(model, ids) -> float:
-    """What another last token of ids `[1, T]` changes in the logits before it."""
+def causality_difference(model: Any, ids: torch.Tensor) -> float:
+    """Return how much replacing the last token of ids `[1, T]` changes the logits before it; 0 in a causal model."""
     changed = ids.clone()
     changed[:, -1] = ids[0, ids[0] != ids[0, -1]][0]
     return difference(whole_logits(model, changed)[:, :-1], whole_logits(model, ids)[:, :-1])
 
 
-def batch_difference(model, rows) -> float:
-    """The worst of the `rows` (ids `[T]` each) alone against itself in one batch, in one pass and with a cache.
+def batch_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference between a row alone and in a batch, in one pass and with a cache.
 
-    Shorter rows are padded on the left, with a token that says something, under a mask and with positions that start at 0
-    (where the model takes positions), as `generate` has them.
+    Shorter rows are padded on the left as `generate` does: with a mask, and positions that start at 0 if the model takes
+    positions. The padding token is an ordinary one, so that a model that reads it gives other logits.
+
+    Args:
+        model: a causal language model.
+        rows: token ids `[T]`, of any lengths.
     """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([rows[0][:1].expand(longest - len(row)), row]) for row in rows])
     mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
-    given = {"attention_mask": mask}
-    if takes(model, "position_ids"):
-        given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    pieces = [longest - CUE, *[1] * CUE]
-    together = whole_logits(model, ids, **given), cached_logits(model, ids, pieces, **given)
+    inputs: dict[str, Any] = {"attention_mask": mask}
+    if has_argument(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    sizes = [longest - CUE_TOKENS, *[1] * CUE_TOKENS]
+    batched = whole_logits(model, ids, **inputs), cached_logits(model, ids, sizes, **inputs)
     alone = [whole_logits(model, row[None])[0] for row in rows]
-    found = [(logits[-len(row) :], row) for both in together for logits, row in zip(both, alone, strict=True)]
-    return worst(difference(got, wanted) for got, wanted in found)
+    return largest(
+        difference(in_batch[-len(expected) :], expected)
+        for logits in batched
+        for in_batch, expected in zip(logits, alone, strict=True)
+    )
 
 
-def packed_difference(model, rows) -> float:
-    """The `rows` (ids `[T]` each) one after the other in one row, kept apart by position_ids, against each alone."""
+def packed_difference(model: Any, rows: Sequence[torch.Tensor]) -> float:
+    """Return the difference between rows packed into one sequence, kept apart by position_ids, and each alone."""
     alone = torch.cat([whole_logits(model, row[None]) for row in rows], 1)
-    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    return difference(whole_logits(model, torch.cat(rows)[None], position_ids=places), alone)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    return difference(whole_logits(model, torch.cat(list(rows))[None], position_ids=positions), alone)
 
 
-def layer_bytes(model, ids, sizes, layers) -> list[int]:
-    """Bytes that the cache holds for these layers after each piece of ids `[1, T]`; sizes: see `cached_logits`."""
-    found = []
+def layer_bytes(model: Any, ids: torch.Tensor, sizes: int | list[int], layers: Iterable[int]) -> list[int]:
+    """Return the bytes that the cache holds for `layers` after each piece of ids `[1, T]`; sizes as `cached_logits`."""
+    counted: list[int] = []
 
-    def see(cache):
-        found.append(sum(cache_bytes(cache.layers[index]) for index in layers))
+    def count(cache: Any) -> None:
+        counted.append(sum(cache_bytes(cache.layers[index]) for index in layers))
 
-    cached_logits(model, ids, sizes, at=torch.arange(0), see=see)
-    return found
+    cached_logits(model, ids, sizes, at=torch.arange(0), on_cache=count)
+    return counted
 
 
-def recall_gain(model, ids, distance: int, rows: int) -> float:
-    """How much likelier a passage is when it comes again `distance` tokens later, in nats per token; 0: it was forgotten.
+def recall_gain(model: Any, ids: torch.Tensor, distance: int, rows: int) -> float:
+    """Measure how much likelier a passage becomes when it is repeated.
 
-    The passage is made of tokens of ids `[N]` in random order, which nothing but memory foretells, and between its two
-    copies stands text. distance: of the copies' first tokens, at least PASSAGE. rows: texts, over which the gain is a mean.
+    The passage consists of tokens in random order, which only memory can predict. Text stands between its two copies.
+
+    Args:
+        model: a causal language model.
+        ids: token ids of a text `[N]`, from which passages and the text between them are drawn.
+        distance: tokens from the start of one copy to the start of the other, at least `PASSAGE_TOKENS`.
+        rows: number of passages to average over.
+
+    Returns:
+        The gain in nats per token; 0 if the passage was forgotten.
     """
-    random, texts = torch.Generator().manual_seed(distance), []
+    generator, texts = torch.Generator().manual_seed(distance), []
     for _ in range(rows):
-        passage = ids[torch.randint(len(ids), (PASSAGE,), generator=random)]
-        start = int(torch.randint(len(ids), (), generator=random))
-        between = ids[(start + torch.arange(distance - PASSAGE)) % len(ids)]
+        passage = ids[torch.randint(len(ids), (PASSAGE_TOKENS,), generator=generator)]
+        start = int(torch.randint(len(ids), (), generator=generator))
+        between = ids[(start + torch.arange(distance - PASSAGE_TOKENS)) % len(ids)]
         texts.append(torch.cat([passage, between, passage]))
-    texts = torch.stack(texts)
-    counted = torch.cat([torch.arange(CUE, PASSAGE), distance + torch.arange(CUE, PASSAGE)])
-    first, second = told_logs(model, texts, counted).chunk(2, 1)
+    scored = torch.arange(CUE_TOKENS, PASSAGE_TOKENS)
+    first, second = next_token_log_probs(model, torch.stack(texts), torch.cat([scored, distance + scored])).chunk(2, 1)
     return float((second - first).mean())
 
 
-def told_logs(model, ids, at):
-    """The log-probabilities, fp32 `[B, N]`, that the model gave to the tokens of ids `[B, T]` at the places `[N]` before
-    it saw them."""
+def next_token_log_probs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities, fp32 `[B, N]`, of the tokens at positions `at` `[N]` of ids `[B, T]`."""
     logits = whole_logits(model, ids, at - 1).log_softmax(-1)
     return logits.gather(-1, ids[:, at, None].to(logits.device))[..., 0]
 
 
 @torch.no_grad()
-def continue_greedily(model, ids, count: int, watch=iter):
-    """ids `[B, T]` and, after each row, the `count` tokens that the model takes for likeliest, on the CPU.
+def continue_greedily(model: Any, ids: torch.Tensor, count: int, watch: Watch = iter) -> torch.Tensor:
+    """Append `count` greedily chosen tokens to each row of ids `[B, T]`; returns `[B, T + count]` on the CPU.
 
-    watch: what wraps the steps, such as tqdm.
+    `watch` wraps the list of steps, e.g. `tqdm`.
     """
     cache, token = None, ids.to(model.device)
-    written = [token]
+    tokens = [token]
     for _ in watch(range(count)):
         output, cache = forward_cached(model, token, cache, logits_to_keep=1)
         token = output.logits[:, -1:].argmax(-1)
-        written.append(token)
-    return torch.cat(written, 1).cpu()
+        tokens.append(token)
+    return torch.cat(tokens, 1).cpu()

@@ -1,25 +1,29 @@
-"""The pictures of `analyze`. Plain numbers in, one PNG out, aside and renamed."""
+"""The figures of `analyze`, each from plain numbers to one PNG file, which is written atomically."""
 
 import itertools
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from ..checkpoints.file_io import PathLike
 from ..plots import PALETTE, STYLE, drawing
 
-FRAMED = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
-MOST_LAYERS = 6
+FRAMED_STYLE = {**STYLE, "axes.spines.top": True, "axes.spines.right": True, "axes.edgecolor": "#c9ccd1"}
+MAX_LAYERS = 6  # shown in a figure of maps or mixing
 
 
-def plot_layers(path, models, note):
-    """Rank and entropy per layer, model beside model (figure 3b).
+def plot_layers(path: PathLike, models: Mapping[str, list[dict[str, Any]]], note: str) -> None:
+    """Plot rank and entropy per layer, for all models in the same axes (figure 3b).
 
-    models: label -> "layers" of `measure_calls`. note: one line below: what the inputs were.
+    Args:
+        path: PNG file to write.
+        models: label -> "layers" of `measure_calls`.
+        note: one line below the plots, which says what the inputs were.
     """
-    limits = (
-        "dotted: the largest possible rank (causal: of the second half of the text on the first), the entropy of equal"
-    )
-    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits} weights; {note}") as (_, (both,)):
+    limits = "dotted: the largest possible rank (causal: of the second half on the first), the entropy of equal weights"
+    with drawing(path, 1, 2, figsize=(11, 4.1), note=f"{limits}; {note}") as (_, (row,)):
         measures = (("Rank", "rank", "bound"), ("Entropy of a row, nats", "entropy", "uniform_entropy"))
-        for axes, (title, key, limit) in zip(both, measures, strict=True):
+        for axes, (title, key, limit) in zip(row, measures, strict=True):
             for (label, layers), color in zip(models.items(), itertools.cycle(PALETTE), strict=False):
                 values = [layer[key] for layer in layers]
                 name = f"{label}: mean {sum(values) / len(values):.4g}"
@@ -31,51 +35,63 @@ def plot_layers(path, models, note):
             axes.legend(loc="best", fontsize=9)
 
 
-def thinned(items):
-    """At most MOST_LAYERS of `items`, evenly, the first and the last among them."""
+def pick_evenly(items: Iterable[Any]) -> list[Any]:
+    """Return at most `MAX_LAYERS` of `items`, evenly spaced, with the first and the last among them."""
     items = list(items)
-    most = min(MOST_LAYERS, len(items))
-    return [items[round(i * (len(items) - 1) / max(1, most - 1))] for i in range(most)]
+    count = min(MAX_LAYERS, len(items))
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def plot_maps(path, models):
-    """Attention scores of each layer, and below them what the middle token of the grid reads (figure 3a).
+def plot_maps(path: PathLike, models: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Plot the attention scores of layers, and below them what the middle token of the grid attends to (figure 3a).
 
-    models: label -> entries of `attention_maps`, of one input. Each picture has its own scale.
+    Args:
+        path: PNG file to write.
+        models: label -> what `attention_maps` returns, for the same input. Each map has its own color scale.
     """
-    chosen = {label: thinned(enumerate(maps)) for label, maps in models.items()}
-    columns = max(len(own) for own in chosen.values())
-    lines = [(label, key) for key in ("scores", "map") for label, own in chosen.items() if own[0][1][key] is not None]
+    chosen = {label: pick_evenly(enumerate(maps)) for label, maps in models.items()}
+    columns = max(len(layers) for layers in chosen.values())
+    lines = [
+        (label, key) for key in ("scores", "map") for label, layers in chosen.items() if layers[0][1][key] is not None
+    ]
     size = (2.1 * columns + 1.2, 2.15 * len(lines) + 0.4)
-    with drawing(path, len(lines), columns, figsize=size, style=FRAMED) as (_, grid):
+    with drawing(path, len(lines), columns, figsize=size, style=FRAMED_STYLE) as (_, grid):
         for axes in grid.flat:
             axes.set_axis_off()
         for row, (label, key) in zip(grid, lines, strict=True):
             for axes, (layer, entry) in zip(row, chosen[label], strict=False):
                 if entry[key] is not None:
-                    draw(axes, entry[key].numpy(), power=0.5)
+                    draw_matrix(axes, entry[key].numpy(), power=0.5)
                     axes.set_title(f"layer {layer}", loc="center")
             row[0].set_ylabel(f"{label}\n{'scores' if key == 'scores' else 'middle token'}", fontweight="bold")
 
 
-def plot_mixing(path, layers):
-    """Mixing weights at the start and as learned, a column per layer; writes nothing where no layer has more than one block.
+def plot_mixing(path: PathLike, layers: Mapping[str, dict[str, Any]]) -> None:
+    """Plot the initial and the learned mixing weights, one column per layer; rows of a matrix are query blocks.
 
-    layers: what `describe_mixing` gives, rows = query blocks. Over a grid every query block is a map in its own place.
+    With a 2-D layout, each query block is drawn as a map over the grid, in its own place. Nothing is written if no layer
+    has more than one block.
+
+    Args:
+        path: PNG file to write.
+        layers: what `describe_mixing` returns.
     """
     import numpy
 
-    shown = thinned((name, layer) for name, layer in layers.items() if len(layer["learned"]) > 1)
+    shown = pick_evenly((name, layer) for name, layer in layers.items() if len(layer["learned"]) > 1)
     if not shown:
         return
-    with drawing(path, 2, len(shown), figsize=(2.5 * len(shown) + 0.9, 5.4), style=FRAMED) as (figure, grid):
+    figsize = (2.5 * len(shown) + 0.9, 5.4)
+    with drawing(path, 2, len(shown), figsize=figsize, style=FRAMED_STYLE) as (figure, grid):
         for column, (name, layer) in zip(grid.T, shown, strict=True):
-            tiles = layer["layout"] if len(layer["layout"] or ()) == 2 else None
-            pictures = [numpy.asarray(layer[key], dtype=float) for key in ("start", "learned")]
-            pictures = [tiled(picture, tiles) for picture in pictures] if tiles else pictures
-            for axes, picture in zip(column, pictures, strict=True):
-                draw(axes, picture, power=1.0 if tiles else 0.5, top=max(x.max() for x in pictures))
-                for line, count in zip((axes.axhline, axes.axvline), tiles or (), strict=False):
+            layout = layer["layout"] if len(layer["layout"] or ()) == 2 else None
+            matrices = [numpy.asarray(layer[key], dtype=float) for key in ("start", "learned")]
+            if layout:
+                matrices = [tile_matrix(matrix, layout) for matrix in matrices]
+            top = max(matrix.max() for matrix in matrices)
+            for axes, matrix in zip(column, matrices, strict=True):
+                draw_matrix(axes, matrix, power=1.0 if layout else 0.5, top=top)
+                for line, count in zip((axes.axhline, axes.axvline), layout or (), strict=False):
                     for i in range(1, count):
                         line(i * count - 0.5, color="white", linewidth=1.5)
             column[0].set_title(f"layer {re.findall(r'[0-9]+', name)[-1]}", loc="center")
@@ -84,16 +100,18 @@ def plot_mixing(path, layers):
         figure.suptitle("Which blocks each block reads", x=0.01, ha="left", fontweight="bold", fontsize=12)
 
 
-def tiled(matrix, layout):
-    """`[M, M]` as `[rows * rows, columns * columns]`: tile (i, j) is what query block (i, j) reads, over the grid; a block
-    of prefix tokens before it is left out."""
+def tile_matrix(matrix: Any, layout: tuple[int, int]) -> Any:
+    """Rearrange an array `[M, M]` into `[rows * rows, columns * columns]` for a layout of rows x columns blocks.
+
+    Tile (i, j) is what query block (i, j) reads, over the grid. A block of prefix tokens before the grid is left out.
+    """
     rows, columns = layout
     values = matrix[-rows * columns :, -rows * columns :]
     return values.reshape(rows, columns, rows, columns).transpose(0, 2, 1, 3).reshape(rows * rows, columns * columns)
 
 
-def draw(axes, values, power, top=None):
-    """One matrix as a picture without ticks; power: of the scale of colors, which ends at `top`."""
+def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
+    """Draw an array as an image without ticks, with colors on a scale of `values ** power` that ends at `top`."""
     from matplotlib.colors import PowerNorm
 
     norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)

@@ -1,49 +1,63 @@
-"""Rank and entropy of every attention layer, attention maps, and what the mixing has become.
+"""Measure attention layers: rank, entropy, attention maps, and how far the mixing has moved in training.
 
-The rank of a causal layer is that of its lower left quarter (what the second half of the text reads in the first): a
-triangle with a diagonal has full rank whatever the attention is.
+For a causal layer, the rank is that of the lower left quarter of its matrix (the queries in the second half of the text,
+on the keys in the first half), because a triangle with a nonzero diagonal has full rank whatever the attention is.
 """
 
 import copy
 import math
 import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
-from .attention import is_core, layer_of, recorded_attention
+from .attention import Attention, is_core, layer_of, recorded_attention
 
-MAP_SIDE = 256
+MAP_SIDE = 256  # largest side of an attention map that is kept
+
+Calls = dict[str, list[Attention]]  # layer -> its calls
 
 
 def count_rank(values: torch.Tensor, tolerance: float) -> int:
-    """How many singular values are above `tolerance` times the largest."""
+    """Count the singular values above `tolerance` times the largest."""
     return int((values > tolerance * values[0]).sum()) if values[0] > 0 else 0
 
 
 def effective_rank(values: torch.Tensor) -> float:
-    """exp of the entropy of the singular values' shares: 1 for rank one, N for N equal values (Roy and Vetterli 2007)."""
+    """Return exp of the entropy of the normalized singular values: N for N equal ones (Roy and Vetterli 2007)."""
     return row_entropy(values).exp().item() if values[0] > 0 else 0.0
 
 
 def row_entropy(rows: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of each row of `[T, S]`, as shares of |weight|; NaN for a row without any weight."""
+    """Return the entropy in nats of each row of `[T, S]`, normalized to shares of |weight|; NaN for a row of zeros."""
     weight = rows.abs()
     share = weight / weight.sum(-1, keepdim=True)
     return -torch.special.xlogy(share, share).sum(-1)
 
 
-def rank_bound(sizes, width: int) -> int:
-    """min(N, sum over blocks of min(n_b, d)): the largest rank MHLA can have (section 4.3, table 1)."""
+def rank_bound(sizes: Iterable[int], width: int) -> int:
+    """Return min(N, sum over blocks of min(n_b, d)), the largest rank that MHLA can have (section 4.3, table 1)."""
+    sizes = list(sizes)
     return min(sum(sizes), sum(min(size, width) for size in sizes))
 
 
 @torch.no_grad()
-def record_model(model, batch, run=None) -> dict:
-    """layer -> its `Attention` calls in eval mode, in the order of the forward pass.
+def record_model(model: nn.Module, batch: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Calls:
+    """Run a model in eval mode and record its attention.
 
-    batch: keyword arguments of `run`: what calls the model, such as the pipeline whose transformer it is; None: the model.
-    ValueError: no layer was seen, which is what happens with attention that is neither MHLA nor torch's own function.
+    Args:
+        model: whose layers are recorded.
+        batch: keyword arguments of `run`.
+        run: calls the model, e.g. the pipeline it belongs to (default: the model itself).
+
+    Returns:
+        Layer -> its calls, in the order of the forward pass.
+
+    Raises:
+        ValueError: no attention was seen, because it is neither MHLA nor torch's own function.
     """
     was_training = model.training
     model.eval()
@@ -54,27 +68,31 @@ def record_model(model, batch, run=None) -> dict:
         model.train(was_training)
     if not calls:
         raise ValueError(
-            f"model: no attention was seen in {type(model).__name__}; expected MHLA layers, or softmax layers that call "
-            'torch\'s scaled_dot_product_attention (load it with attn_implementation="sdpa")'
+            f"model: got {type(model).__name__}, in which no attention was seen, expected MHLA layers, or softmax layers "
+            'that call torch\'s scaled_dot_product_attention (load it with attn_implementation="sdpa").'
         )
-    layers = {}
+    layers: Calls = {}
     for call in calls:
         layers.setdefault(call.layer, []).append(call)
     return layers
 
 
-def measure_calls(layers, *, tolerance=None, progress=False) -> dict:
-    """Rank and entropy of every attention layer in what `record_model` gave.
+def measure_calls(layers: Calls, *, tolerance: float | None = None, progress: bool = False) -> dict[str, Any]:
+    """Measure rank and entropy of every attention layer that `record_model` recorded.
 
-    tolerance: singular values above this share of the largest count; None: max(T, S) * 1.2e-7, as of
-    `torch.linalg.matrix_rank` for float32.
+    Args:
+        layers: layer -> its calls.
+        tolerance: singular values above this share of the largest count toward the rank (default: max(T, S) * 1.2e-7, as
+            in `torch.linalg.matrix_rank` for float32).
+        progress: show a progress bar.
 
     Returns:
-        dict: "layers", a list of dicts in the order of the forward pass: "layer" (module), "kind" ("softmax", "linear",
-        "mhla"), "tokens", "heads", "key_width" (d), "part" ("whole", or of what on what), "rank" (mean over samples and
-        heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy" (that of equal
-        weights on what each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance", and with a local softmax
-        "far_share", the weight outside of it. "mean": the means of rank, effective rank and entropy over layers.
+        A dict with "layers", a list of dicts in the order of the forward pass, and "mean", the means of rank, effective
+        rank and entropy over layers. A layer's keys are "layer" (module), "kind" ("softmax", "linear", "mhla"),
+        "tokens", "heads", "key_width" (d), "part" ("whole", or which part of the matrix has the rank), "rank" (mean over
+        samples and heads), "rank_min", "rank_max", "effective_rank", "entropy" (nats, mean over rows), "uniform_entropy"
+        (of equal weights on the tokens that each row sees), "bound" (table 1: N, d or sum of min(n_b, d)), "tolerance",
+        and with a softmax window "far_share", the share of the weights outside it.
     """
     bar = tqdm(layers.items(), desc="layers", unit="layer", disable=not progress)
     measured = [_measure_layer(name, calls, tolerance) for name, calls in bar]
@@ -82,45 +100,64 @@ def measure_calls(layers, *, tolerance=None, progress=False) -> dict:
     return {"layers": measured, "mean": means}
 
 
-def _measure_layer(name, calls, tolerance):
-    first, sizes = calls[0], {call.q.shape[1] for call in calls}
+def _measure_layer(name: str, calls: list[Attention], tolerance: float | None) -> dict[str, Any]:
+    first, lengths = calls[0], {call.q.shape[1] for call in calls}
     (_, tokens, heads, width), causal = first.q.shape, first.is_causal
-    if len(sizes) > 1 or tokens == 1:
-        raise ValueError(f"inputs: {name} saw {sorted(sizes)} tokens, expected one number of at least 2")
+    if len(lengths) > 1 or tokens == 1:
+        raise ValueError(f"inputs: {name} got {sorted(lengths)} tokens, expected one number of at least 2.")
     half = tokens // 2 if causal else 0
     part = slice(half, None), slice(0, half or None)
     shape = tokens - half, half or tokens
     tolerance = max(shape) * torch.finfo(torch.float32).eps if tolerance is None else tolerance
-    places = [(call, sample, head) for call in calls for sample in range(len(call.q)) for head in range(heads)]
-    found = [_measure_matrix(call.matrix(*place), part, tolerance) for call, *place in places]
-    ranks, effective, entropies, uniform = zip(*found, strict=True)
+    matrices = [(call, sample, head) for call in calls for sample in range(len(call.q)) for head in range(heads)]
+    values = [_measure_matrix(call.matrix(sample, head), part, tolerance) for call, sample, head in matrices]
+    ranks, effective_ranks, entropies, uniform_entropies = zip(*values, strict=True)
     bound = min(*shape, width) if first.kind == "linear" else min(shape)
     if first.kind == "mhla":
         index = first.options["blocks"].index()
         bound = min(rank_bound(torch.bincount(index[side]).tolist(), width) for side in part)
-    measured = {"layer": name, "kind": first.kind, "tokens": tokens, "heads": heads, "key_width": width}
-    measured |= {"part": "second half on first half" if causal else "whole", "tolerance": tolerance, "bound": bound}
-    measured |= {"rank": statistics.fmean(ranks), "rank_min": min(ranks), "rank_max": max(ranks)}
-    means = {"effective_rank": effective, "entropy": entropies, "uniform_entropy": uniform}
+    measured = {
+        "layer": name,
+        "kind": first.kind,
+        "tokens": tokens,
+        "heads": heads,
+        "key_width": width,
+        "part": "second half on first half" if causal else "whole",
+        "tolerance": tolerance,
+        "bound": bound,
+        "rank": statistics.fmean(ranks),
+        "rank_min": min(ranks),
+        "rank_max": max(ranks),
+        "effective_rank": statistics.fmean(effective_ranks),
+        "entropy": statistics.fmean(entropies),
+        "uniform_entropy": statistics.fmean(uniform_entropies),
+    }
     if "form" in first.options:
-        means["far_share"] = [call.far_share(*place) for call, *place in places]
-    return measured | {key: statistics.fmean(values) for key, values in means.items()}
+        measured["far_share"] = statistics.fmean(call.far_share(sample, head) for call, sample, head in matrices)
+    return measured
 
 
-def _measure_matrix(matrix, part, tolerance):
-    """Rank and effective rank of the part, mean entropy of all rows, and that of equal weights."""
+def _measure_matrix(
+    matrix: torch.Tensor, part: tuple[slice, slice], tolerance: float
+) -> tuple[int, float, float, float]:
+    """Return rank and effective rank of a part of a matrix, mean entropy of its rows, and that of equal weights."""
     values, live = torch.linalg.svdvals(matrix[part]), matrix[(matrix != 0).any(-1)]
-    equal = (live != 0).sum(-1).double().log()
-    return count_rank(values, tolerance), effective_rank(values), row_entropy(live).mean().item(), equal.mean().item()
+    uniform_entropy = (live != 0).sum(-1).double().log()
+    entropy = row_entropy(live).mean().item()
+    return count_rank(values, tolerance), effective_rank(values), entropy, uniform_entropy.mean().item()
 
 
-def attention_maps(layers) -> list[dict]:
-    """Of each layer's first sample: "scores" (the mean over heads, fp32 `[T, S]`, at most 256 a side, thinned out) and
-    "map" (what the middle token of a grid reads, `[rows, columns]`; None for sequences and video)."""
+def attention_maps(layers: Calls) -> list[dict[str, Any]]:
+    """Return pictures of each layer's attention on the first sample.
+
+    Returns:
+        A list of dicts with "layer", "kind", "scores" (mean over heads, fp32 `[T, S]`, subsampled to at most 256 a side),
+        and "map" (what the middle token of a grid attends to, `[rows, columns]`; None for sequences and video).
+    """
     maps = []
     for name, (call, *_) in layers.items():
         heads = call.q.shape[2]
-        scores = sum(call.matrix(0, head) for head in range(heads)) / heads
+        scores = torch.stack([call.matrix(0, head) for head in range(heads)]).sum(0) / heads
         step = math.ceil(max(scores.shape) / MAP_SIDE)
         entry = {"layer": name, "kind": call.kind, "scores": scores[::step, ::step].float(), "map": None}
         grid = call.grid or square_grid(call)
@@ -132,35 +169,48 @@ def attention_maps(layers) -> list[dict]:
     return maps
 
 
-def square_grid(call) -> tuple:
-    """The square that the tokens of a bidirectional layer form after at most eight class and register tokens, or ()."""
+def square_grid(call: Attention) -> tuple[int, ...]:
+    """Return the square grid that the tokens of a bidirectional layer form after up to eight prefix tokens, else ()."""
     side = math.isqrt(call.q.shape[1])
     return (side, side) if side > 1 and call.q.shape[1] - side * side <= 8 and not call.is_causal else ()
 
 
 @torch.no_grad()
-def describe_mixing(model) -> dict[str, dict]:
-    """layer -> "start" and "learned" mixing weights, nested lists `[M, M]`, the mean over heads where each has its own;
-    "layout", blocks per axis of a grid or None; "moved": half the L1 distance of their rows as shares, mean over rows (0: as
-    at the start, 1: nothing in common)."""
-    found = {}
+def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe how the mixing weights of each MHLA layer have changed since initialization.
+
+    Returns:
+        Layer -> a dict with "start" and "learned" (nested lists `[M, M]`, the mean over heads), "layout" (blocks per axis
+        of a grid, or None), and "moved" (half the L1 distance between the normalized rows, mean over rows: 0 for
+        unchanged, 1 for nothing in common).
+    """
+    layers = {}
     for name, module in model.named_modules():
         if is_core(module):
-            start = copy.deepcopy(module.mixing)
-            for parameter, value in start.initial_values().items():
-                start.get_parameter(parameter).copy_(value)
-            both = [_weights(mixing) for mixing in (start, module.mixing)]
-            shares = [m.abs() / m.abs().sum(-1, keepdim=True).clamp_min(1e-30) for m in both]
-            start, learned = ([[round(x, 6) for x in row] for row in m.tolist()] for m in both)
-            moved = 0.5 * (shares[0] - shares[1]).abs().sum(-1).mean().item()
-            layout = getattr(module.mixing, "layout", None)
-            layout = list(layout) if layout else None
-            found[layer_of(name)] = {"start": start, "learned": learned, "layout": layout, "moved": moved}
-    return found
+            mixing: Any = module.mixing
+            initial = copy.deepcopy(mixing)
+            for parameter, value in initial.initial_values().items():
+                initial.get_parameter(parameter).copy_(value)
+            start, learned = _mixing_matrix(initial), _mixing_matrix(mixing)
+            start_shares, learned_shares = (
+                matrix.abs() / matrix.abs().sum(-1, keepdim=True).clamp_min(1e-30) for matrix in (start, learned)
+            )
+            layout = getattr(mixing, "layout", None)
+            layers[layer_of(name)] = {
+                "start": _rounded_rows(start),
+                "learned": _rounded_rows(learned),
+                "layout": list(layout) if layout else None,
+                "moved": 0.5 * (start_shares - learned_shares).abs().sum(-1).mean().item(),
+            }
+    return layers
 
 
-def _weights(mixing):
-    """The matrix of a mixing module, the mean over heads; that of decays for 32 blocks."""
+def _rounded_rows(matrix: torch.Tensor) -> list[list[float]]:
+    return [[round(value, 6) for value in row] for row in matrix.tolist()]
+
+
+def _mixing_matrix(mixing: Any) -> torch.Tensor:
+    """Return the matrix of a mixing module, `[M, M]`, averaged over heads; for decays, that of 32 blocks."""
     if hasattr(mixing, "num_decays"):
         matrix = mixing()[0].matrix(32)
     else:

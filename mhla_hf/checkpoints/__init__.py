@@ -1,1 +1,1 @@
-"""Saved models: their one source file, loading and saving whole, fingerprints, and a load where mhla_hf is missing."""
+"""Saved models: loading, saving, fingerprints, and the single source file that each checkpoint carries."""

@@ -1,14 +1,16 @@
-"""Models and pipelines from a folder or the Hub, so that a damaged one is noticed.
+"""Load models, tokenizers and pipelines from a folder or the Hub, and refuse damaged ones.
 
-transformers fills weights that a checkpoint lacks with random ones and only warns. Whatever goes wrong while loading becomes
-one sentence that names the model.
+transformers fills weights that a checkpoint lacks with random ones and only warns; here that is an error. All errors are
+`ValueError` with one line that names the model.
 """
 
 import contextlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -31,182 +33,237 @@ from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole
-from .files import HUB_ID, LOADING_ERRORS, PIPELINE, check_model_name, first_line, one_sentence, read_json
-from .save import VOCABULARIES
+from .file_io import HUB_ID, PIPELINE_INDEX, PathLike, read_json, resolve_model_name, summarize_error, wrap_errors
+from .save import TOKENIZER_FILES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
-HARMLESS = ("tokenizer_class", "quantization_config")  # no class of configurations knows them
+MAX_LAYERS = 10_000  # refuse absurd configurations before transformers spends minutes building the model
+KEPT_ATTRIBUTES = ("tokenizer_class", "quantization_config")  # no configuration class declares these, and they are safe
+
+# `load_*` returns (model in eval mode, tokenizer or image processor)
+Loaded = tuple[Any, Any]
 
 
-def register_classes(config: type, classes) -> None:
-    """Register a model type with transformers' Auto classes; one that is registered already stays as it is."""
+def register_classes(config: Any, classes: Sequence[type]) -> None:
+    """Register a model type's classes with transformers' Auto classes, unless the type is registered already.
+
+    Args:
+        config: the configuration class.
+        classes: its model classes; if several belong to one Auto class, the first is registered.
+    """
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
-        for cls in reversed(classes):  # of several for one Auto class, the first
+        for cls in reversed(classes):
             getattr(transformers, auto_class_of(cls.__name__)).register(config, cls, exist_ok=True)
 
 
 def register_family(family: Family) -> None:
-    """Register what a family of bases of transformers becomes: its configuration, body and heads.
+    """Register the converted counterpart of a transformers model family: its configuration, body and heads.
 
-    And with PEFT, where it is imported already, the base's default LoRA targets.
+    If PEFT is already imported, its default LoRA targets for the base also become those of the converted model.
     """
     module = importlib.import_module(f"..{family.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
     register_classes(classes[0].config_class, classes)
-    lora = sys.modules.get("peft.tuners.lora")
+    lora: Any = sys.modules.get("peft.tuners.lora")
     if lora is not None and family.base in (targets := lora.LoraModel.target_module_mapping):
         targets.setdefault(f"mhla_{family.base}", targets[family.base])
 
 
-def register_type_of(source, **files) -> None:
-    """Register the family of a converted model in a folder or on the Hub, if it is of one; files: as `from_pretrained`."""
-    read_json(Path(source, "config.json"))  # which is to hold an object
-    config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **files)
-    for name, kind, what in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
+def register_model_type(source: PathLike, **hub_options: Any) -> None:
+    """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model.
+
+    Args:
+        source: folder or Hub id.
+        **hub_options: as `from_pretrained` takes them, such as `revision`.
+
+    Raises:
+        ValueError: config.json is malformed.
+    """
+    read_json(Path(source, "config.json"))  # raises unless it holds an object
+    config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
+    for name, kind, expected in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
         if not isinstance(config.get(name), (kind, type(None))):
-            raise ValueError(f"{name} in config.json: got {config[name]!r}, expected {what}")
+            raise ValueError(f"{name} in config.json: got {config[name]!r}, expected {expected}.")
     for name in ("num_hidden_layers", "n_layer"):
-        if is_whole(config.get(name), MOST_LAYERS + 1):
-            raise ValueError(f"{name} in config.json: got {config[name]}, expected at most {MOST_LAYERS}")
+        if is_whole(config.get(name), MAX_LAYERS + 1):
+            raise ValueError(f"{name} in config.json: got {config[name]}, expected at most {MAX_LAYERS}.")
     family = family_of_type((config.get("model_type") or "").removeprefix("mhla_"))
     if config.get("mhla") is not None and family is not None:
         register_family(family)
 
 
 @contextlib.contextmanager
-def optional(what, library, extra):
-    """Where an optional library that is imported meanwhile is missing, an ImportError with the line that installs it."""
+def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
+    """Turn an ImportError in the block into one that says which extra of mhla_hf to install."""
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{what} needs {library}, which is missing: pip install 'mhla_hf[{extra}]'") from error
+        raise ImportError(f"{feature} needs {library}, which is missing: pip install 'mhla_hf[{extra}]'") from error
 
 
-def is_pipeline(name, revision=None):
-    """Whether a folder or Hub id is a diffusers pipeline: it has a model_index.json. False for what cannot be asked."""
+def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
+    """Return whether a folder or Hub id holds a diffusers pipeline; False if the Hub does not answer."""
     if os.path.lexists(name) or not HUB_ID.fullmatch(str(name)):
-        return (Path(name) / PIPELINE).is_file()
+        return (Path(name) / PIPELINE_INDEX).is_file()
     try:
-        hf_hub_download(str(name), PIPELINE, revision=revision)
-    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
+        hf_hub_download(str(name), PIPELINE_INDEX, revision=revision)
+    except Exception:  # loading a model of that name will report whatever this is
         return False
     return True
 
 
-def load_config(name, *, revision=None, trust_remote_code=False):
-    """The configuration of a folder or Hub id; ValueError, TypeError in one sentence."""
+def load_config(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the configuration of a folder or Hub id.
+
+    Raises:
+        TypeError: `name` is not a string or path.
+        ValueError: the configuration cannot be loaded.
+    """
     if not isinstance(name, (str, os.PathLike)):
-        raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id")
-    with one_sentence(f"model {str(name)!r}: its configuration cannot be loaded"):
-        register_type_of(name, revision=revision)
+        raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id.")
+    with wrap_errors(f"model: got {str(name)!r}, expected a configuration that can be loaded"):
+        register_model_type(name, revision=revision)
         return AutoConfig.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
 
 
-def load_tokenizer(name, *, revision=None, trust_remote_code=False):
-    """The tokenizer of a folder or Hub id; ValueError in one sentence."""
-    with one_sentence(f"model {str(name)!r}: its tokenizer cannot be loaded"):
+def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder or Hub id. `ValueError` if it cannot be loaded."""
+    with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
         return _read_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def _read_tokenizer(name, *, trust_remote_code, **files):
-    """Without code that is not trusted, and without the name of such code, which the tokenizer would write when saved."""
+def _read_tokenizer(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
+    """Load a tokenizer; unless its code is trusted, remove references to that code, which saving would copy."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     except (ValueError, OSError) as error:
         if has_tokenizer(name):
             raise
-        raise ValueError(f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})") from error
+        message = f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})"
+        raise ValueError(message) from error
     if not trust_remote_code:
-        forget_code(tokenizer)
+        strip_code_references(tokenizer)
     return tokenizer
 
 
-def _tokenizer_reader(name):
-    """What reads a model's own tokenizer, or that of the folder or Hub id `name`."""
-    return _read_tokenizer if name is None else lambda *given, **options: load_tokenizer(name)
+def _tokenizer_reader(name: PathLike | None) -> Callable[..., Any]:
+    """Return a function that loads the model's own tokenizer, or that of `name` if given."""
+    return _read_tokenizer if name is None else lambda *args, **options: load_tokenizer(name)
 
 
-def has_tokenizer(name) -> bool:
-    """Whether a folder holds a file of a tokenizer; True for a Hub id, which is not asked."""
+def has_tokenizer(name: PathLike) -> bool:
+    """Return whether a folder holds tokenizer files; True for a Hub id, without asking the Hub."""
     folder = Path(name)
-    return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *VOCABULARIES))
+    return not folder.is_dir() or any((folder / file).exists() for file in ("tokenizer_config.json", *TOKENIZER_FILES))
 
 
-def _read_processor(name, *, trust_remote_code, **files):
-    """As `_read_tokenizer`, of an image processor."""
-    processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **files)
+def _read_image_processor(name: PathLike, *, trust_remote_code: bool, **hub_options: Any) -> Any:
+    """Load an image processor, without references to untrusted code as in `_read_tokenizer`."""
+    processor = AutoImageProcessor.from_pretrained(str(name), trust_remote_code=trust_remote_code, **hub_options)
     if not trust_remote_code:
-        forget_code(processor)
+        strip_code_references(processor)
     return processor
 
 
-def forget_code(part) -> list[str]:
-    """Take out of a tokenizer, image processor or configuration what could name somebody's code when it is saved.
+def strip_code_references(component: Any) -> list[str]:
+    """Remove from a tokenizer, image processor or configuration whatever may name somebody's code when it is saved.
 
-    Of the last two that is everything that their class does not know, but numbers. Returns the names.
+    For image processors and configurations this is every attribute that their class does not declare, except numbers.
+
+    Returns:
+        The names of the removed attributes.
     """
-    if isinstance(part, transformers.PreTrainedTokenizerBase):
-        return ["auto_map"] if part.init_kwargs.pop("auto_map", None) else []
-    if not isinstance(part, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
+    if isinstance(component, transformers.PreTrainedTokenizerBase):
+        return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
+    if not isinstance(component, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
         return []
-    known = {*vars(type(part)()), *HARMLESS}
-    odd = [name for name, value in vars(part).items() if name not in known and not isinstance(value, (int, float))]
-    odd = [name for name in odd if not name.startswith("_") and not hasattr(type(part), name)]
-    for name in odd:
-        delattr(part, name)
-    return odd
+    declared = {*vars(type(component)()), *KEPT_ATTRIBUTES}
+    removed = [
+        name
+        for name, value in vars(component).items()
+        if name not in declared
+        and not isinstance(value, (int, float))
+        and not name.startswith("_")
+        and not hasattr(type(component), name)
+    ]
+    for name in removed:
+        delattr(component, name)
+    return removed
 
 
 def load_language_model(
-    name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, weights=True, tokenizer=None
-):
-    """(model in eval mode, tokenizer) of a causal language model.
+    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
+    trust_remote_code: bool = False, weights: bool = True, tokenizer: PathLike | None = None,
+) -> Loaded:  # fmt: skip
+    """Load a causal language model in eval mode, and its tokenizer.
 
-    name: folder or Hub id. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16". device: as torch names
-    it; None: CUDA when there is one, else CPU. trust_remote_code: needed only for source that this package does not know.
-    weights: False: none are read, for a process that another one will give its shares of them.
-    tokenizer: folder or Hub id of the tokenizer; None: the model's own.
-    ValueError, in one sentence, for whatever is wrong: weights missing, pickled, damaged, ...
+    Args:
+        name: folder or Hub id.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: where the model goes (default: CUDA if there is a GPU, else the CPU).
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run the model's own source; not needed for models of this package.
+        weights: if False, allocate the parameters without reading them, for a process that another one sends its shards.
+        tokenizer: folder or Hub id of the tokenizer (default: the model's own).
+
+    Returns:
+        (model, tokenizer)
+
+    Raises:
+        ValueError: the model cannot be loaded or is damaged, e.g. weights are missing or pickled.
     """
-    read = _tokenizer_reader(tokenizer)
-    return _load(name, AutoModelForCausalLM, read, dtype, device, revision, trust_remote_code, weights)
+    read_tokenizer = _tokenizer_reader(tokenizer)
+    return _load(name, AutoModelForCausalLM, read_tokenizer, dtype, device, revision, trust_remote_code, weights)
 
 
-def load_classifier(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False):
-    """(model in eval mode, image processor) of an image classifier; as `load_language_model` for the rest."""
-    return _load(name, AutoModelForImageClassification, _read_processor, dtype, device, revision, trust_remote_code)
+def load_classifier(
+    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:  # fmt: skip
+    """Load an image classifier in eval mode, and its image processor; arguments as in `load_language_model`."""
+    return _load(
+        name, AutoModelForImageClassification, _read_image_processor, dtype, device, revision, trust_remote_code
+    )
 
 
-def load_encoder(name, *, dtype="auto", device=None, revision=None, trust_remote_code=False, tokenizer=None):
-    """(model in eval mode, tokenizer) of an encoder of text with the head that config.json names; the rest as above."""
-    named = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
-    auto_model = getattr(transformers, auto_class_of(named[0]))
+def load_encoder(
+    name: PathLike, *, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None,
+    trust_remote_code: bool = False, tokenizer: PathLike | None = None,
+) -> Loaded:  # fmt: skip
+    """Load a text encoder in eval mode with the head that config.json names, and its tokenizer.
+
+    Arguments as in `load_language_model`.
+    """
+    architectures = load_config(name, revision=revision, trust_remote_code=trust_remote_code).architectures or ["Model"]
+    auto_model = getattr(transformers, auto_class_of(architectures[0]))
     return _load(name, auto_model, _tokenizer_reader(tokenizer), dtype, device, revision, trust_remote_code)
 
 
-def _load(name, auto_model, read_tools, dtype, device, revision, trust_remote_code, weights=True):
-    source = check_model_name(name)
+def _load(
+    name: PathLike, auto_model: Any, read_processor: Callable[..., Any], dtype: str, device: torch.device | str | None,
+    revision: str | None, trust_remote_code: bool, weights: bool = True,
+) -> Loaded:  # fmt: skip
+    source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}")
-    where = "" if isinstance(source, Path) else " (no folder here has that name, so the Hub was asked)"
-    with one_sentence(f"model {str(name)!r} cannot be loaded{where}"):
-        with checked_files(source, revision) as files:
-            register_type_of(source, **files)
-            options = {"trust_remote_code": trust_remote_code, **files}
-            tools = read_tools(str(source), **options)
+        raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
+    where = "" if isinstance(source, Path) else " on the Hub, since there is no such folder"
+    with wrap_errors(f"model: got {str(name)!r}, expected a model that can be loaded{where}"):
+        with verified_files(source, revision) as hub_options:
+            register_model_type(source, **hub_options)
+            options = {"trust_remote_code": trust_remote_code, **hub_options}
+            processor = read_processor(str(source), **options)
             if not weights:
-                return _empty_model(auto_model, str(source), DTYPES.get(dtype), options).eval(), tools
-            options |= {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
-            loaded = auto_model.from_pretrained(str(source), **options)
-        model = loaded[0].to(choose_device(device)).eval()
-    check_whole(name, loaded[1])
-    return model, tools
+                return _empty_model(auto_model, str(source), DTYPES.get(dtype), options).eval(), processor
+            load_options = {"dtype": DTYPES.get(dtype, "auto"), "output_loading_info": True, "use_safetensors": True}
+            model, loading_info = auto_model.from_pretrained(str(source), **options, **load_options)
+        model = model.to(choose_device(device)).eval()
+    check_no_missing_weights(name, loading_info["missing_keys"])
+    return model, processor
 
 
-def _empty_model(auto_model, source, dtype, options):
-    """A model on the CPU whose parameters are memory that was never touched, and costs nothing; its buffers are right."""
+def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
+    """Build a model on the CPU whose parameters are uninitialized memory, which costs nothing, and whose buffers are set."""
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -222,147 +279,184 @@ def _empty_model(auto_model, source, dtype, options):
 
 
 def kind_of_class(name: str) -> str | None:
-    """ "language", "images", or None, from the name of a model's class."""
+    """Return "language" or "images" for the class name of a causal language model or image classifier, else None."""
     if name.endswith("ForImageClassification"):
         return "images"
     return "language" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
 
 
-def kind_of_model(name, revision=None) -> str | None:
-    """As `kind_of_class`, of a folder or Hub id, or "encoders" (of text); None for what cannot be read. ValueError: it is a
-    vision tower."""
+def kind_of_model(name: PathLike, revision: str | None = None) -> str | None:
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None if its config cannot be read.
+
+    Raises:
+        ValueError: it is a vision tower, which the command-line tools do not take.
+    """
     try:
         config = load_config(name, revision=revision)
-    except LOADING_ERRORS:  # whatever it is, loading a model of that name will say so
+    except Exception:  # loading a model of that name will report whatever this is
         return None
-    named = (config.architectures or [""])[0]
+    class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
-    if kind_of_class(named) != "images" and family in VISION:
-        wanted = "a language model, an encoder of text, an image classifier or a pipeline; mhla_hf.convert takes towers"
-        raise ValueError(f"model {str(name)!r} is a {named or config.model_type}; expected {wanted}")
-    return "encoders" if family in ENCODERS else kind_of_class(named)
+    if kind_of_class(class_name) != "images" and family in VISION:
+        raise ValueError(
+            f"model: got {str(name)!r}, a {class_name or config.model_type}, expected a language model, text encoder, "
+            "image classifier or pipeline; mhla_hf.convert takes vision towers."
+        )
+    return "encoders" if family in ENCODERS else kind_of_class(class_name)
 
 
 @contextlib.contextmanager
-def checked_files(source, revision=None, index="config.json"):
-    """While a model is loaded: gives the options of `from_pretrained` that take all its files from one commit.
+def verified_files(
+    source: Path | str, revision: str | None = None, index: str = "config.json"
+) -> Iterator[dict[str, Any]]:
+    """Check a model's files, and yield `from_pretrained` options that take all files from one commit of the Hub.
 
-    source: as `check_model_name` gives it. index: a file that every such model has. ValueError, OSError: a folder's
-    files are cut off, or its shards lie outside.
+    Args:
+        source: as `resolve_model_name` returns it.
+        revision: branch, tag or commit on the Hub.
+        index: a file that every such model has, from which the commit is taken.
+
+    Raises:
+        ValueError, OSError: a file in a folder is truncated, or an index names a shard outside the folder.
     """
     if not isinstance(source, Path):
         commit = Path(cached_file(source, index, revision=revision)).parent.name
-        with without_questions():
+        with no_code_prompts():
             yield {"revision": commit}
         return
-    for shards in source.rglob("*.safetensors.index.json"):
-        check_shards(shards)
+    for shard_index in source.rglob("*.safetensors.index.json"):
+        check_shards(shard_index)
     check_whole_files(source)
-    with without_bars(), without_questions():
+    with no_progress_bars(), no_code_prompts():
         yield {}
 
 
-def check_whole(name, info):
-    """ValueError when weights were missing. info: what `from_pretrained` gives with output_loading_info."""
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"model {str(name)!r} lacks {len(missing)} of its weights, such as {missing[0]!r}")
+def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
+    """Raise `ValueError` if the checkpoint lacked weights, given by name as in `loading_info["missing_keys"]`."""
+    if missing := sorted(missing):
+        raise ValueError(
+            f"model: got {str(name)!r}, which lacks {len(missing)} of its weights, such as {missing[0]!r}, expected all."
+        )
 
 
-def check_shards(index):
-    """The weight_map of a sharded model's index; ValueError for a file not beside it: transformers would follow its name."""
+def check_shards(index: PathLike) -> dict[str, str]:
+    """Return the weight_map of a sharded model's index after checking that every shard lies beside it.
+
+    transformers would follow a path out of the folder.
+    """
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise ValueError(f"{index} has no weight_map: expected the index of a sharded model")
+        raise ValueError(f"{index}: got no weight_map, expected the index of a sharded model.")
     for shard in shards.values():
         if not isinstance(shard, str) or Path(shard).name != shard or not Path(index).with_name(shard).is_file():
-            raise ValueError(f"{index} names the file {shard!r}, which is not beside it")
+            raise ValueError(f"{index}: got the shard {shard!r}, expected a file beside the index.")
     return shards
 
 
 @contextlib.contextmanager
-def without_bars():
-    """transformers shows no progress bars meanwhile."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def no_progress_bars() -> Iterator[None]:
+    """Turn off the progress bars of transformers within the block."""
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
-def without_questions():
-    """transformers refuses custom code that nobody trusted meanwhile, where it would ask at the terminal."""
-    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+def no_code_prompts() -> Iterator[None]:
+    """Make transformers refuse untrusted code within the block, instead of asking at the terminal."""
+    timeout = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = timeout
 
 
-def choose_device(device=None):
-    """A torch device: `device`, or CUDA when there is one, else CPU. ValueError when torch does not have it."""
+def choose_device(device: torch.device | str | None = None) -> torch.device:
+    """Return `device`, or if None CUDA if there is a GPU and else the CPU. `ValueError` if torch cannot use it."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with one_sentence(f"device {device!r} is not available here"):
+    with wrap_errors(f"device: got {str(device)!r}, expected one that is available here"):
         return torch.empty(0, device=device).device
 
 
-def stored_dtype(folder):
-    """The dtype that "auto" gives for a local model, e.g. "float32": the configuration's, else the first weight's."""
+def stored_dtype(folder: PathLike) -> str:
+    """Return the dtype that `dtype="auto"` gives for a local model: the configuration's, else the first weight's."""
     config = read_json(Path(folder, "config.json")) or {}
-    if not (named := config.get("dtype") or config.get("torch_dtype")):
+    if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
-        with one_sentence(f"{file} cannot be read"), safe_open(file, framework="pt") as weights:
-            named = weights.get_tensor(next(iter(weights.keys()))).dtype
-    return str(named).removeprefix("torch.")
+        with (
+            wrap_errors(f"{file}: got unreadable data, expected a safetensors file"),
+            safe_open(file, framework="pt") as weights,
+        ):
+            dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
+    return str(dtype).removeprefix("torch.")
 
 
-def load_pipeline(source, *, dtype, device, revision=None, trust_remote_code=False):
-    """A diffusers pipeline on `device`, from a folder or Hub id; ValueError as of `load_language_model`."""
+def load_pipeline(
+    source: PathLike, *, dtype: str, device: torch.device | str | None, revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:  # fmt: skip
+    """Load a diffusers pipeline from a folder or Hub id; arguments and errors as in `load_language_model`."""
     from diffusers import DiffusionPipeline
 
-    place = check_model_name(source, pipeline=True)
+    resolved = resolve_model_name(source, pipeline=True)
     options = {"dtype": DTYPES.get(dtype), "trust_remote_code": trust_remote_code, "use_safetensors": True}
     try:
-        with checked_files(place, revision, PIPELINE) as files:
-            missing = missing_in_transformers(place, files)
-            pipeline = None if missing else DiffusionPipeline.from_pretrained(str(place), **options, **files)
-        if not (missing := missing or _missing_weights(pipeline)):
+        with verified_files(resolved, revision, PIPELINE_INDEX) as hub_options:
+            missing = missing_transformers_weights(resolved, hub_options)
+            if not missing:
+                pipeline: Any = DiffusionPipeline.from_pretrained(str(resolved), **options, **hub_options)
+        if not missing and not (missing := _missing_diffusers_weights(pipeline)):
             pipeline = pipeline.to(choose_device(device))
-    except LOADING_ERRORS as error:
-        what = f"cannot be loaded: {first_line(error)}"
+    except Exception as error:
+        start = f"model: got {str(source)!r}"
         if "trust_remote_code" in str(error) and not trust_remote_code:
-            what = "holds the source of its MHLA model; give trust_remote_code to run it"
-        raise ValueError(f"model {str(source)!r} {what}") from error
-    check_whole(source, {"missing_keys": missing})
-    for part in () if trust_remote_code else pipeline.components.values():
-        forget_code(part)
-        forget_code(getattr(part, "config", None))
+            raise ValueError(
+                f"{start}, which holds the source of its MHLA model, expected trust_remote_code."
+            ) from error
+        reason = summarize_error(error).removesuffix(".")
+        raise ValueError(f"{start}, expected a pipeline that can be loaded ({reason}).") from error
+    check_no_missing_weights(source, missing)
+    if not trust_remote_code:
+        for component in pipeline.components.values():
+            strip_code_references(component)
+            strip_code_references(getattr(component, "config", None))
     return pipeline
 
 
-def missing_in_transformers(place, files):
-    """Names of the weights that a pipeline's models of transformers lack; with accelerate no weight is read.
+def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
+    """List the weights that the transformers models of a pipeline lack; arguments as in `verified_files`.
 
-    place, files: see `checked_files`.
+    With accelerate installed, the models are built on the meta device and no weight is read.
     """
-    index = place / PIPELINE if isinstance(place, Path) else hf_hub_download(place, PIPELINE, **files)
-    nowhere = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
+    index = (
+        source / PIPELINE_INDEX if isinstance(source, Path) else hf_hub_download(source, PIPELINE_INDEX, **hub_options)
+    )
+    meta = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
     missing = []
-    for part, named in read_json(index).items():
-        ours = isinstance(named, list) and named[0] == "transformers"
-        kind = getattr(transformers, str(named[1]), None) if ours else None
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            how = {"subfolder": part, "use_safetensors": True, "output_loading_info": True, **nowhere, **files}
-            _, info = kind.from_pretrained(str(place), **how)
-            missing += [f"{part}.{name}" for name in info["missing_keys"]]
+    for component, library_and_class in (read_json(index) or {}).items():
+        if not isinstance(library_and_class, list) or library_and_class[0] != "transformers":
+            continue
+        cls = getattr(transformers, str(library_and_class[1]), None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            model_class: Any = cls
+            options = {"subfolder": component, "use_safetensors": True, "output_loading_info": True}
+            _, loading_info = model_class.from_pretrained(str(source), **options, **meta, **hub_options)
+            missing += [f"{component}.{name}" for name in loading_info["missing_keys"]]
     return missing
 
 
-def _missing_weights(pipeline):
-    """Names of the weights of its own models that diffusers found in no file: it leaves them without data."""
-    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
-    return [f"{part}.{name}" for part in parts for name, value in parts[part].named_parameters() if value.is_meta]
+def _missing_diffusers_weights(pipeline: Any) -> list[str]:
+    """List the weights that diffusers found in no file; it leaves them on the meta device."""
+    return [
+        f"{component}.{name}"
+        for component, module in pipeline.components.items()
+        if isinstance(module, torch.nn.Module)
+        for name, value in module.named_parameters()
+        if value.is_meta
+    ]

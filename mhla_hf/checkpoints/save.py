@@ -1,6 +1,6 @@
-"""Models into a folder, whole or not at all: what was there goes only when the new one is complete.
+"""Save models atomically, and list the files that make up a saved model.
 
-What belongs to a saved model is listed here, once: only such files give way to a new model, and only they are shared.
+The list serves two purposes: only these files may be overwritten by a new model, and only these are pushed to the Hub.
 """
 
 import functools
@@ -8,18 +8,20 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from .files import PIPELINE, SHARD_SIZE, folder_aside, one_sentence, read_json, write_json
+from .file_io import PIPELINE_INDEX, SHARD_SIZE, PathLike, atomic_folder, read_json, wrap_errors, write_json
 
 CARD_FILE = "README.md"
-RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf writes about a model
-LICENSE_TEXTS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
-VOCABULARIES = (
+RECORDS = ("results.json", "train.json", "card.json")  # what mhla_hf itself writes about a model
+LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
+TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
     "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
 )  # fmt: skip
-CONFIGURATIONS = (
+CONFIG_FILES = (
     "config.json", "generation_config.json", "scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "chat_template.json",
     "chat_template.jinja",
@@ -28,11 +30,11 @@ WEIGHTS_AND_SOURCE = re.compile(
     r"(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|modeling_mhla\w*\.py"
 )
 
-# What sentence-transformers adds to an encoder: its list of modules, the folders of those with settings or weights, and
-# settings of the whole, of which only these keys are kept. Other modules and keys may name code.
-MODULES = "modules.json"
-MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(Transformer|Pooling|Normalize|Dense|LayerNorm)")
-MODULE_FOLDER = re.compile(r"\d+_\w+")
+# What sentence-transformers adds to an encoder: a list of modules, a folder for each module that has settings or
+# weights, and settings of the whole model. Modules and keys that are not listed here may name code and are dropped.
+SENTENCE_MODULES = "modules.json"
+SENTENCE_MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(Transformer|Pooling|Normalize|Dense|LayerNorm)")
+SENTENCE_MODULE_FOLDER = re.compile(r"\d+_\w+")
 SENTENCE_SETTINGS = {
     "config_sentence_transformers.json": (
         "__version__", "prompts", "default_prompt_name", "similarity_fn_name", "model_type",
@@ -43,119 +45,158 @@ SENTENCE_SETTINGS = {
 }  # fmt: skip
 
 
-def read_sentence_files(name, revision=None) -> dict:
-    """What sentence-transformers adds to an encoder, by path: JSON content, or the `Path` of a module's weights.
+def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
+    """Read the files that sentence-transformers adds to an encoder.
 
-    name: folder or Hub id. {}: it has no modules.json. ValueError, one sentence: a module is not among those that are known.
+    Args:
+        name: folder or Hub id.
+        revision: branch, tag or commit on the Hub.
+
+    Returns:
+        Path in the model folder -> JSON content, or the local `Path` of a module's weights. Empty without a modules.json.
+
+    Raises:
+        ValueError: a module is not one of the known types, which may mean that it runs code.
     """
     from transformers.utils import cached_file
 
     find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
-    if (listed := find(MODULES)) is None:
+    if (index := find(SENTENCE_MODULES)) is None:
         return {}
-    with one_sentence(f"model {str(name)!r}: {MODULES} cannot be read"):
-        modules = json.loads(Path(listed).read_text(encoding="utf-8"))
-        modules = [{key: one[key] for key in ("idx", "name", "path", "type")} for one in modules]
-        known = [(one["type"], MODULE_TYPE.fullmatch(one["type"]), str(one["path"])) for one in modules]
-    found = {MODULES: modules}
-    for kind, match, path in known:
-        where = f"model {str(name)!r}: {MODULES} names {kind!r} in {path!r}, expected a"
+    with wrap_errors(f"model: got {str(name)!r}, expected a {SENTENCE_MODULES} that can be read"):
+        modules = json.loads(Path(index).read_text(encoding="utf-8"))
+        modules = [{key: module[key] for key in ("idx", "name", "path", "type")} for module in modules]
+        types_and_paths = [(str(module["type"]), str(module["path"])) for module in modules]
+    files: dict[str, Any] = {SENTENCE_MODULES: modules}
+    for type_name, path in types_and_paths:
+        where = f"model: got {str(name)!r}, whose {SENTENCE_MODULES} names {type_name!r} in {path!r}"
+        match = SENTENCE_MODULE_TYPE.fullmatch(type_name)
         if match is None:
-            raise ValueError(f"{where} Transformer, Pooling, Normalize, Dense or LayerNorm of sentence-transformers")
+            known = "Transformer, Pooling, Normalize, Dense or LayerNorm"
+            raise ValueError(f"{where}, expected a {known} of sentence-transformers.")
         if path == "" and match[2] == "Transformer":
             continue
-        if not MODULE_FOLDER.fullmatch(path):
-            raise ValueError(f"{where} folder such as 1_Pooling")
-        if (place := find(f"{path}/config.json")) is not None:
-            found[f"{path}/config.json"] = content = read_json(place)
-            if not str(content.get("activation_function", "torch.nn.")).startswith("torch.nn."):
-                raise ValueError(f"{where}n activation function of torch.nn, not {content['activation_function']!r}")
-        if (place := find(f"{path}/model.safetensors")) is not None:
-            found[f"{path}/model.safetensors"] = Path(place)
+        if not SENTENCE_MODULE_FOLDER.fullmatch(path):
+            raise ValueError(f"{where}, expected a folder such as 1_Pooling.")
+        if (config_file := find(f"{path}/config.json")) is not None:
+            config = read_json(config_file) or {}
+            activation = config.get("activation_function", "torch.nn.")
+            if not str(activation).startswith("torch.nn."):
+                raise ValueError(f"{where} with the activation {activation!r}, expected one of torch.nn.")
+            files[f"{path}/config.json"] = config
+        if (weights := find(f"{path}/model.safetensors")) is not None:
+            files[f"{path}/model.safetensors"] = Path(weights)
         elif match[2] in ("Dense", "LayerNorm"):
-            raise ValueError(f"{where} model.safetensors there")
+            raise ValueError(f"{where} without model.safetensors, expected that file.")
     for file, keys in SENTENCE_SETTINGS.items():
-        if (place := find(file)) is not None:
-            found[file] = {key: value for key, value in read_json(place).items() if key in keys}
-    return found
+        if (settings_file := find(file)) is not None:
+            files[file] = {key: value for key, value in (read_json(settings_file) or {}).items() if key in keys}
+    return files
 
 
-def saved_files(folder) -> list[Path]:
-    """Entries of `folder` with the names that mhla_hf, transformers and diffusers give to the files of a model.
+def saved_files(folder: PathLike) -> list[Path]:
+    """List the files in `folder` that belong to a saved model, recognized by their names.
 
-    Of a pipeline, those of its components too, in the folders that model_index.json names. ValueError: that is not JSON.
+    These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them. For a pipeline, the list
+    includes the component folders that model_index.json names.
+
+    Raises:
+        ValueError: model_index.json or modules.json cannot be read.
     """
     folder = Path(folder)
-    names = read_json(folder / PIPELINE) or {}
+    names = read_json(folder / PIPELINE_INDEX) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
-    found = [folder / name for name in (CARD_FILE, PIPELINE, *RECORDS, *LICENSE_TEXTS)]
-    if (folder / MODULES).is_file():
-        with one_sentence(f"{folder / MODULES} cannot be read"):
-            paths = [str(one["path"]) for one in json.loads((folder / MODULES).read_text(encoding="utf-8"))]
-        parts = [folder / path for path in paths if MODULE_FOLDER.fullmatch(path)]
-        found += [part / name for part in parts for name in ("config.json", "model.safetensors")]
-        found += [folder / name for name in (MODULES, *SENTENCE_SETTINGS)]
+    candidates = [folder / name for name in (CARD_FILE, PIPELINE_INDEX, *RECORDS, *LICENSE_FILES)]
+    modules_file = folder / SENTENCE_MODULES
+    if modules_file.is_file():
+        with wrap_errors(f"{modules_file}: got an unknown format, expected a list of modules"):
+            paths = [str(module["path"]) for module in json.loads(modules_file.read_text(encoding="utf-8"))]
+        module_folders = [folder / path for path in paths if SENTENCE_MODULE_FOLDER.fullmatch(path)]
+        candidates += [part / name for part in module_folders for name in ("config.json", "model.safetensors")]
+        candidates += [folder / name for name in (SENTENCE_MODULES, *SENTENCE_SETTINGS)]
     for part in (folder, *components):
-        found += [part / name for name in (*CONFIGURATIONS, *VOCABULARIES)]
-        found += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
-        found += part.glob("additional_chat_templates/*.jinja")
-    return sorted(file for file in found if os.path.lexists(file))
+        candidates += [part / name for name in (*CONFIG_FILES, *TOKENIZER_FILES)]
+        candidates += [file for file in part.iterdir() if WEIGHTS_AND_SOURCE.fullmatch(file.name)]
+        candidates += part.glob("additional_chat_templates/*.jinja")
+    return sorted(file for file in candidates if os.path.lexists(file))
 
 
-def check_new_folder(folder, overwrite=False):
-    """`folder`, resolved, when a model can be saved there. ValueError: something is there, or nothing can be written.
+def check_new_folder(folder: PathLike, overwrite: bool = False) -> Path:
+    """Return `folder` as an absolute path after checking that a model can be saved there.
 
-    overwrite: a model that this package saved may give way; nothing else ever does.
+    Args:
+        folder: where to save.
+        overwrite: allow a folder that holds nothing but a model saved by this package.
+
+    Raises:
+        ValueError: `folder` is in use, is the working or home folder or one above, or cannot be written.
     """
-    path = Path(folder).expanduser().resolve()
+    path, start = Path(folder).expanduser().resolve(), f"output: got {str(folder)!r}"
     if path.exists() and not path.is_dir():
-        raise ValueError(f"output {str(folder)!r} is a file; expected a folder to make")
+        raise ValueError(f"{start}, which is a file, expected a new folder.")
     if any(place.resolve().is_relative_to(path) for place in (Path.cwd(), Path.home())):
-        raise ValueError(f"output {str(folder)!r} is where one works or lives; expected a folder below, or elsewhere")
+        raise ValueError(f"{start}, which contains the working or the home folder, expected another folder.")
     if path.exists() and any(path.iterdir()):
-        where = f"output {str(folder)!r} is not empty"
         if not overwrite:
-            raise ValueError(f"{where}; give another folder, or overwrite (--overwrite)")
+            raise ValueError(f"{start}, which is not empty, expected another folder, or overwrite (--overwrite).")
         if not holds_saved_model(path):
-            raise ValueError(f"{where} and holds no MHLA model; only such a model is overwritten")
-        kept = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
-        if foreign := min(kept - {file for file in saved_files(path) if not file.is_symlink()}, default=None):
-            raise ValueError(f"{where} and holds {str(foreign)!r}, which is no part of a model; move it first")
-    above = path.parent
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"output {str(folder)!r} cannot be made: {str(above)!r} is not a folder one can write to")
+            raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected one to overwrite.")
+        existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+        model_files = {file for file in saved_files(path) if not file.is_symlink()}
+        if foreign := min(existing - model_files, default=None):
+            raise ValueError(
+                f"{start}, which holds {str(foreign)!r}, expected nothing but the files of a model; move it first."
+            )
+    ancestor = path.parent
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        raise ValueError(f"{start}, which cannot be made in {str(ancestor)!r}, expected a writable folder there.")
     return path
 
 
-def holds_saved_model(folder):
-    """Whether a model that this package saved lies in `folder`, or a pipeline with one."""
-    pipeline = (folder / PIPELINE).is_file()
-    sources = folder.glob("*/modeling_mhla*.py" if pipeline else "modeling_mhla*.py")
+def holds_saved_model(folder: Path) -> bool:
+    """Return whether `folder` holds a model that this package saved, or a pipeline with one."""
+    is_pipeline = (folder / PIPELINE_INDEX).is_file()
+    sources = folder.glob("*/modeling_mhla*.py" if is_pipeline else "modeling_mhla*.py")
     return any((source.parent / "config.json").is_file() for source in sources)
 
 
-def save_model(model, folder, tool=None, overwrite=False, files=()):
-    """Save a model or pipeline, and its tokenizer or image processor, aside and rename; what was in `folder` goes then.
+def save_model(
+    model: Any, folder: PathLike, processor: Any = None, overwrite: bool = False, files: Mapping[str, Any] | None = None
+) -> Path:
+    """Save a model or pipeline atomically; an old model in `folder` stays until the new one is complete.
 
-    files: what else goes there, as `read_sentence_files` gives it.
-    ValueError, one sentence: see `check_new_folder`, or it cannot be written (the disk is full).
+    Args:
+        model: a model of transformers or diffusers, or a pipeline.
+        folder: where to save; see `check_new_folder`.
+        processor: its tokenizer or image processor.
+        overwrite: replace a model that this package saved.
+        files: further files to save, as `read_sentence_files` returns them.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        ValueError: `folder` cannot be used, or the model cannot be written, e.g. because the disk is full.
     """
-    from .load import without_bars
+    from .load import no_progress_bars
 
     path = check_new_folder(folder, overwrite)
-    failed = one_sentence(f"output {str(folder)!r} cannot be written")
-    with failed, folder_aside(path, replace=overwrite) as aside, without_bars():
-        model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
-        if tool is not None:
-            tool.save_pretrained(aside)
-        write_files(aside, files)
+    with (
+        wrap_errors(f"output: got {str(folder)!r}, expected a folder that can be written"),
+        atomic_folder(path, replace=overwrite) as temporary,
+        no_progress_bars(),
+    ):
+        model.save_pretrained(temporary, max_shard_size=SHARD_SIZE)
+        if processor is not None:
+            processor.save_pretrained(temporary)
+        write_files(temporary, files or {})
     return path
 
 
-def write_files(folder, files) -> None:
-    """Put files into a model's folder: by path, JSON content, or the `Path` of a file to copy."""
+def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
+    """Write files into a model's folder: relative path -> JSON content, or the `Path` of a file to copy."""
     for path, content in dict(files).items():
         target = Path(folder, path)
         target.parent.mkdir(exist_ok=True)

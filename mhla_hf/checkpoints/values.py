@@ -1,4 +1,4 @@
-"""Values that people write, as arguments or in YAML: strict dataclasses, whose complaints are one sentence of one form."""
+"""Validated dataclasses for settings that users pass as arguments or write in YAML, with one form of error message."""
 
 import dataclasses
 import functools
@@ -6,88 +6,114 @@ import math
 import re
 import types
 import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 
-MISSING = dataclasses.MISSING
+MISSING: Any = dataclasses.MISSING
 Number = int | float
+T = TypeVar("T")
 
 
-def checked_field(right, expected, default=MISSING):
-    """A field of a strict dataclass that is None, or for which right(value) is true; expected: what the error says."""
+def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
+    """Declare a dataclass field whose value must satisfy `is_valid`, or be None.
 
-    def check(value):
-        if value is not None and not right(value):
+    Args:
+        is_valid: returns whether a value that already has the annotated type is acceptable.
+        expected: what the error message says was expected.
+        default: the field's default; without one the field is required.
+    """
+
+    def check(value: Any) -> None:
+        if value is not None and not is_valid(value):
             raise ValueError(expected)
 
     return validated_field(check, default=default)
 
 
-def at_least(least, default=MISSING):
-    """A field that counts something, or is None."""
-    return checked_field(lambda value: value >= least, f"a whole number of at least {least}", default)
+def at_least(minimum: int, default: Any = MISSING) -> Any:
+    """Declare a field that holds a whole number of at least `minimum`, or None."""
+    return checked_field(lambda value: value >= minimum, f"a whole number of at least {minimum}", default)
 
 
-def number_in(low, high, expected):
-    """A maker of fields: numbers of at least `low` and at most `high`, both finite, or None."""
+def number_in(low: float, high: float, expected: str) -> Callable[..., Any]:
+    """Return a function `(default=MISSING)` that declares a field for numbers from `low` to `high`, or None."""
     return functools.partial(checked_field, lambda value: low <= value <= high, expected)
 
 
 positive = number_in(math.ulp(0), math.nextafter(math.inf, 0), "a number above 0")
 not_negative = number_in(0, math.nextafter(math.inf, 0), "a number of at least 0")
-share = number_in(0, 1, "a number from 0 to 1")
-decay = number_in(0, math.nextafter(1, 0), "a number of at least 0 and below 1")
+fraction = number_in(0, 1, "a number from 0 to 1")
+fraction_below_one = number_in(0, math.nextafter(1, 0), "a number of at least 0 and below 1")
 
 
-def checked(cls):
-    """The decorator of a strict dataclass that says what is wrong with it in one sentence, as a ValueError."""
-    cls = strict(dataclasses.dataclass(cls))
-    make = cls.__init__
+if typing.TYPE_CHECKING:
+    from dataclasses import dataclass as checked  # so that type checkers know the fields and the constructor
+else:
 
-    @functools.wraps(make)
-    def __init__(self, *args, **kwargs):
-        try:
-            make(self, *args, **kwargs)
-        except (StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
-            names = [field.name for field in dataclasses.fields(cls)]
-            raise ValueError(_sentence(cls, error, dict(zip(names, args, strict=False)) | kwargs)) from None
+    def checked(cls: type[T]) -> type[T]:
+        """Make `cls` a dataclass that checks its fields, and raises `ValueError` in the form of our other errors."""
+        cls = strict(dataclasses.dataclass(cls))
+        unchecked_init = cls.__init__
 
-    cls.__init__ = __init__
-    return cls
+        @functools.wraps(unchecked_init)
+        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            try:
+                unchecked_init(self, *args, **kwargs)
+            except (StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
+                names = [field.name for field in dataclasses.fields(cls)]
+                raise ValueError(_message(cls, error, dict(zip(names, args, strict=False)) | kwargs)) from None
+
+        cls.__init__ = __init__
+        return cls
 
 
-def read_settings(cls, values, what="settings: "):
-    """`values` by name as the strict dataclass `cls`; ValueError in one sentence that begins with `what`."""
+def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
+    """Build the checked dataclass `cls` from a mapping of field names to values.
+
+    Args:
+        cls: a class decorated with `checked`.
+        values: the mapping, typically read from YAML or JSON.
+        prefix: what error messages begin with, such as `"recipe 'x': "`.
+
+    Raises:
+        ValueError: `values` is not a mapping, a name is unknown or missing, or a value is not valid.
+    """
     if not isinstance(values, dict):
-        raise ValueError(f"{what}got {values!r:.80}; expected a mapping")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+        raise ValueError(f"{prefix}got {values!r:.80}, expected a mapping.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := [name for name in values if name not in fields]:
-        raise ValueError(f"{what}unknown {unknown[0]!r}; expected {', '.join(fields)}")
+        raise ValueError(f"{prefix}{unknown[0]}: got an unknown name, expected one of {', '.join(fields)}.")
     for name, field in fields.items():
         if field.default is field.default_factory is MISSING and name not in values:
-            raise ValueError(f"{what}{name} is missing")
+            raise ValueError(f"{prefix}{name}: got nothing, expected a value.")
     try:
         return cls(**values)
     except (StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
-        raise ValueError(what + _sentence(cls, error, values)) from None
+        raise ValueError(prefix + _message(cls, error, values)) from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}{error}") from None
+        raise ValueError(f"{prefix}{error}") from None
 
 
-def _sentence(cls, error, values):
+def _message(cls: type, error: Exception, values: dict[str, Any]) -> str:
+    """Rewrite an error of `huggingface_hub.dataclasses` as `field: got X, expected Y.`"""
     if isinstance(error, StrictDataclassClassValidationError):
         return str(error.__cause__)
-    name = re.match(r"Validation error for field '(\w+)'", str(error))[1]
-    kind = next(field.type for field in dataclasses.fields(cls) if field.name == name)
-    expected = error.__cause__ if isinstance(error.__cause__, ValueError) else _kind(kind)
-    return f"{name} is {values[name]!r}; expected {expected}"
+    match = re.match(r"Validation error for field '(\w+)'", str(error))
+    assert match is not None
+    name = match[1]
+    annotation = next(field.type for field in dataclasses.fields(cls) if field.name == name)
+    expected = error.__cause__ if isinstance(error.__cause__, ValueError) else _describe_type(annotation)
+    return f"{name}: got {values[name]!r}, expected {expected}."
 
 
-def _kind(kind):
-    origin = typing.get_origin(kind)
+def _describe_type(annotation: Any) -> str:
+    """Describe a type annotation for an error message, e.g. `int | None` or `one of ['a', 'b']`."""
+    origin = typing.get_origin(annotation)
     if origin is typing.Literal:
-        return f"one of {list(typing.get_args(kind))}"
+        return f"one of {list(typing.get_args(annotation))}"
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_kind, typing.get_args(kind))).replace("NoneType", "None")
-    return kind.__name__ if isinstance(kind, type) else str(kind)
+        return " | ".join(map(_describe_type, typing.get_args(annotation))).replace("NoneType", "None")
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

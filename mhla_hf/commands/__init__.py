@@ -1,1 +1,1 @@
-"""The sub-commands of `mhla-hf`: the options of each, and a call. What one needs is imported when it runs."""
+"""The sub-commands of `mhla-hf`: their options, and functions that import what they need when they run."""

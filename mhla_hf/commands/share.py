@@ -1,8 +1,9 @@
 """`mhla-hf info`, `card` and `push`."""
 
 import os
+from typing import Any
 
-from .values import check_folder, json_option, parse_pairs, show, start
+from .values import AddArgument, add_json_option, check_folder, load_libraries, parse_pairs, print_record
 
 INFO = """\
 example:
@@ -25,22 +26,21 @@ Log in first: hf auth login. If it is interrupted, the same command resumes: fil
 """
 
 
-def info_options(add):
+def info_options(add: AddArgument) -> None:
     add("folder", metavar="FOLDER", help="a saved MHLA model or pipeline")
-    json_option(add)
+    add_json_option(add)
 
 
-def run_info(folder, as_json, **_):
+def run_info(folder: str, as_json: bool, **_: Any) -> None:
     check_folder(folder, "a saved MHLA model or pipeline")
-    start()
+    load_libraries()
 
     from ..info import describe_model, render_info
 
-    record = describe_model(folder)
-    show(record, as_json, render_info)
+    print_record(describe_model(folder), as_json, render_info)
 
 
-def card_options(add):
+def card_options(add: AddArgument) -> None:
     add("folder", metavar="DIR", help="an evaluated model's folder, or a folder of cards such as model_cards")
     add("--check", action="store_true", help="write nothing; check that rendering gives the same card")
     add("--name", dest="hub_id", metavar="NAME", help="Hub id the model will have")
@@ -53,9 +53,12 @@ def card_options(add):
     add("--over-seeds", metavar="JSON", help="with --shelve: results over several seeds, stored with the facts")
 
 
-def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, command, **options):
+def run_card(
+    folder: str, check: bool, hub_id: str | None, compare: list[str], shelve: str | None, over_seeds: str | None,
+    progress: bool, command: str, **options: Any,
+) -> None:  # fmt: skip
     check_folder(folder, "an evaluated model, or of cards")
-    start()
+    load_libraries()
 
     from ..share import card
 
@@ -68,12 +71,12 @@ def run_card(folder, check, hub_id, compare, shelve, over_seeds, progress, comma
     elif shelve:
         print(card.shelve(folder, *os.path.split(shelve), over_seeds))
     elif hub_id is None:
-        raise ValueError("--name is missing; expected the Hub id the model will have, such as --name me/model")
+        raise ValueError("hub_id: got nothing, expected the Hub id that the model will have, such as --name me/model.")
     else:
         print(card.write_card(folder, name=hub_id, compared=parse_pairs("compare", compare), **options))
 
 
-def push_options(add):
+def push_options(add: AddArgument) -> None:
     add("what", metavar="DIR", help="folder of a saved MHLA model or pipeline")
     add("repo_id", metavar="USER/NAME", help="Hub id; created if it does not exist")
     add("--private", action="store_true", help="create a private repository")
@@ -87,9 +90,9 @@ def push_options(add):
     add("--base-model", help="Hub id of the softmax original, for such a card")
 
 
-def run_push(what, command, **options):
+def run_push(what: str, command: str, **options: Any) -> None:
     check_folder(what, "a saved MHLA model or pipeline")
-    start()
+    load_libraries()
 
     from ..share.push import push
 

@@ -4,24 +4,27 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ..checkpoints.files import named_yaml
+from ..checkpoints.file_io import find_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
 from ..training.recipe import FOLDER, read_recipe
 from .values import (
+    AddArgument,
+    add_device_option,
+    add_dtype_option,
+    add_json_option,
     check_data,
     check_model,
-    count,
-    device_option,
-    dtype_option,
-    json_option,
+    load_libraries,
+    parse_count,
     parse_keep,
     parse_layers,
+    parse_seed,
     parse_settings,
-    seed_number,
-    show,
-    start,
+    print_record,
 )
 
 logger = logging.getLogger("mhla_hf")
@@ -64,19 +67,19 @@ example:
   mhla-hf recipes --model meta-llama/Llama-3.2-1B --tflops 300           with memory and hours, for this model
 Memory is that of one process: weights, gradients, moments, the teacher, activations, and logits.
 """
-# kinds of model other than language models: what loads one, and the recipe to distill it with
-KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
+# Kinds of model other than causal language models -> (the function that loads one, the recipe that distills it)
+OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
 
-def convert_options(add):
-    what = "a language model, text encoder, image classifier, or pipeline"
-    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
+def convert_options(add: AddArgument) -> None:
+    kinds = "a language model, text encoder, image classifier, or pipeline"
+    add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {kinds}")
     add("out", metavar="OUT", help="output folder")
     add("--text", help='text that a language model learns from: file, folder or dataset; "none": nothing is learned '
         "(default: self, what the model itself writes)")  # fmt: skip
     add("--keep", default="1/6", help="KV heads that keep softmax: a share, a number, or a cache size such as 64MiB "
         "(default: %(default)s)")  # fmt: skip
-    add("--context", type=count, help="tokens at which --keep counts bytes (default: the model's positions)")
+    add("--context", type=parse_count, help="tokens at which --keep counts bytes (default: the model's positions)")
     add(
         "--layers",
         help='"all", "2/3" or indices such as 1,2,4 (default: all; with --text none of a language model: 2/3)',
@@ -88,21 +91,22 @@ def convert_options(add):
         default=1.0,
         help="of learning: 0.5 takes half of the time and is less exact (default: 1)",
     )
-    dtype_option(add)
-    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
+    add_dtype_option(add)
+    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
 
 
 def run_convert(
-    model, out, text, keep, context, layers, settings, effort, dtype, seed, revision, overwrite, progress, **_
-):  # fmt: skip
-    settings, layers, keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
+    model: str, out: str, text: str | None, keep: str, context: int | None, layers: str | None, settings: list[str],
+    effort: float, dtype: str, seed: int, revision: str | None, overwrite: bool, progress: bool, **_: Any,
+) -> None:  # fmt: skip
+    parsed_settings, parsed_layers, parsed_keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
     check_model(model, revision)
-    start()
+    load_libraries()
 
     import torch
 
@@ -110,72 +114,82 @@ def run_convert(
     from ..checkpoints.save import save_model
     from ..convert import convert
 
-    source = {"dtype": dtype, "device": "cpu", "revision": revision}
+    load_options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "revision": revision}
     if load.is_pipeline(model, revision):
         if text not in (None, "none"):
-            raise ValueError(f"text: came with {model!r}, a pipeline; expected a language model")
-        pipe = load.load_pipeline(model, **source)
+            raise ValueError(f"text: got {text!r} with {model!r}, a pipeline, expected a causal language model.")
+        pipeline = load.load_pipeline(model, **load_options)
         torch.manual_seed(seed)
-        transformer = convert(pipe, layers=layers, **settings).transformer
-        save_model(pipe, out, overwrite=overwrite)
-        chosen = transformer.config.mhla["layers"]
-        print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; now distill it: see conversion/")
+        transformer = convert(pipeline, layers=parsed_layers, **parsed_settings).transformer
+        save_model(pipeline, out, overwrite=overwrite)
+        converted_layers = transformer.config.mhla["layers"]
+        print(
+            f"{out}: {type(transformer).__name__}, layers {converted_layers} are MHLA; next, distill it: see conversion/"
+        )
         return
     kind = load.kind_of_model(model, revision)
-    if text not in (None, "none") and kind in KINDS:
-        raise ValueError(f"text: came with {model!r}, which is no causal language model; expected one")
-    read, recipe = KINDS.get(kind, ("load_language_model", "language_llama_lite"))
-    further = "distill it with conversion/image_classifier.py"
-    if recipe:
-        line = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
-        further = f"distill it: {shlex.join(line)} --data TEXT"
-    converted, tools = getattr(load, read)(model, **source)
+    if text not in (None, "none") and kind in OTHER_KINDS:
+        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model.")
+    loader_name, recipe = OTHER_KINDS.get(kind or "", ("load_language_model", "language_llama_lite"))
+    base, processor = getattr(load, loader_name)(model, **load_options)
     torch.manual_seed(seed)
-    learning, checkpoint = {}, Path(f"{out}.part")
-    if kind not in KINDS and text != "none":
-        learning = {
-            "tokenizer": tools,
+    learning_options: dict[str, Any] = {}
+    checkpoint = Path(f"{out}.part")
+    if kind not in OTHER_KINDS and text != "none":
+        learning_options = {
+            "tokenizer": processor,
             "text": text or "self",
-            "keep": keep,
+            "keep": parsed_keep,
             "context": context,
             "effort": effort,
             "seed": seed,
+            "checkpoint": checkpoint,
+            "progress": progress,
         }
-        learning |= {"checkpoint": checkpoint, "progress": progress}
-    config = convert(converted, layers=layers, **learning, **settings).config
-    files = sentence_files(model, revision) if kind == "encoders" else {}
-    save_model(converted, out, tools, overwrite, files)
+    converted = convert(base, layers=parsed_layers, **learning_options, **parsed_settings)
+    files = read_sentence_files_or_warn(model, revision) if kind == "encoders" else {}
+    save_model(converted, out, processor, overwrite, files)
     checkpoint.unlink(missing_ok=True)
-    if learning:
-        print(render_conversion(out, config.mhla_measured))
-    else:
-        print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; now {further}")
+    if learning_options:
+        print(render_conversion(out, converted.config.mhla_measured))
+        return
+    next_step = "distill it with conversion/image_classifier.py"
+    if recipe:
+        words = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
+        next_step = f"distill it: {shlex.join(words)} --data TEXT"
+    config = converted.config
+    print(f"{out}: layers {config.mhla['layers']} of {config.num_hidden_layers} are MHLA; next, {next_step}")
 
 
-def render_conversion(out, measured):
-    """What a conversion with text measured, as a page of text."""
+def render_conversion(out: str, measured: Mapping[str, Any]) -> str:
+    """Render the measurements of a conversion with text, as a page of text.
+
+    Args:
+        out: the folder of the converted model.
+        measured: `config.mhla_measured`.
+    """
     from ..evaluation.records import render_rows
     from ..plots import draw_heads
 
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
-    rows = [[names[key], *scores_of(measured[key])] for key in names if key in measured]
+    rows = [[names[key], *_score_cells(measured[key])] for key in names if key in measured]
     caches = [
-        f"cache at {int(tokens):,} tokens: {told['converted'] / 2**20:,.1f} MiB of {told['softmax'] / 2**20:,.1f}"
-        for tokens, told in measured["cache_bytes"].items()
+        f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
+        for tokens, sizes in measured["cache_bytes"].items()
     ]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])
 
 
-def scores_of(scores):
-    """Cells of a table: KL, perplexity and recall."""
+def _score_cells(scores: Mapping[str, float]) -> list[str]:
+    """Format KL, perplexity and recall as cells of a table."""
     kl = f"{scores['kl']:.4f}" if "kl" in scores else "0"
     return [kl, f"{scores['perplexity']:.2f}", f"{scores['recall']:.3f}"]
 
 
-def sentence_files(model, revision=None):
-    """What sentence-transformers adds to an encoder; nothing, with a warning, where that may be code or is not here."""
+def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Read what sentence-transformers adds to an encoder; if that may be code or cannot be read, warn and return {}."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:
@@ -183,7 +197,7 @@ def sentence_files(model, revision=None):
         return {}
 
 
-def plan_options(add):
+def plan_options(add: AddArgument) -> None:
     add("model", metavar="DIR_OR_ID", help="folder or Hub id of a language model; reads only config.json")
     add("--context", required=True, type=int, help="context length you need, in tokens")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: 2/3)')
@@ -193,52 +207,54 @@ def plan_options(add):
     add("--no-timing", action="store_false", dest="timing", help="skip timing")
     add("--tflops", type=float, help="TFLOP/s of the training machine, to estimate hours")
     add("--revision", help="branch, tag or commit on the Hub")
-    json_option(add)
+    add_json_option(add)
 
 
-def run_plan(model, recipe, layers, settings, as_json, **options):
-    layers, settings = parse_layers(layers), parse_settings(settings)
-    named_yaml(recipe, FOLDER, "recipe")
+def run_plan(model: str, recipe: str, layers: str | None, settings: list[str], as_json: bool, **options: Any) -> None:
+    parsed_layers, parsed_settings = parse_layers(layers), parse_settings(settings)
+    find_yaml(recipe, FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
-    start()
+    load_libraries()
 
     from ..convert.transformers_models import NotConvertible
     from ..planning import plan, render_plan
 
     try:
-        record = plan(model, recipe=recipe, layers=layers, **options, **settings)
+        record = plan(model, recipe=recipe, layers=parsed_layers, **options, **parsed_settings)
     except NotConvertible as error:
         print(f"mhla-hf plan: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    show(record, as_json, render_plan)
+    print_record(record, as_json, render_plan)
 
 
-def teach_options(add):
+def teach_options(add: AddArgument) -> None:
     add("teacher", metavar="TEACHER", help="folder or Hub id of a softmax language model")
     add("--data", required=True, dest="text", help="text file, or folder of them")
     add("--out", required=True, help="output folder, for the --data of `mhla-hf distill`")
-    add("--seq-len", type=count, default=512, help="tokens per sequence (default: 512)")
-    add("--top-k", type=count, default=256, help="most likely tokens to keep per position (default: 256)")
-    add("--batch-size", type=count, default=8, help="batch size (default: 8)")
-    dtype_option(add)
-    device_option(add)
+    add("--seq-len", type=parse_count, default=512, help="tokens per sequence (default: 512)")
+    add("--top-k", type=parse_count, default=256, help="most likely tokens to keep per position (default: 256)")
+    add("--batch-size", type=parse_count, default=8, help="batch size (default: 8)")
+    add_dtype_option(add)
+    add_device_option(add)
 
 
-def run_teach(teacher, text, out, dtype, device, progress, seq_len, top_k, batch_size, **_):
+def run_teach(
+    teacher: str, text: str, out: str, dtype: str, device: str | None, progress: bool, seq_len: int, top_k: int,
+    batch_size: int, **_: Any,
+) -> None:  # fmt: skip
     check_model(teacher)
     check_data(text)
-    start()
+    load_libraries()
 
     from ..checkpoints.load import choose_device, load_language_model
     from ..training.teach import teach
 
     model, tokenizer = load_language_model(teacher, dtype=dtype, device=choose_device(device))
-    sizes = {"seq_len": seq_len, "top_k": top_k, "batch_size": batch_size}
-    record = teach(model, text, tokenizer, out, progress=progress, **sizes)
+    record = teach(model, text, tokenizer, out, progress=progress, seq_len=seq_len, top_k=top_k, batch_size=batch_size)
     print(f"{out}: {record['rows']} sequences of {record['seq_len']} tokens, {record['top_k']} most likely tokens each")
 
 
-def distill_options(add):
+def distill_options(add: AddArgument) -> None:
     add("student", metavar="STUDENT", help="an MHLA model, or a softmax model to convert first")
     add("--teacher", help="folder or Hub id of the softmax original (default: STUDENT, if it is one)")
     add("--recipe", required=True, help="one of `mhla-hf recipes`, or a YAML file")
@@ -246,14 +262,14 @@ def distill_options(add):
         help="override the recipe: STAGE.KEY ('*.KEY' for every stage), settings.KEY, run.KEY")  # fmt: skip
     add("--data", help="file, folder, or dataset to train on (default: the recipe's)")
     add("--out", required=True, help="output folder")
-    add("--batch-size", type=count, metavar="N", help="sequences per optimizer step, in every stage")
+    add("--batch-size", type=parse_count, metavar="N", help="sequences per optimizer step, in every stage")
     add(
         "--learning-rate",
         type=float,
         metavar="LR",
         help="peak learning rate of every stage (of one: --set STAGE.lr=LR)",
     )
-    add("--max-steps", type=count, metavar="N", help="most steps of any stage")
+    add("--max-steps", type=parse_count, metavar="N", help="most steps of any stage")
     add(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -266,35 +282,28 @@ def distill_options(add):
     )
     add("--device", help="as torch names it (default: what Accelerate finds)")
     add("--report-to", dest="tracker", metavar="NAME", help="tensorboard, any other tracker of Accelerate, or none")
-    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
+    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
 
 
 def run_distill(
-    student,
-    teacher,
-    recipe,
-    settings,
-    batch_size,
-    learning_rate,
-    max_steps,
-    dtype,
-    device,
-    tracker,
-    seed,
-    out,
-    **options,
-):
-    wanted = {"*.batch_size": batch_size, "*.lr": learning_rate}
-    wanted["run.mixed_precision"] = dtype and {"float32": "no", "bfloat16": "bf16"}[dtype]
-    wanted["run.tracker"] = "" if tracker == "none" else tracker
-    wanted = {place: value for place, value in wanted.items() if value is not None} | parse_settings(settings)
-    recipe = read_recipe(recipe, wanted)
-    for stage in recipe.stages:
+    student: str, teacher: str | None, recipe: str, settings: list[str], batch_size: int | None,
+    learning_rate: float | None, max_steps: int | None, dtype: str | None, device: str | None, tracker: str | None,
+    seed: int, out: str, **options: Any,
+) -> None:  # fmt: skip
+    from_flags = {
+        "*.batch_size": batch_size,
+        "*.lr": learning_rate,
+        "run.mixed_precision": dtype and {"float32": "no", "bfloat16": "bf16"}[dtype],
+        "run.tracker": "" if tracker == "none" else tracker,
+    }
+    overrides = {key: value for key, value in from_flags.items() if value is not None} | parse_settings(settings)
+    loaded_recipe: Any = read_recipe(recipe, overrides)
+    for stage in loaded_recipe.stages:
         stage.steps = min(stage.steps, max_steps or stage.steps)
     for name in dict.fromkeys((student, teacher or student)):
         check_model(name)
     check_data(options["data"])
-    start()
+    load_libraries()
 
     import torch
 
@@ -304,50 +313,56 @@ def run_distill(
     from ..training.sharding import launched_with
 
     if (kind := kind_of_model(student)) == "images":
-        what = "expected a causal language model or a text encoder (for these see conversion/image_classifier.py)"
-        raise ValueError(f"student {student!r} is an image classifier; {what}")
+        raise ValueError(
+            f"student: got {student!r}, an image classifier, expected a causal language model or a text encoder "
+            "(for classifiers see conversion/image_classifier.py)."
+        )
     if device:
         on_cpu = choose_device(device).type == "cpu"
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
-    here = {"device": "cpu", "weights": not launched_with("FSDP") or os.environ.get("RANK", "0") == "0"}
-    others = teacher if teacher and not has_tokenizer(student) else None
-    if others:
-        logger.info("distill: %r has no tokenizer; that of %r is taken", student, teacher)
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    load: Any = load_language_model
+    load_options: dict[str, Any] = {"device": "cpu"}
     if kind == "encoders":
-        load, here, options["files"] = load_encoder, {"device": "cpu"}, sentence_files(student)
-    else:
-        load = load_language_model
-    model, tokenizer = load(student, **here, tokenizer=others)
+        load, options["files"] = load_encoder, read_sentence_files_or_warn(student)
+    else:  # with FSDP, the main process sends the others their shards of the weights
+        load_options["weights"] = is_main_process or not launched_with("FSDP")
+    tokenizer_source = teacher if teacher and not has_tokenizer(student) else None
+    if tokenizer_source:
+        logger.info("distill: %r has no tokenizer; using that of %r", student, teacher)
+    model, tokenizer = load(student, **load_options, tokenizer=tokenizer_source)
     if not hasattr(model.config, "mhla"):
         torch.manual_seed(seed)
-        convert(model, **recipe.settings)
+        convert(model, **loaded_recipe.settings)
         teacher = teacher or student
-    elif odd := [place for place in wanted if place.startswith("settings.")]:
-        raise ValueError(f"set: got {odd[0]!r}, and {student!r} is converted already; expected a softmax model with it")
-    dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
-    original = teacher and load(teacher, dtype=dtype, **here)[0]
-    distill(model, original, tokenizer=tokenizer, recipe=recipe, seed=seed, out=out, **options)
-    if not int(os.environ.get("RANK", "0")):  # of several processes the first one says it
-        line = shlex.join(["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"])
-        print(f"{out}: trained" + (f"; now evaluate it: {line}" if kind != "encoders" else ""))
+    elif inapplicable := [key for key in overrides if key.startswith("settings.")]:
+        start = f"set: got {inapplicable[0]!r} with {student!r}, which is converted already"
+        raise ValueError(f"{start}, expected a softmax model.")
+    dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
+    original = teacher and load(teacher, dtype=dtype, **load_options)[0]
+    distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
+    if is_main_process:
+        words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
+        next_step = f"; next, evaluate it: {shlex.join(words)}" if kind != "encoders" else ""
+        print(f"{out}: trained{next_step}")
 
 
-def recipes_options(add):
+def recipes_options(add: AddArgument) -> None:
     add(
         "--model",
         metavar="DIR_OR_ID",
         help="softmax language model to estimate memory and hours for (from config.json)",
     )
     add("--tflops", type=float, help="with --model: TFLOP/s of the training machine, to estimate hours")
-    json_option(add)
+    add_json_option(add)
 
 
-def run_recipes(model, tflops, as_json, **_):
+def run_recipes(model: str | None, tflops: float | None, as_json: bool, **_: Any) -> None:
     if model is not None:
         check_model(model, weights=False)
-    start()
+    load_libraries()
 
     from ..planning import list_recipes, render_recipes
 
     record = list_recipes(model, tflops)
-    show(record, as_json, render_recipes)
+    print_record(record, as_json, render_recipes)

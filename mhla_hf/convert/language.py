@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import file_aside
-from ..checkpoints.fingerprint import fingerprint_model, hash_of
+from ..checkpoints.file_io import atomic_file
+from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..data import TokenRing, open_text
 from ..models.attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.families import LANGUAGE
@@ -226,7 +226,7 @@ class Checkpoint:
                 logger.info("%s: %d of %d, loss %.4f", name, fit.done, len(inputs), loss)
             if self.file is not None:
                 self.content[name] = fit.state_dict()
-                with file_aside(self.file) as aside:
+                with atomic_file(self.file) as aside:
                     torch.save(self.content, aside)
 
 
@@ -246,7 +246,7 @@ def learn_from_rows(model, rows: Rows, count: int, gate_steps: int, seed: int, c
     """
     settings = MHLASettings.from_dict(model.config.mhla)
     identity = [[ids.tolist() for ids in (*rows.fit, *rows.gates)], settings.to_dict(), fingerprint_model(model)]
-    checkpoint = Checkpoint(checkpoint, hash_of(identity))
+    checkpoint = Checkpoint(checkpoint, hash_json(identity))
     teacher = TeacherScores(model, rows.held_out)
     report = {"text": rows.name, "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)), "seed": seed}
     report |= {"original": teacher.scores, "converted": teacher.compare(model)}

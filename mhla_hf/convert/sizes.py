@@ -1,17 +1,22 @@
 """How many bytes the cache of a converted language model takes, counted without weights."""
 
 import copy
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..checkpoints.load import wrap_errors
 from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
 from ..ops.local_state import LocalState
 from .teacher import mhla_layers, replaced_cores
 from .transformers_models import convert_in_place
+
+CACHE_LENGTHS = (2048, 8192, 32768, 131072)  # at which `compare_caches` reports
 
 
 class LayerSizes(NamedTuple):
@@ -62,3 +67,77 @@ def sizes_of_conversion(model: nn.Module, settings: MHLASettings) -> dict[int, L
         config = copy.deepcopy(model.config)
         student = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
     return sizes_of_layers(convert_in_place(student, settings, None, {}))
+
+
+class LayerCache(NamedTuple):
+    """What the cache of one layer holds for one sequence.
+
+    Attributes:
+        token_bytes: for each token that is kept.
+        max_tokens: how many tokens are kept at most.
+        fixed_bytes: independent of the length.
+    """
+
+    token_bytes: int
+    max_tokens: float
+    fixed_bytes: int
+
+    def bytes_at(self, tokens: int) -> int:
+        """Return the bytes after `tokens` tokens."""
+        return int(self.token_bytes * min(tokens, self.max_tokens)) + self.fixed_bytes
+
+
+def cache_of_layers(model: Any) -> list[LayerCache]:
+    """Measure the cache of each layer of a softmax model, by filling it with one token on the meta device."""
+    model.set_experts_implementation("batched_mm")  # others read the number of tokens per expert, a value without data
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # with 4 axes, it is not searched for padding
+    message = (
+        f"model: got {model.config.model_type!r}, expected a model type whose cache can be counted without weights"
+    )
+    with wrap_errors(message), torch.device("meta"), torch.no_grad():
+        _, cache = forward_cached(model.base_model, ids, attention_mask=mask)
+    layers = []
+    for layer in cache.layers:
+        tensors = [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        window = getattr(layer, "sliding_window", None)
+        max_tokens = math.inf if window is None else window - 1  # the newest token is not kept
+        fixed_bytes = sum(x.nbytes for x in states if x is not None)
+        layers.append(LayerCache(sum(x.nbytes for x in tensors), max_tokens, fixed_bytes))
+    return layers
+
+
+def cache_of_mhla(student: Any) -> dict[int, LayerCache]:
+    """Return the cache of each MHLA layer, by index: tokens of KV heads that keep softmax, and the state of the others."""
+    caches = {}
+    for index, size in sizes_of_layers(student).items():
+        core: Any = mhla_layers(student)[index].mhla
+        softmax_share = 0 if core.heads is None else core.heads.counts[True] / size.heads
+        caches[index] = LayerCache(round(softmax_share * size.token), math.inf, round((1 - softmax_share) * size.state))
+    return caches
+
+
+def compare_caches(softmax: Sequence[LayerCache], mhla: Mapping[int, LayerCache], context: int) -> dict[str, Any]:
+    """Compare the cache of a model before and after its conversion.
+
+    Args:
+        softmax: of each layer before.
+        mhla: of each converted layer, by index.
+        context: a length to report in addition to `CACHE_LENGTHS`.
+
+    Returns:
+        "rows", with bytes by length, and "smaller_from", the length from which the converted model's cache is smaller.
+    """
+    converted = [mhla.get(index, layer) for index, layer in enumerate(softmax)]
+    rows = [
+        {
+            "tokens": tokens,
+            "softmax": sum(layer.bytes_at(tokens) for layer in softmax),
+            "mhla": sum(layer.bytes_at(tokens) for layer in converted),
+        }
+        for tokens in sorted({*CACHE_LENGTHS, context})
+    ]
+    saved_per_token = sum(softmax[index].token_bytes - layer.token_bytes for index, layer in mhla.items())
+    smaller_from = sum(layer.fixed_bytes for layer in mhla.values()) // saved_per_token + 1
+    return {"rows": rows, "smaller_from": smaller_from}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checkpoints.load import forget_code, register_family
+from ..checkpoints.load import register_family, strip_code_references
 from ..models.attention import softmax_attentions
 from ..models.converted import install_by_form
 from ..models.encoder_attention import encoder_attentions, install_encoder_mhla
@@ -129,7 +129,7 @@ def convert_in_place(model, settings: MHLASettings | None, layers, overrides: di
 
     model_class = mhla_class(family, type(model))
     own = copy.deepcopy(config)
-    if odd := {*forget_code(own), *forget_code(getattr(model, "generation_config", None))}:
+    if odd := {*strip_code_references(own), *strip_code_references(getattr(model, "generation_config", None))}:
         logger.info(
             "convert: the MHLA model does not keep %s of its base, which may name code.", ", ".join(sorted(odd))
         )
@@ -175,7 +175,7 @@ def family_to_convert(model_type: str) -> Family:
 
 def choose_convertible(settings: MHLASettings, config, attentions: dict, both_ways: bool) -> list[int]:
     """The layers that become MHLA: of those that lose nothing by it. ValueError, one sentence: there are none, or others."""
-    lost = {index: what_is_lost(attention, config, both_ways) for index, attention in attentions.items()}
+    lost = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in lost.items() if reason}
     able = [index for index in sorted(attentions) if index not in reasons]
     asked, count = [] if isinstance(settings.layers, str) else settings.layers, config.num_hidden_layers
@@ -192,7 +192,7 @@ def choose_convertible(settings: MHLASettings, config, attentions: dict, both_wa
     return [able[place] for place in settings.resolve_layers(len(able))]
 
 
-def what_is_lost(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
+def reason_to_keep_softmax(attention: torch.nn.Module, config, both_ways: bool = False) -> str | None:
     """What a softmax layer does that an MHLA layer could not, as the end of a sentence; None if nothing.
 
     both_ways: it is a layer of an encoder, which sees earlier and later tokens.

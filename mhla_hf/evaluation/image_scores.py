@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.files import file_aside
-from ..checkpoints.fingerprint import hash_file, hash_of
-from ..checkpoints.load import first_line, one_sentence, without_questions
+from ..checkpoints.file_io import atomic_file
+from ..checkpoints.fingerprint import hash_file, hash_json
+from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
 CHUNK = 1000
@@ -62,7 +62,7 @@ def find_extractor(given, weights=None, device="cpu"):
     if given == "inception":
         return inception(weights, device)
     module, _, name = str(given).partition(":")
-    with one_sentence(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor"):
+    with wrap_errors(f"extractor is {given!r}; expected 'inception', 'module:function' or an Extractor"):
         return getattr(importlib.import_module(module), name)()
 
 
@@ -75,11 +75,11 @@ def inception(weights=None, device="cpu"):
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was made for another torch
-        lacks = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({first_line(error)})"
+        lacks = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
         raise ImportError(f"FID needs {lacks}: pip install 'mhla_hf[images]'") from error
     version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
     genuine = version.startswith(INCEPTION_SHA256)
-    with one_sentence(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
+    with wrap_errors(f"weights is {weights!r}, of which no Inception can be made; expected its file of tensors"):
         if version and not genuine:
             torch.load(weights, map_location="cpu", weights_only=True)  # torch-fidelity unpickles whatever it is
         outputs = ["2048", "logits_unbiased"]
@@ -102,7 +102,7 @@ def read_image(image):
     """uint8 `[3, H, W]` of an image file, or of an array `[H, W, 3]`."""
     if isinstance(image, numpy.ndarray):
         return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
-    with one_sentence(f"{image} is no image that can be read"), Image.open(image) as opened:
+    with wrap_errors(f"{image} is no image that can be read"), Image.open(image) as opened:
         return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
 
 
@@ -126,7 +126,7 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
                     raise ValueError(f"{what}: images of different sizes; expected all of one size")
                 parts.append(extractor(torch.stack(batch)))
                 bar.update(len(batch))
-            with file_aside(file) as aside:
+            with atomic_file(file) as aside:
                 save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, aside)
     state.wait_for_everyone()
     if not state.is_main_process:
@@ -138,7 +138,7 @@ def extract_features(images, extractor, cache, *, batch_size, state, progress, w
 def hash_files(files, folder, progress=False):
     """Of the paths of `files` below `folder` and their bytes; 16 hex digits. progress: a bar on stderr."""
     shown = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
-    return hash_of([[file.relative_to(folder).as_posix(), hash_file(file)] for file in shown])
+    return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in shown])
 
 
 def hash_place(place, progress=False):
@@ -209,7 +209,7 @@ def clip_scores(paths, prompts, clip, device, batch_size):
 
     paths: of the images. prompts: texts; what is longer than the model's window is cut. clip: folder or id of a CLIP model.
     """
-    with one_sentence(f"clip: {clip!r} cannot be loaded"), without_questions():
+    with wrap_errors(f"clip: {clip!r} cannot be loaded"), no_code_prompts():
         model, processor = CLIPModel.from_pretrained(clip).to(device).eval(), CLIPProcessor.from_pretrained(clip)
     cosines = []
     for start in range(0, len(paths), batch_size):

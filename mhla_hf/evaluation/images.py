@@ -14,8 +14,8 @@ import numpy
 import torch
 from transformers import AutoImageProcessor
 
-from ..checkpoints.fingerprint import hash_of
-from ..checkpoints.load import choose_device, load_classifier, one_sentence
+from ..checkpoints.fingerprint import hash_json
+from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
 from ..training.latents import prompt_lines
@@ -108,7 +108,7 @@ class _Judge(PipelineJudge):
         super().__init__(subject, asked, protocol, state)
         self.extractor, self.content = extractor, content
         self.count = min(protocol.images, asked.limit or protocol.images)
-        self.hash = hash_of([VERSION, self.count, content])
+        self.hash = hash_json([VERSION, self.count, content])
 
     def run(self):
         """The scores asked for; what is known is not run again."""
@@ -141,7 +141,7 @@ class _Judge(PipelineJudge):
             images = sorted(file for file in path.rglob("*") if file.suffix in PICTURES)
         else:
             about = f"reference: {str(path)!r} is no .npz file that can be read"
-            with one_sentence(about), numpy.load(path, allow_pickle=False) as file:
+            with wrap_errors(about), numpy.load(path, allow_pickle=False) as file:
                 stored = {part: names for part, names in MOMENTS.items() if set(names) <= set(file.files)}
                 for part, names in stored.items() if self.extractor.genuine else ():
                     moments[part] = Moments(*(torch.from_numpy(file[name]) for name in names))
@@ -151,7 +151,7 @@ class _Judge(PipelineJudge):
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
             raise ValueError(f"reference: {str(path)!r} holds no images, which {self.extractor.name!r} needs")
-        cache = Path(self.protocol.samples) / f"reference-{hash_of(self.content)}"
+        cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         found = self._features(images, cache, "reference") or {}
         return found.get("features"), {part: Moments.of(found[part]) for part in MOMENTS if part in found} | moments
 
@@ -163,7 +163,7 @@ class _Judge(PipelineJudge):
             random = torch.Generator().manual_seed(self.seed)
             conditions = torch.randint(protocol.classes, (count,), generator=random).tolist()
         elif protocol.prompts is not None:
-            with one_sentence(f"prompts: {str(protocol.prompts)!r} cannot be read"):
+            with wrap_errors(f"prompts: {str(protocol.prompts)!r} cannot be read"):
                 prompts = prompt_lines(Path(protocol.prompts))
             if not prompts:
                 raise ValueError(f"prompts: {str(protocol.prompts)!r} is empty; expected one prompt per line")
@@ -175,7 +175,7 @@ class _Judge(PipelineJudge):
         folder = self.folder / f"{self.protocol.name}-{self.count}"
         # before the images, so that what is wrong with the reference is said early
         reference = self._reference(missing) if missing & COMPARED else None
-        identity = {"plan": hash_of([dataclasses.astuple(sample) for sample in plan])}
+        identity = {"plan": hash_json([dataclasses.astuple(sample) for sample in plan])}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         how = {"batch_size": self.asked.batch_size, "what": f"{name}: images"}
         self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **how)
@@ -228,11 +228,11 @@ def judge_classifiers(models, asked):
         raise ValueError(f"tasks: got {list(asked.recipe.tasks)}; expected ['acc'] for classifiers")
     subjects, processor = find_subjects(models, asked), protocol.processor
     if isinstance(processor, (str, Path)):
-        with one_sentence(f"settings: processor {str(processor)!r} cannot be loaded"):
+        with wrap_errors(f"settings: processor {str(processor)!r} cannot be loaded"):
             processor = AutoImageProcessor.from_pretrained(processor, trust_remote_code=asked.trust_remote_code)
     pictures, names, data = _read_examples(protocol, asked)
     known = processor and processor.to_json_string()  # that of a model is part of its fingerprint
-    task, task_hash = protocol.name, hash_of([VERSION, data, pictures.labels.tolist(), names, known])
+    task, task_hash = protocol.name, hash_json([VERSION, data, pictures.labels.tolist(), names, known])
     compared = {}
     for subject in subjects:
         if not subject.knows(task, "acc", task_hash):

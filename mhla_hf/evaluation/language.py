@@ -26,8 +26,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
 
-from ..checkpoints.files import temporary_folder
-from ..checkpoints.load import first_line, load_config, load_language_model, load_tokenizer
+from ..checkpoints.file_io import temporary_folder
+from ..checkpoints.load import load_config, load_language_model, load_tokenizer, summarize_error
 from ..checkpoints.values import at_least, checked, read_settings
 from .needles import THINGS, make_needles
 from .records import Result, Results, finite
@@ -193,7 +193,7 @@ def _load_task(manager, name, num_fewshot, local=None):
             if not len(task.eval_docs):
                 raise ValueError("it has no documents")
     except Exception as error:  # the code of a task is somebody's
-        raise ValueError(f"task {name!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"task {name!r} cannot be loaded: {summarize_error(error)}") from error
     return Requested(name, loaded)
 
 

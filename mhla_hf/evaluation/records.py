@@ -15,8 +15,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from ..checkpoints.files import write_json
-from ..checkpoints.fingerprint import hash_of
+from ..checkpoints.file_io import write_json
+from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing
 from ..speed import DECODE
@@ -138,7 +138,7 @@ def results_path(path):
 
 
 def _digest(record):
-    return hash_of(dataclasses.asdict(record))
+    return hash_json(dataclasses.asdict(record))
 
 
 def _notes():

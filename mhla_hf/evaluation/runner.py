@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from ..checkpoints.files import named_yaml, read_yaml
-from ..checkpoints.fingerprint import hash_of
+from ..checkpoints.file_io import find_yaml, read_yaml
+from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..speed import measure_speed
@@ -74,7 +74,7 @@ def recipe_names():
 
 def read_score_recipe(name):
     """A recipe by name, or from a YAML file. ValueError, in one sentence, names what is wrong in it."""
-    content, what = read_yaml(named_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
+    content, what = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe"), f"recipe {str(name)!r}: "
     if isinstance(content, dict):
         tasks = content.get("tasks")
         content |= {"name": str(name), **({"tasks": dict.fromkeys(tasks)} if isinstance(tasks, list) else {})}
@@ -216,7 +216,7 @@ def judge_speed(models, asked):
     subjects = find_subjects(models, asked)
     asked.command = asked.command or command_of(subjects)
     together = sorted(subject.fingerprint for subject in subjects)
-    task_hash = hash_of([together, *vars(protocol).values(), asked.device])
+    task_hash = hash_json([together, *vars(protocol).values(), asked.device])
     metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()

@@ -22,10 +22,10 @@ import torch
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.files import file_aside, is_claimed, write_json
-from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder, fingerprint_model
-from ..checkpoints.load import check_model_name, choose_device, load_pipeline, one_sentence, stored_dtype
-from ..checkpoints.machine import describe_run
+from ..checkpoints.file_io import atomic_file, can_resume, write_json
+from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
+from ..checkpoints.load import choose_device, load_pipeline, resolve_model_name, stored_dtype, wrap_errors
+from ..checkpoints.provenance import describe_run
 from .records import Result, Results, measured_here, note_measured, results_path
 
 logger = logging.getLogger("mhla_hf")
@@ -168,15 +168,15 @@ def named_models(models):
 def _subject(name, model, target, asked, pipeline):
     dtype = asked.dtype
     if isinstance(model, (str, Path)):
-        if not pipeline and (Path(model) / PIPELINE).is_file():
+        if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
             raise ValueError(f"model {str(model)!r} is a pipeline; expected a recipe for images or videos with it")
-        source = check_model_name(model, pipeline=pipeline)
+        source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
             fingerprint, target = fingerprint_folder(source), target or results_path(source)
             if dtype == "auto":
                 dtype = "float32" if pipeline else stored_dtype(source)
         else:
-            with one_sentence(f"model {source!r} is no folder here, and the Hub does not give it"):
+            with wrap_errors(f"model {source!r} is no folder here, and the Hub does not give it"):
                 fingerprint = f"hub:{HfApi().model_info(source, revision=asked.revision).sha}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
@@ -278,7 +278,7 @@ class PipelineJudge:
             )
         if state.is_main_process:
             about = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype, "sampling": sampling}
-            if not is_claimed(folder, IDENTITY, about | identity, "samples"):
+            if not can_resume(folder, IDENTITY, about | identity, "samples"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / IDENTITY, about | identity)
             logger.info("%s: %d in %s", what, len(plan), folder)
@@ -297,7 +297,7 @@ class PipelineJudge:
                 outputs = made.frames if hasattr(made, "frames") else made.images
                 for sample, output in zip(batch, outputs, strict=True):
                     (folder / sample.name).parent.mkdir(parents=True, exist_ok=True)
-                    with file_aside(folder / sample.name) as aside:
+                    with atomic_file(folder / sample.name) as aside:
                         save(output, aside)
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bars})

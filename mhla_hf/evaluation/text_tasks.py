@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from ..checkpoints.files import folder_aside
+from ..checkpoints.file_io import atomic_folder
 from .lookups import choose_words, make_recall
 
 OPTIONS = 4
@@ -255,7 +255,7 @@ def write_tasks(folder, documents, arguments):
     documents: task name -> (one of `KINDS`, rows). arguments: for the manifest. Returns `LocalTasks`.
     """
     sizes = {name: len(rows) for name, (_, rows) in documents.items()}
-    with folder_aside(folder, replace=True) as aside:
+    with atomic_folder(folder, replace=True) as aside:
         (aside / "local_data.py").write_text(LOADER, encoding="utf-8")
         for name, (kind, rows) in documents.items():
             lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..checkpoints.files import write_json
-from ..checkpoints.fingerprint import hash_file, hash_of
-from ..checkpoints.load import one_sentence
+from ..checkpoints.file_io import write_json
+from ..checkpoints.fingerprint import hash_file, hash_json
+from ..checkpoints.load import wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from .records import Results
 from .subjects import PipelineJudge, Sample, find_subjects, joined_processes, seed_of_sample
@@ -135,7 +135,7 @@ class Bench:
             for video in videos:
                 (folder / video.name).symlink_to(video.resolve())
             self._run(JUDGE, folder, write_json(Path(place, "info.json"), entries), place, dimension, device)
-            with one_sentence(f"vbench gave no results for {dimension}"):
+            with wrap_errors(f"vbench gave no results for {dimension}"):
                 results = Path(place, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
                 average, found = json.loads(results)[dimension]
                 return float(average), [video["video_results"] for video in found]
@@ -147,7 +147,7 @@ class _Judge(PipelineJudge):
     def __init__(self, subject, asked, protocol, state, bench):
         super().__init__(subject, asked, protocol, state)
         self.bench = bench
-        self.hash = hash_of([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
+        self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension):
         """VBench's own list for a dimension, the first `limit` of it where there is a limit."""

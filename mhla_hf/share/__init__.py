@@ -1,1 +1,1 @@
-"""From a model to a repository: one self-contained source file per checkpoint, the card, the push."""
+"""Sharing a model: facts and the model card, checks of its folder, the push to the Hub, and the audit."""

@@ -1,6 +1,7 @@
-"""The checks of an audit: each looks at one thing of a saved language model, and gives a number or a word.
+"""The checks of an audit: each looks at one property of a saved language model and returns a number or a text.
 
-What a check raises is what it found. `CHECKS` lists them in the order of the page, each with what it measures.
+A check that finds a problem raises an exception or returns a value above its tolerance. `CHECKS` lists all checks in the
+order of the report, each with what it measures.
 """
 
 import copy
@@ -8,7 +9,9 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
@@ -16,23 +19,23 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from ..analysis.behavior import (
-    PASSAGE,
+    PASSAGE_TOKENS,
     batch_difference,
     cached_logits,
     causality_difference,
     continue_greedily,
     difference,
+    has_argument,
+    largest,
     layer_bytes,
+    next_token_log_probs,
     packed_difference,
     recall_gain,
-    takes,
-    told_logs,
     whole_logits,
-    worst,
 )
 from ..analysis.measures import record_model
 from ..checkpoints.bundle import FILE_NAME, build_bundle, check_bundle
-from ..checkpoints.clean_process import check_visit
+from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import load_language_model
 from ..checkpoints.save import CARD_FILE
 from ..convert.families import softmax_config
@@ -42,190 +45,218 @@ from .card import compare_card, folder_card
 from .facts import PERSON_FILE, read_records
 from .folder_checks import check_weights
 
-MOST = 8192  # tokens of a long text at most
-EXACT, HALF = 1e-4, 2e-2  # tolerances of a difference of logits: float32; bfloat16 and float16 (see `tolerance`)
-FALL = 0.5  # nats per recalled token that a model may be below its teacher
-RECALL_TOKENS = 4096  # of one distance, in as many texts as that makes, at most 8
-ROWS, PROMPTS, WRITTEN = 4, 16, 32  # texts beside a teacher; prompts, and the tokens that follow each
+MAX_TOKENS = 8192  # of a long text
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2  # of logit differences; see `AuditSubject.tolerance`
+MAX_RECALL_LOSS = 0.5  # nats per recalled token below the teacher
+RECALL_TOKENS = 4096  # total length of the texts for one recall distance; at most 8 texts
+TEACHER_ROWS, PROMPTS, NEW_TOKENS = 4, 16, 32  # texts compared with the teacher; prompts; tokens generated after each
+
+Check = Callable[["AuditSubject"], dict[str, Any]]
 
 
 class NotApplicable(Exception):
-    """A check has nothing to look at in this model; the text says why."""
+    """Raised by a check that does not apply to the model; the message gives the reason."""
 
 
 @dataclasses.dataclass
-class Audited:
-    """What is looked at. ids: the text's tokens `[N]`; tokens: the most of them that the user wants at once; teacher: a
-    model or None; loaded: the folder's model, once the check "loads" has it; progress: whether bars are shown."""
+class AuditSubject:
+    """The model that is audited, and the texts it is run on.
+
+    Attributes:
+        folder: the model's folder.
+        config, tokenizer: loaded from it.
+        ids: token ids of the text, `[N]`.
+        tokens: longest context that the user allows.
+        device: where the model runs.
+        trust_remote_code: run source code that this mhla_hf did not generate.
+        teacher: the teacher model or None.
+        loaded: the model, once the check "loads" has loaded it.
+        progress: show progress bars.
+    """
 
     folder: Path
-    config: object
-    tokenizer: object
+    config: Any
+    tokenizer: Any
     ids: torch.Tensor
     tokens: int
     device: torch.device
     trust_remote_code: bool
-    teacher: object = None
-    loaded: object = None
+    teacher: Any = None
+    loaded: Any = None
     progress: bool = False
 
     @property
-    def model(self):
+    def model(self) -> Any:
         """The loaded model."""
         if self.loaded is None:
             raise NotApplicable("the model does not load")
         return self.loaded
 
     @property
-    def mhla(self) -> dict:
-        """The settings of its MHLA layers."""
+    def mhla(self) -> dict[str, Any]:
+        """The settings of the model's MHLA layers."""
         if not isinstance(settings := getattr(self.config, "mhla", None), dict):
             raise NotApplicable("the model has no MHLA")
         return settings
 
     @property
     def source(self) -> str:
-        """The code that an MHLA model brings along."""
-        if self.mhla and not (file := self.folder / FILE_NAME).is_file():
-            raise ValueError(f"there is no {FILE_NAME}: who has no mhla_hf cannot load the model")
+        """The source code in an MHLA model's folder."""
+        file = self.folder / FILE_NAME
+        if self.mhla and not file.is_file():
+            raise ValueError(f"there is no {FILE_NAME}, so the model cannot be loaded without mhla_hf")
         return file.read_text(encoding="utf-8")
 
     @functools.cached_property
-    def exact(self):
+    def exact(self) -> Any:
         """The model in float32."""
         return self.model if self.model.dtype == torch.float32 else copy.deepcopy(self.model).float()
 
     @functools.cached_property
     def rounding(self) -> float:
-        """What the dtype alone changes in the logits, against the same weights in float32; 0 in float32."""
+        """Difference of the logits from those of the same weights in float32, which the dtype alone makes."""
         ids = self.text(self.short)[None]
         return difference(whole_logits(self.model, ids), whole_logits(self.exact, ids))
 
     @property
     def tolerance(self) -> float:
-        """Of a difference of logits. In half precision each of two ways may be as far from float32 as the dtype alone is."""
-        return EXACT if self.model.dtype == torch.float32 else max(HALF, 2 * self.rounding)
+        """Tolerance of a difference of logits.
+
+        In half precision each of the two results may be as far from float32 as the dtype alone makes them.
+        """
+        return FLOAT32_TOLERANCE if self.model.dtype == torch.float32 else max(HALF_TOLERANCE, 2 * self.rounding)
 
     @property
     def trained(self) -> int:
-        """Tokens that the model was made for."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or MOST
+        """Context length that the model was trained for."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
 
     @property
     def long(self) -> int:
-        """Tokens of a long text: four times the trained length, or, without RoPE, whose positions go on, as many."""
+        """Tokens of a long text: four times the trained length with RoPE, whose positions have no end; else that length."""
         rotary = getattr(self.config.get_text_config(), "rope_parameters", None)
         return min(self.tokens, self.trained * (4 if rotary else 1))
 
     @property
     def short(self) -> int:
-        """Tokens of a text that reaches beyond a window."""
+        """Tokens of a short text, which still reaches beyond the window."""
         return min(self.long, max(192, 4 * (getattr(self.config, "mhla", None) or {}).get("block_size", 0)))
 
     def text(self, length: int, number: int = 0) -> torch.Tensor:
-        """`length` tokens `[length]` of the text, which begins again at its end; another `number` begins elsewhere."""
+        """Return `length` token ids `[length]` of the text, which repeats at its end; `number` selects where it begins."""
         return self.ids[(number * 9973 + torch.arange(length)) % len(self.ids)]
 
-    def watch(self, steps):
-        """The steps of a check, with a bar below that of the checks when they take more than a few seconds."""
+    def watch(self, steps: Sequence[Any]) -> Iterable[Any]:
+        """Wrap a check's steps in a progress bar, which appears if they take more than a few seconds."""
         return tqdm(steps, desc="  this check", unit="step", leave=False, delay=3, disable=not self.progress)
 
     @functools.cached_property
-    def beside_teacher(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each of a few texts the KL to the teacher in nats per token, and the share of next tokens that are alike."""
+    def teacher_comparison(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL to the teacher (nats per token) and share of equal next tokens, each `[TEACHER_ROWS]`, one value per text."""
         if self.teacher is None:
             raise NotApplicable("no teacher was given")
-        found = []
-        for number in self.watch(range(ROWS)):
+        measured = []
+        for number in self.watch(range(TEACHER_ROWS)):
             row = self.text(self.short, number)[None]
-            wanted, got = (whole_logits(model, row).log_softmax(-1) for model in (self.teacher, self.model))
-            found.append((float(mean_kl(wanted, got)), float((wanted.argmax(-1) == got.argmax(-1)).float().mean())))
-        return torch.tensor(found).unbind(1)
+            teacher, student = (whole_logits(model, row).log_softmax(-1) for model in (self.teacher, self.model))
+            agreement = (teacher.argmax(-1) == student.argmax(-1)).float().mean()
+            measured.append((float(mean_kl(teacher, student)), float(agreement)))
+        kl, agreement = torch.tensor(measured).unbind(1)
+        return kl, agreement
 
 
-def mean_and_error(values: torch.Tensor) -> dict:
-    """The mean of `[N]` and its standard error, as a check gives them."""
+def mean_and_error(values: torch.Tensor) -> dict[str, float]:
+    """Return the mean of `values` `[N]` and its standard error, as a check reports them."""
     return {"value": float(values.mean()), "stderr": float(values.std() / len(values) ** 0.5)}
 
 
-def see_weights(subject):
+def check_all_weights(subject: AuditSubject) -> dict[str, Any]:
     return {"value": f"finite, {check_weights(subject.folder)}"}
 
 
-def source_maker(subject):
-    """None where the source is what this mhla_hf makes; where it is whole, but another's, that one's version."""
-    made = check_bundle(subject.source)
-    return None if build_bundle(made["entry"]) == subject.source else made["version"]
+def foreign_version(subject: AuditSubject) -> str | None:
+    """Return None if this mhla_hf generates the source in the folder, else the version that generated it.
+
+    Raises:
+        ValueError: the source was edited.
+    """
+    header = check_bundle(subject.source)
+    return None if build_bundle(header["entry"]) == subject.source else header["version"]
 
 
-def see_source(subject):
-    other = source_maker(subject)
-    return {"value": "what this mhla_hf makes" if other is None else f"whole, of another mhla_hf ({other})"}
+def check_source(subject: AuditSubject) -> dict[str, Any]:
+    version = foreign_version(subject)
+    return {"value": "what this mhla_hf makes" if version is None else f"intact, of another mhla_hf ({version})"}
 
 
-def see_loading_elsewhere(subject):
-    if source_maker(subject) is not None and not subject.trust_remote_code:
+def check_loads_elsewhere(subject: AuditSubject) -> dict[str, Any]:
+    if foreign_version(subject) is not None and not subject.trust_remote_code:
         raise NotApplicable("its source is not what this mhla_hf makes, and is not run without --trust-remote-code")
-    return {"value": check_visit(subject.folder, "language").rpartition(".")[2]}
+    return {"value": check_isolated_load(subject.folder, "language").rpartition(".")[2]}
 
 
-def see_loading(subject):
-    how = {"device": subject.device, "trust_remote_code": subject.trust_remote_code}
-    loaded = load_language_model(subject.folder, **how)[0]
-    if (largest := int(subject.ids.max())) >= (known := loaded.get_input_embeddings().weight.shape[0]):
-        raise ValueError(f"the tokenizer gives token {largest}, and the model knows 0 to {known - 1}")
+def check_loads(subject: AuditSubject) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": subject.device, "trust_remote_code": subject.trust_remote_code}
+    loaded = load_language_model(subject.folder, **options)[0]
+    if (largest_id := int(subject.ids.max())) >= (size := loaded.get_input_embeddings().weight.shape[0]):
+        raise ValueError(f"the tokenizer gives token {largest_id}, and the model knows 0 to {size - 1}")
     subject.loaded = loaded
     return {"value": type(loaded).__name__}
 
 
-def see_cache(subject):
+def check_cache(subject: AuditSubject) -> dict[str, Any]:
     ids, tail = subject.text(subject.short)[None], subject.short // 4
-    whole = whole_logits(subject.model, ids)
-    ways = {"chunks": [1, tail - 1, tail + 1, subject.short - 2 * tail - 1]}
-    ways["token by token"] = [subject.short - 2 * tail, *[1] * (2 * tail)]
-    found = {}
-    for way, sizes in ways.items():
-        found[way] = difference(cached_logits(subject.model, ids, sizes, watch=subject.watch), whole)
-    return {"value": worst(found.values()), "tolerance": subject.tolerance, "details": found}
+    expected = whole_logits(subject.model, ids)
+    splits = {
+        "chunks": [1, tail - 1, tail + 1, subject.short - 2 * tail - 1],
+        "token by token": [subject.short - 2 * tail, *[1] * (2 * tail)],
+    }
+    differences = {
+        name: difference(cached_logits(subject.model, ids, sizes, watch=subject.watch), expected)
+        for name, sizes in splits.items()
+    }
+    return {"value": largest(differences.values()), "tolerance": subject.tolerance, "details": differences}
 
 
-def see_causality(subject):
-    lengths = (subject.short, subject.short - 5)  # the last one of a block, and one in the middle
-    found = [causality_difference(subject.model, subject.text(length)[None]) for length in lengths]
-    return {"value": worst(found), "tolerance": subject.tolerance}
+def check_causality(subject: AuditSubject) -> dict[str, Any]:
+    lengths = (subject.short, subject.short - 5)  # the last token ends a block, or is in the middle of one
+    differences = [causality_difference(subject.model, subject.text(length)[None]) for length in lengths]
+    return {"value": largest(differences), "tolerance": subject.tolerance}
 
 
-def see_batches(subject):
+def check_batches(subject: AuditSubject) -> dict[str, Any]:
     rows = [subject.text(subject.short, number) for number in range(3)]
     return {"value": batch_difference(subject.model, rows), "tolerance": subject.tolerance}
 
 
-def see_padding(subject):
+def check_padding(subject: AuditSubject) -> dict[str, Any]:
     rows = [subject.text(length, length) for length in (subject.short, subject.short // 2, 17)]
     return {"value": batch_difference(subject.model, rows), "tolerance": subject.tolerance}
 
 
-def see_packing(subject):
-    if not takes(subject.model, "position_ids"):
+def check_packing(subject: AuditSubject) -> dict[str, Any]:
+    if not has_argument(subject.model, "position_ids"):
         raise NotApplicable("the model takes no position_ids")
     rows = [subject.text(length, length) for length in (subject.short // 2, subject.short // 2 - 7, 20)]
-    stock = None if keeps_apart(subject, subject.model, rows) else stock_model(subject)
-    if stock is not None and not keeps_apart(subject, stock, rows):
+    stock = None if keeps_rows_apart(subject, subject.model, rows) else stock_model(subject)
+    if stock is not None and not keeps_rows_apart(subject, stock, rows):
         raise NotApplicable(f"{type(stock).__name__} of transformers does not keep packed sequences apart either")
     return {"value": packed_difference(subject.model, rows), "tolerance": subject.tolerance}
 
 
-def keeps_apart(subject, model, rows) -> bool:
-    """Whether it reads packed rows as it reads each alone; some refuse to read them, for lack of a kernel."""
+def keeps_rows_apart(subject: AuditSubject, model: Any, rows: Sequence[torch.Tensor]) -> bool:
+    """Return whether a model gives packed rows the logits that each has alone; False if it refuses to read them."""
     try:
         return packed_difference(model, rows) <= subject.tolerance
-    except Exception:  # of our own model `see_packing` says it
+    except Exception:  # some models lack a kernel for it; for the audited model, `check_packing` reports the error
         return False
 
 
-def stock_model(subject):
-    """A model of transformers of the same type, without MHLA: itself, the teacher, or one with random weights; None of one
-    from scratch, which was never anything else."""
+def stock_model(subject: AuditSubject) -> Any:
+    """Return a transformers model of the same type without MHLA; None for a model that is MHLA from scratch.
+
+    It is the model itself, the teacher, or one with random weights.
+    """
     for model in (subject.model, subject.teacher):
         if type(model).__module__.startswith("transformers."):
             return model
@@ -234,7 +265,7 @@ def stock_model(subject):
     return AutoModelForCausalLM.from_config(softmax_config(subject.config)).eval().to(subject.device)
 
 
-def see_far_part(subject):
+def check_far_part(subject: AuditSubject) -> dict[str, Any]:
     window, length = subject.mhla.get("window", 2) * subject.mhla["block_size"] + subject.mhla["sinks"], subject.short
     if length <= window:
         raise NotApplicable(f"a text of {length} tokens ends within the window of {window}")
@@ -242,35 +273,48 @@ def see_far_part(subject):
     calls = [call for layer in record_model(subject.model, batch).values() for call in layer if "form" in call.options]
     if not calls:
         raise NotApplicable("its MHLA has no window")
-    heads = [[call.far_share(0, head) for head in range(call.q.shape[2])] for call in calls]
-    shares = {str(layer): sum(own) / len(own) for layer, own in zip(subject.mhla["layers"], heads, strict=True)}
+    by_head = [[call.far_share(0, head) for head in range(call.q.shape[2])] for call in calls]
+    shares = {str(layer): sum(heads) / len(heads) for layer, heads in zip(subject.mhla["layers"], by_head, strict=True)}
     if dead := [layer for layer, share in shares.items() if not 0 < share < math.inf]:
         raise ValueError(f"beyond the window layer {dead[0]} has {shares[dead[0]]} of its weights ({len(dead)} layers)")
     return {"value": min(shares.values()), "tolerance": "above 0", "details": shares}
 
 
-def long_logits(subject, cached, whole):
-    """Logits at some places of a long text, of a model that reads it in chunks, its end token by token, and of another."""
-    ids, single = subject.text(length := subject.long)[None], min(32, subject.long // 2)
-    full, rest = divmod(length - single, 512)
-    sizes = [*[512] * full, *([rest] if rest else []), *[1] * single]
-    places = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
-    return cached_logits(cached, ids, sizes, places, watch=subject.watch), whole_logits(whole, ids, places)
+def long_logits(subject: AuditSubject, cached: Any, whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits at some positions of a long text, read with a cache by one model and in one pass by another.
+
+    Args:
+        subject: gives the text.
+        cached: the model that reads it in chunks, and its last tokens one by one.
+        whole: the model that reads it in one pass.
+
+    Returns:
+        The logits of both, fp32 `[1, positions, vocabulary]`.
+    """
+    length = subject.long
+    ids, single = subject.text(length)[None], min(32, length // 2)
+    full_chunks, rest = divmod(length - single, 512)
+    sizes = [*[512] * full_chunks, *([rest] if rest else []), *[1] * single]
+    at = torch.cat([torch.arange(0, length - single, max(1, length // 128)), torch.arange(length - single, length)])
+    return cached_logits(cached, ids, sizes, at, watch=subject.watch), whole_logits(whole, ids, at)
 
 
-def see_long_text(subject):
+def check_long_text(subject: AuditSubject) -> dict[str, Any]:
     value = difference(*long_logits(subject, subject.model, subject.model))
     return {"value": value, "tolerance": subject.tolerance, "details": {"tokens": subject.long}}
 
 
-def see_drift(subject):
+def check_drift(subject: AuditSubject) -> dict[str, Any]:
     half = copy.deepcopy(subject.model).bfloat16() if subject.model.dtype == torch.float32 else subject.model
-    pieces = [logits.tensor_split(4, 1) for logits in long_logits(subject, half, subject.exact)]
-    quarters = [float((got - wanted).norm() / wanted.norm()) for got, wanted in zip(*pieces, strict=True)]
-    return {"value": quarters[-1] / quarters[0], "details": {"quarters": quarters}}
+    half_quarters, exact_quarters = (logits.tensor_split(4, 1) for logits in long_logits(subject, half, subject.exact))
+    errors = [
+        float((actual - expected).norm() / expected.norm())
+        for actual, expected in zip(half_quarters, exact_quarters, strict=True)
+    ]
+    return {"value": errors[-1] / errors[0], "details": {"quarters": errors}}
 
 
-def see_state(subject):
+def check_state(subject: AuditSubject) -> dict[str, Any]:
     if subject.mhla["mixing_form"] != "decay":
         raise NotApplicable("a dense mixing keeps the summary of every block")
     half = subject.long // 2
@@ -280,93 +324,98 @@ def see_state(subject):
     return {"value": f"{after:,} bytes"}
 
 
-def see_recall(subject):
-    most = min(subject.long, subject.trained) - PASSAGE
-    distances = [*(d for d in (PASSAGE << power for power in range(20)) if d < most), most]
+def check_recall(subject: AuditSubject) -> dict[str, Any]:
+    longest = min(subject.long, subject.trained) - PASSAGE_TOKENS
+    distances = [*(d for d in (PASSAGE_TOKENS << power for power in range(20)) if d < longest), longest]
     models = {"model": subject.model, "teacher": subject.teacher}
     models = {name: model for name, model in models.items() if model is not None}
-    gains = {name: {} for name in models}
-    for d, name in subject.watch([*itertools.product(distances, models)]):
-        rows = max(1, min(8, RECALL_TOKENS // d))
-        gains[name][str(d)] = recall_gain(models[name], subject.ids, d, rows)
+    gains: dict[str, dict[str, float]] = {name: {} for name in models}
+    for distance, name in subject.watch([*itertools.product(distances, models)]):
+        rows = max(1, min(8, RECALL_TOKENS // distance))
+        gains[name][str(distance)] = recall_gain(models[name], subject.ids, distance, rows)
     if subject.teacher is None:
-        return {"value": gains["model"][str(most)], "details": gains}
-    fall = worst(gains["teacher"][d] - gain for d, gain in gains["model"].items())
-    what = "what the model forgets of what its teacher recalls, nats per token"
-    return {"value": fall, "tolerance": FALL, "measured": what, "details": gains}
+        return {"value": gains["model"][str(longest)], "details": gains}
+    loss = largest(gains["teacher"][distance] - gain for distance, gain in gains["model"].items())
+    measured = "recall lost against the teacher, nats per token"
+    return {"value": loss, "tolerance": MAX_RECALL_LOSS, "measured": measured, "details": gains}
 
 
-def see_kl(subject):
-    return mean_and_error(subject.beside_teacher[0])
+def check_kl(subject: AuditSubject) -> dict[str, Any]:
+    return mean_and_error(subject.teacher_comparison[0])
 
 
-def see_agreement(subject):
-    return mean_and_error(subject.beside_teacher[1])
+def check_agreement(subject: AuditSubject) -> dict[str, Any]:
+    return mean_and_error(subject.teacher_comparison[1])
 
 
-def see_writing(subject):
+def check_writing(subject: AuditSubject) -> dict[str, Any]:
     if subject.teacher is None:
         raise NotApplicable("no teacher was given")
-    length = subject.short - WRITTEN
+    length = subject.short - NEW_TOKENS
     prompts = torch.stack([subject.text(length, number) for number in range(PROMPTS)])
-    written = [continue_greedily(model, prompts, WRITTEN, subject.watch) for model in (subject.model, subject.teacher)]
-    at = torch.arange(length, length + WRITTEN)
-    own, wanted = (told_logs(subject.teacher, ids, at).mean(-1).cpu() for ids in written)
-    ties = (written[0] == written[1]).all(-1)
-    gap = mean_and_error(own - wanted)
+    by_model, by_teacher = (
+        continue_greedily(model, prompts, NEW_TOKENS, subject.watch) for model in (subject.model, subject.teacher)
+    )
+    at = torch.arange(length, length + NEW_TOKENS)
+    model_score, teacher_score = (
+        next_token_log_probs(subject.teacher, ids, at).mean(-1).cpu() for ids in (by_model, by_teacher)
+    )
+    ties = (by_model == by_teacher).all(-1)
+    gap = mean_and_error(model_score - teacher_score)
     details = {"texts": PROMPTS, "same": int(ties.sum()), "gap": gap["value"], "gap_stderr": gap["stderr"]}
-    return {**mean_and_error((ties | (own > wanted)).float()), "details": details}
+    return {**mean_and_error((ties | (model_score > teacher_score)).float()), "details": details}
 
 
-def see_card(subject):
+def check_card_text(subject: AuditSubject) -> dict[str, Any]:
     if not (readme := subject.folder / CARD_FILE).is_file():
         raise NotApplicable("there is no card")
     if not (subject.folder / PERSON_FILE).is_file():
-        raise NotApplicable("mhla_hf did not write the card, so what it claims cannot be checked")
+        raise NotApplicable("mhla_hf did not write the card, so its claims cannot be checked")
     compare_card(readme, folder_card(subject.folder, weights=False))
     return {"value": "rendered again, the same"}
 
 
-def see_scores(subject):
-    known = [record for record in Results.read(subject.folder) if record.fingerprint.startswith("files:")]
-    if not known:
+def check_scores(subject: AuditSubject) -> dict[str, Any]:
+    local = [record for record in Results.read(subject.folder) if record.fingerprint.startswith("files:")]
+    if not local:
         raise NotApplicable("there are no scores of a folder's weights")
     read_records(subject.folder)
-    return {"value": f"{len(known)} of these weights"}
+    return {"value": f"{len(local)} of these weights"}
 
 
-def see_claims(subject):
-    readme, known = subject.folder / CARD_FILE, Results.read(subject.folder)
+def check_claims(subject: AuditSubject) -> dict[str, Any]:
+    readme, records = subject.folder / CARD_FILE, Results.read(subject.folder)
     claims = (ModelCard.load(readme).data.eval_results or []) if readme.is_file() else []
-    if not claims or not known:
+    if not claims or not records:
         raise NotApplicable("no results.json says where the numbers are from" if claims else "no number is claimed")
-    scores = {(record.task, record.metric, record.value) for record in known}
+    scores = {(record.task, record.metric, record.value) for record in records}
     for claim in claims:
         if (claim.dataset_type, claim.metric_type, claim.metric_value) not in scores:
-            what = f"{claim.metric_type} {claim.metric_value} on {claim.dataset_type}"
-            raise ValueError(f"{CARD_FILE} claims {what}, which results.json does not hold")
+            score = f"{claim.metric_type} {claim.metric_value} on {claim.dataset_type}"
+            raise ValueError(f"{CARD_FILE} claims {score}, which results.json does not hold")
     return {"value": f"{len(claims)} of results.json"}
 
 
-CHECKS = {
-    "weights": ("every file whole, every weight finite", see_weights),
-    "source": ("the code in the folder", see_source),
-    "loads elsewhere": ("the class in a process without mhla_hf", see_loading_elsewhere),
-    "loads": ("the class here, no weight missing", see_loading),
-    "cache": ("in chunks and token by token, not whole: logits differ by", see_cache),
-    "causality": ("another last token: logits before it differ by", see_causality),
-    "batches": ("a row with others, not alone: logits differ by", see_batches),
-    "left padding": ("a padded row, not alone: logits differ by", see_padding),
-    "packing": ("rows in one by position_ids, not alone: logits differ by", see_packing),
-    "long text": ("with a cache, not whole: logits differ by", see_long_text),
-    "drift": ("half precision against float32: last quarter of a long text, first is 1", see_drift),
-    "state": ("cache of the MHLA layers, the same when the text doubles", see_state),
-    "far part": ("least share of a layer's weights beyond the window", see_far_part),
-    "recall": ("what a passage gains when it comes again, nats per token", see_recall),
-    "KL": ("to the teacher, nats per token", see_kl),
-    "agreement": ("share of next tokens that are the teacher's", see_agreement),
-    "writing": ("share of texts that the teacher finds as likely as its own", see_writing),
-    "card": ("README.md and the files beside it", see_card),
-    "scores": ("results.json and the weights", see_scores),
-    "claims": ("the numbers in the card's front matter", see_claims),
+# Name -> (what it measures, the check). "logits ...": the largest difference, relative to the largest logit.
+CHECKS: dict[str, tuple[str, Check]] = {
+    "weights": ("all files complete, all weights finite", check_all_weights),
+    "source": ("the source code in the folder", check_source),
+    "loads elsewhere": ("the class in a process without mhla_hf", check_loads_elsewhere),
+    "loads": ("the class here, with all weights", check_loads),
+    "cache": ("logits in chunks and token by token, against one pass", check_cache),
+    "causality": ("logits before the last token, with another last token", check_causality),
+    "batches": ("logits of a row in a batch, against the row alone", check_batches),
+    "left padding": ("logits of a padded row, against the row alone", check_padding),
+    "packing": ("logits of rows packed by position_ids, against each alone", check_packing),
+    "long text": ("logits with a cache, against one pass", check_long_text),
+    "drift": ("error of half precision, last quarter of a long text over the first", check_drift),
+    "state": ("cache of the MHLA layers, the same when the text doubles", check_state),
+    "far part": ("smallest share of a layer's weights beyond the window", check_far_part),
+    "recall": ("gain of a passage when it is repeated, nats per token", check_recall),
+    "KL": ("KL from the teacher, nats per token", check_kl),
+    "agreement": ("share of next tokens that are the teacher's", check_agreement),
+    "writing": ("share of texts that the teacher finds as likely as its own", check_writing),
+    "card": ("README.md, against the files beside it", check_card_text),
+    "scores": ("results.json, against the weights", check_scores),
+    "claims": ("the numbers in the card's metadata, against results.json", check_claims),
 }

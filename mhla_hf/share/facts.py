@@ -1,41 +1,46 @@
-"""What a model card may say, typed: what a model's files hold, and what a person gives.
+"""What a model card may state, as typed values: what was measured, and what only a person knows.
 
-A model's folder and the shelf `model_cards` keep the same facts: `measure` gives them in the form of the shelf's
-results/<name>.json, `make_facts` adds the person's part.
+A model's folder and the folder `model_cards` hold the same facts: `measure` returns them in the form of
+results/<name>.json, and `make_facts` adds the person's part.
 """
 
 import contextlib
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoints.files import read_json
-from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
+from ..checkpoints.file_io import PIPELINE_INDEX, PathLike, read_json
+from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
-from ..models.families import auto_class_of, family_of_class
+from ..models.families import Family, auto_class_of, family_of_class
 from ..models.transformers_api import config_class_of
 from ..nn.settings import MHLASettings
 
 PERSON_FILE = "card.json"
 FORMAT_VERSION = 1
-OWN = "MHLA"
-FRONT = ("base_model", "license", "license_name", "license_link", "datasets", "language")  # of a person's, for the Hub
+MODEL_LABEL = "MHLA"  # of the model itself, among the models that its card compares
 TEACHER = "teacher"
-SCORES = ("Quality", "Recall", "Generation")
-PARTS = (*SCORES, "Recall by depth")
-# Parts of the names of tasks that ask for one fact from far back, and of tasks where the model writes.
-RECALL = re.compile(r"(?!.*_generation).*_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_")
-GENERATION = re.compile(
+# Fields of `Person` that go into the Hub's metadata
+METADATA_FIELDS = ("base_model", "license", "license_name", "license_link", "datasets", "language")
+SCORE_SECTIONS = ("Quality", "Recall", "Generation")
+SECTIONS = (*SCORE_SECTIONS, "Recall by depth")
+# Task names that ask for one fact from far back, and those where the model generates text
+RECALL_TASKS = re.compile(
+    r"(?!.*_generation).*_(recall|niah|needle|ruler|passage_retrieval|fda|swde|squad_completion)\d*_"
+)
+GENERATION_TASKS = re.compile(
     r"_(generation|gsm8k|ifeval|humaneval|mbpp|triviaqa|nq_open|coqa|drop|qasper|longbench|gov_report|samsum|qmsum"
     r"|multi_news|truthfulqa_gen|wmt)\d*_"
 )
-KINDS = {  # Auto class -> kind of model, and what the Hub calls the thing that it does
+KINDS = {  # Auto class -> (kind of model, the Hub's name of its task)
     "AutoModelForCausalLM": ("language", "text-generation"),
     "AutoModelForSequenceClassification": ("sequences", "text-classification"),
     "AutoModelForTokenClassification": ("tokens", "token-classification"),
@@ -45,16 +50,20 @@ KINDS = {  # Auto class -> kind of model, and what the Hub calls the thing that 
     "AutoModelForImageClassification": ("image", "image-classification"),
     "AutoModel": ("tower", "image-feature-extraction"),
 }
-BODY = ("body", "feature-extraction")  # of a language model or an encoder of text, AutoModel too
+BODY = ("body", "feature-extraction")  # a language model or text encoder without head, which AutoModel loads too
 
 
 @checked
 class Person:
-    """What only a person knows.
+    """The part of a card that only a person knows.
 
-    name: title, and what the loading snippet says: a Hub id or a plain name. base_model: Hub id of the softmax original,
-    None when it is not published or there is none. license, license_name, license_link: as the Hub writes them.
-    datasets, language: Hub ids, language codes. about: for the top. limits: sentences for the section of that name.
+    Attributes:
+        name: title of the card, and what its loading snippet says: a Hub id or a plain name.
+        base_model: Hub id of the softmax original; None if it is not published or there is none.
+        license, license_name, license_link: as in the Hub's metadata.
+        datasets, language: Hub ids and language codes.
+        about: sentences below the title.
+        limits: sentences for the section on limits.
     """
 
     name: str
@@ -67,171 +76,228 @@ class Person:
     about: str = ""
     limits: list[str] = dataclasses.field(default_factory=list)
 
-    def validate_ids(self):
+    def validate_ids(self) -> None:
+        """Raise `ValueError` unless `name` and `base_model` are valid on the Hub and `base_model` is no local path."""
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():
-            raise ValueError(f"base_model {self.base_model!r} is a local path: a card names a Hub id, or nothing")
+            raise ValueError(f"base_model: got {self.base_model!r}, which is a local path, expected a Hub id or None.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """All that a card shows.
+    """Everything that a card shows.
 
-    kind: "language", "sequences", "tokens", "answers" or "choices" (classifiers of language), "masked" (it fills in tokens),
-    "body" (of a language model, or an encoder of text), "image" (classifier), "tower" (image encoder), "model" (a
-    transformer of diffusers) or "pipeline".
-    config: of a pipeline, that of its component with MHLA. models: label -> scores; "MHLA" the model's own (none: nothing
-    was measured), "teacher" the softmax original's.
+    Attributes:
+        kind: "language"; "sequences", "tokens", "answers" or "choices" (classifiers of language); "masked" (masked LM);
+            "body" (of a language model or text encoder); "image" (classifier); "tower" (image encoder); "model" (a
+            diffusers transformer); or "pipeline".
+        class_name: class of the model or pipeline.
+        config: its configuration; for a pipeline, that of the component with MHLA.
+        person: the person's part.
+        models: label -> scores. "MHLA" is the model itself (absent if nothing was measured), "teacher" its original.
+        train: the training record, if there is one.
+        speed: times by sequence length, if measured.
     """
 
     kind: str
     class_name: str
-    config: dict
+    config: dict[str, Any]
     person: Person
     models: dict[str, list[Result]] = dataclasses.field(default_factory=dict)
-    train: dict | None = None
-    speed: dict | None = None
+    train: dict[str, Any] | None = None
+    speed: dict[str, Any] | None = None
 
     @property
     def records(self) -> list[Result]:
         """The model's own scores."""
-        return self.models.get(OWN, [])
+        return self.models.get(MODEL_LABEL, [])
 
     @property
-    def family(self):
-        """The `Family` of the base; None of a model that is MHLA from scratch."""
+    def family(self) -> Family | None:
+        """The `Family` of the base model; None for a model trained from scratch."""
         return family_of_class(_class_name(self.config))
 
     @property
     def task(self) -> str | None:
-        """What the Hub calls the thing that the model does."""
-        return dict((*KINDS.values(), BODY)).get(self.kind) or (self.family and self.family.task)
+        """The Hub's name of the task that the model does."""
+        task = dict((*KINDS.values(), BODY)).get(self.kind)
+        return task or (self.family.task if self.family else None)
 
     @property
     def loader(self) -> str:
         """The class of transformers or diffusers that loads the model."""
-        named = {kind: auto for auto, (kind, _) in KINDS.items()} | {"pipeline": "DiffusionPipeline"}
-        return named.get(self.kind, "AutoModel")
+        loaders = {kind: auto_class for auto_class, (kind, _) in KINDS.items()} | {"pipeline": "DiffusionPipeline"}
+        return loaders.get(self.kind, "AutoModel")
 
     @property
     def kept(self) -> list[int]:
         """The layers without MHLA."""
-        return [i for i in range(_count_layers(self.config)) if i not in self.config["mhla"]["layers"]]
+        return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
-    def timed(self, unit: str) -> dict[str, list[dict]]:
-        """What was timed -> the rows of `speed` that measure it in `unit`, "ms" or "mib", by length."""
+    def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of `speed` that have a value in `unit` ("ms" or "mib"), sorted by length, by what was timed."""
         rows = self.speed["rows"] if self.speed else []
         rows = sorted((row for row in rows if row.get(f"mhla_{unit}") is not None), key=lambda row: row["length"])
         return {row["what"]: [other for other in rows if other["what"] == row["what"]] for row in rows}
 
 
-def read_model(folder) -> tuple[str, str, dict]:
-    """(kind, class name, configuration with resolved MHLA layers) of a saved model or pipeline; see `Facts`."""
-    index = read_json(Path(folder, PIPELINE))
+def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
+    """Read a saved model's or pipeline's kind, class name, and configuration with explicit MHLA layers; see `Facts`.
+
+    Raises:
+        ValueError: `folder` holds no saved MHLA model.
+    """
+    index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
-    config = next((config for file in files if isinstance((config := read_json(file) or {}).get("mhla"), dict)), {})
-    base = str(config.get("model_type")).removeprefix("mhla_")
-    names = getattr(config_class_of(base), "attribute_map", {})
-    config = {name: config[own] for name, own in names.items() if own in config} | config  # GPT-2 has other names
-    if not config or not _count_layers(config):
-        raise ValueError(f'{folder} holds no config.json with "mhla" settings: expected a saved MHLA model')
-    config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(_count_layers(config))
+    configs = (read_json(file) or {} for file in files)
+    config: dict[str, Any] = next((config for config in configs if isinstance(config.get("mhla"), dict)), {})
+    base_type = str(config.get("model_type")).removeprefix("mhla_")
+    # GPT-2 and others store the standard attributes under names of their own
+    attribute_map = getattr(config_class_of(base_type), "attribute_map", {})
+    config = {name: config[stored] for name, stored in attribute_map.items() if stored in config} | config
+    count = _count_layers(config)
+    if not config or not count:
+        raise ValueError(f'{folder}: got no config.json with "mhla" settings, expected a saved MHLA model.')
+    config["mhla"]["layers"] = MHLASettings.from_dict(config["mhla"]).resolve_layers(count)
     if index is not None or "_class_name" in config:
         return "pipeline" if index else "model", _class_name(index or config), config
     if not config.get("auto_map"):
         raise ValueError(
-            f"{folder}: config.json names no MHLA class in auto_map: save the model with mhla_hf installed"
+            f"{folder}: got a config.json without auto_map, expected one that names the MHLA class; "
+            "save the model with mhla_hf installed."
         )
     kind, _ = KINDS[auto_class_of(_class_name(config))]
     is_body = kind == "tower" and {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(config["auto_map"])
     return BODY[0] if is_body else kind, _class_name(config), config
 
 
-def _class_name(config: dict) -> str:
+def _class_name(config: dict[str, Any]) -> str:
     return config.get("_class_name") or (config.get("architectures") or [""])[0]
 
 
-def _count_layers(config: dict) -> int | None:
-    both = {**(config.get("vision_config") or {}), **config}
-    return both.get("num_hidden_layers") or both.get("num_layers")
+def _count_layers(config: dict[str, Any]) -> int | None:
+    merged = {**(config.get("vision_config") or {}), **config}
+    return merged.get("num_hidden_layers") or merged.get("num_layers")
 
 
-def measure(folder, compared: dict, weights: bool = True) -> dict:
-    """What was measured of the model in `folder`, as the shelf keeps it. compared: label -> records as dicts.
+def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
+    """Collect what was measured of the model in `folder`, in the form of model_cards/results/<name>.json.
 
-    weights: False for a folder that holds records and no model.
+    Args:
+        folder: a saved and evaluated model.
+        compared: label -> score records, as dicts, of the models to compare it with.
+        weights: check that the scores belong to the weights in the folder; False if it holds no weights.
     """
     kind, class_name, config = read_model(folder)
-    measured = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
-    measured |= {"results": read_records(folder, weights), "compared": compared}
-    return measured | {"train": read_json(Path(folder, "train.json"))}
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": kind,
+        "class_name": class_name,
+        "config": config,
+        "results": read_records(folder, weights),
+        "compared": compared,
+        "train": read_json(Path(folder, "train.json")),
+    }
 
 
-def read_folder(folder, weights: bool = True) -> tuple[dict, Person]:
-    """(what was measured, the person's part) of a folder with the card.json of `write_card`; weights: as in `measure`."""
+def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any], Person]:
+    """Return what was measured and the person's part, from a folder that has a card.json; `weights` as in `measure`."""
     path = Path(folder, PERSON_FILE)
     content = read_json(path) or {}
-    if content.pop("format_version", None) != FORMAT_VERSION:
+    version = content.pop("format_version", None)
+    if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} is missing or not of format_version {FORMAT_VERSION}: run mhla-hf card {folder} --name NAME"
+            f"{path}: got format_version {version}, expected {FORMAT_VERSION}; run mhla-hf card {folder} --name NAME."
         )
     measured = measure(folder, content.pop("compared", {}), weights)
     return measured, read_settings(Person, content, f"{path}: ")
 
 
-def make_facts(measured: dict, person: Person) -> Facts:
-    """Typed. ValueError: a score lacks something, or another model has the own label."""
-    if OWN in measured["compared"]:
-        raise ValueError(f"compared: the label {OWN!r} is the model's own, expected another")
-    models = {OWN: measured["results"], **measured["compared"]}
-    models = {label: [Result.from_dict(record) for record in records] for label, records in models.items()}
-    speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[OWN]})
+def make_facts(measured: dict[str, Any], person: Person) -> Facts:
+    """Combine what was measured with the person's part.
+
+    Raises:
+        ValueError: a score record is incomplete, or a compared model has the label of the model itself.
+    """
+    if MODEL_LABEL in measured["compared"]:
+        raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
+    records = {MODEL_LABEL: measured["results"], **measured["compared"]}
+    models = {label: [Result.from_dict(record) for record in own] for label, own in records.items()}
+    speed = measured.get("speed") or speed_of_records({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 
 
-def read_records(folder, weights: bool = True) -> list[dict]:
-    """The scores in a model's folder; refused when there are none or (`weights`) when they belong to other weights."""
+def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:
+    """Return the score records of a model's folder.
+
+    Raises:
+        ValueError: there are none, or (if `weights`) a score was measured with other weights than the folder's.
+    """
     records = Results.read(folder)
     if not records:
         raise ValueError(
-            f"{folder} holds no results.json with scores: run mhla-hf evaluate {folder} --recipe recall first"
+            f"{folder}: got no results.json with scores, expected one; run mhla-hf evaluate {folder} --recipe recall."
         )
     local = [record for record in records if weights and record.fingerprint.startswith("files:")]
-    now = fingerprint_folder(folder) if local else None
-    if others := [record.task for record in local if record.fingerprint != now]:
-        raise ValueError(f"{folder}: {others[0]} was scored with other weights than it holds now: evaluate again")
+    fingerprint = fingerprint_folder(folder) if local else None
+    if outdated := [record.task for record in local if record.fingerprint != fingerprint]:
+        raise ValueError(
+            f"{folder}: got a score on {outdated[0]} of other weights, expected scores of these; evaluate again."
+        )
     return [dataclasses.asdict(record) for record in records]
 
 
-def part_of(record: Result) -> str:
-    """The table of scores that a record belongs to, one of `PARTS`; "" for a time."""
+def section_of(record: Result) -> str:
+    """Return the card's section for a record, one of `SECTIONS`, or "" for a time."""
     if record.task == SPEED or "_back_" in record.metric:
         return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
-    return "Recall" if RECALL.match(name) else "Generation" if GENERATION.search(name) else "Quality"
+    return "Recall" if RECALL_TASKS.match(name) else "Generation" if GENERATION_TASKS.search(name) else "Quality"
 
 
-def not_measured(records) -> list[str]:
-    """Which of "recall" and "generation" no score on a whole task tells."""
-    told = {part_of(record).lower() for record in records if record.value is not None and record.limit is None}
-    return [name for name in ("recall", "generation") if name not in told]
+def not_measured(records: Iterable[Result]) -> list[str]:
+    """Return which of "recall" and "generation" have no score on a whole task."""
+    measured = {section_of(record).lower() for record in records if record.value is not None and record.limit is None}
+    return [name for name in ("recall", "generation") if name not in measured]
 
 
-def find_license(base_model, teacher, license=None, license_name=None, license_link=None) -> dict:
-    """What the card of the base (a Hub id) or of its folder `teacher` states, else what is given; never a guess."""
+def find_license(
+    base_model: str | None,
+    teacher: PathLike | None,
+    license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
+) -> dict[str, str | None]:
+    """Find the license of the weights: what the base model's card states, or else what is given. It is never guessed.
+
+    Args:
+        base_model: Hub id of the base.
+        teacher: its local folder, whose README.md is read first.
+        license, license_name, license_link: given by the user.
+
+    Returns:
+        A dict with "license", "license_name" and "license_link".
+
+    Raises:
+        ValueError: no license is stated or given, or the given one contradicts the stated one.
+    """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
-    cards = [Path(teacher, CARD_FILE)] if teacher and Path(teacher, CARD_FILE).is_file() else []
-    for place in (*cards, *([base_model] if base_model else [])):
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # there is none, or none that can be read
-            stated = ModelCard.load(place, ignore_metadata_errors=True).data.to_dict()
+    cards: list[Path | str] = []
+    if teacher and Path(teacher, CARD_FILE).is_file():
+        cards.append(Path(teacher, CARD_FILE))
+    if base_model:
+        cards.append(base_model)
+    for card in cards:
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # no card, or one that cannot be read
+            stated = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
             if "license" in stated:
                 terms = {key: stated.get(key) for key in terms}
                 break
     if license not in (None, terms["license"]):
-        raise ValueError(f"license {license!r} is not what {place} states: {terms['license']!r}")
+        raise ValueError(f"license: got {license!r}, expected {terms['license']!r} as stated by {card}.")
     if terms["license"] is None:
         raise ValueError(
-            f"license is missing: no card of {base_model or teacher or 'a base'} states one; give --license"
+            f"license: got none, and no card of {base_model or teacher or 'a base'} states one, expected --license."
         )
     return terms

@@ -1,7 +1,7 @@
-"""What a model's folder has to be before it is shared: laid out aside and looked at, and nothing is sent.
+"""Check a model's folder before it is pushed, on a copy of exactly the files that would be sent.
 
-Only files that `checkpoints/save.py` lists go out; everything else stays where it is and is named. The checks look at a copy
-of exactly what goes out, and the last one loads it, without network, in a process where mhla_hf cannot be imported.
+Only the files that `checkpoints.save.saved_files` lists are shared; the names of all others are returned and logged. The
+last check loads the copy without network in a process where mhla_hf cannot be imported.
 """
 
 import json
@@ -9,22 +9,24 @@ import logging
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.clean_process import check_visit
-from ..checkpoints.files import read_json, write_json, write_text
-from ..checkpoints.fingerprint import NOTED, without_origin
-from ..checkpoints.load import check_shards, one_sentence
+from ..checkpoints.file_io import PathLike, read_json, write_json, write_text
+from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
+from ..checkpoints.isolated_load import check_isolated_load
+from ..checkpoints.load import check_shards, wrap_errors
 from ..checkpoints.save import (
     CARD_FILE,
-    CONFIGURATIONS,
-    MODULES,
+    CONFIG_FILES,
     RECORDS,
+    SENTENCE_MODULES,
     SENTENCE_SETTINGS,
     read_sentence_files,
     saved_files,
@@ -34,161 +36,187 @@ from .card import check_card, folder_card
 from .facts import PERSON_FILE, not_measured, read_model
 
 logger = logging.getLogger("mhla_hf")
-TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
-# An absolute path, but the system's, which are the same everywhere; no URL, template or link of the site. Then those of
-# Windows: C:\a\b or C:/a/b, and \\host\share.
-PLACE = re.compile(
+HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
+# Absolute paths that reveal something about the author's machine. The first alternative is POSIX: ~/x or /x/y, except
+# system folders that are the same everywhere, URLs, templates and site links. The others are Windows: C:\a\b or C:/a/b,
+# and \\host\share.
+LOCAL_PATH = re.compile(
     r"(?:(?<=file://)|(?<![\w.~/\\<>)}\]-])(?<!\]\())"
     r"(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
     r"|(?<!\w)[A-Za-z]:(?:\\+|/)[^\s\\/:\"'`<>|{}]+[\\/][^\s\"'`,;)\]}>|]+"
     r"|(?<![^\s\"'`=(:,])(?:\\{2,4}[\w.$-]+|//[\w$-]+)[\\/][^\s\"'`,;)\]}>|]+"
 )
-ESCAPES = re.compile(r"\\[nrt]")  # in templates
+TEMPLATE_ESCAPES = re.compile(r"\\[nrt]")  # in chat templates, these would look like Windows paths
+CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
 
 
-def stage_folder(folder, place, *, repo_id=None, card=None, draft=False) -> tuple[str, ...]:
-    """Lay out in `place` what is shared of `folder`, look at everything that can be wrong with it, and name what stays.
+def stage_folder(
+    folder: PathLike, staging: PathLike, *, repo_id: str | None = None, card: str | None = None, draft: bool = False
+) -> tuple[str, ...]:
+    """Copy the files to be shared from `folder` into `staging`, and check the copy.
 
-    folder: a saved MHLA model, or a pipeline with one. place: a folder to make. repo_id: the Hub id it will have. card: the
-    text of README.md where the folder has none. draft: a converted language model may come without scores for recall and
-    generation. ValueError: the first thing that is wrong, in one sentence with the file's name.
+    Args:
+        folder: a saved MHLA model, or a pipeline with one.
+        staging: a folder to make. Weights are linked, not copied.
+        repo_id: the Hub id that the model will have.
+        card: the text of README.md if `folder` has none.
+        draft: accept a converted language model without scores for recall and generation.
+
+    Returns:
+        The files and folders that are not part of the model and therefore not shared.
+
+    Raises:
+        ValueError: the first problem found; the message names the file.
     """
-    folder, place = Path(folder), Path(place)
+    folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
-        raise ValueError(f"folder must be a saved model's directory, got {str(folder)!r}")
+        raise ValueError(f"folder: got {str(folder)!r}, expected the folder of a saved model.")
     files = saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{file} is no regular file in the folder: put the file itself there")
+            raise ValueError(f"{file}: got a link or a folder, expected a regular file inside the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{folder} holds no .safetensors file under its usual name: save the model without a variant")
-    shared = {*files, *(above for file in files for above in file.parents)}
-    entries = {entry for above in {file.parent for file in files} for entry in above.iterdir()}
-    left = tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries - shared))
-    if left:
-        logger.warning("push: no part of the model, so these stay in %s: %s", folder, ", ".join(map(ascii, left)))
+        raise ValueError(
+            f"{folder}: got no .safetensors file with a usual name, expected a model saved without variant."
+        )
+    shared = {*files, *(parent for file in files for parent in file.parents)}
+    entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
+    left_out = tuple(sorted(entry.relative_to(folder).as_posix() for entry in entries - shared))
+    if left_out:
+        logger.warning("push: not part of the model, so not sent from %s: %s", folder, ", ".join(map(ascii, left_out)))
     for file in files:
-        copy = place / file.relative_to(folder)
+        copy = staging / file.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".safetensors":
             copy.symlink_to(file.absolute())
-        elif file.name in NOTED:
-            copy.write_bytes(without_origin(file.read_bytes()))
+        elif file.name in FILES_WITH_ORIGIN:
+            copy.write_bytes(strip_origin(file.read_bytes()))
         else:
             shutil.copyfile(file, copy)
     try:
-        _check(place, card, repo_id, draft)
+        _check_staged(staging, card, repo_id, draft)
     except ValueError as error:
-        raise ValueError(str(error).replace(str(place), str(folder))) from error
-    return left
+        raise ValueError(str(error).replace(str(staging), str(folder))) from error
+    return left_out
 
 
-def _check(place: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
-    """Everything about a folder that holds exactly what goes out; its records and its card are written anew."""
-    kind, _, config = read_model(place)
-    for source in place.rglob("*.py"):
-        with one_sentence(f"{source} is not the source of a model"):
-            made = build_bundle(check_bundle(text := source.read_text(encoding="utf-8"))["entry"])
-        if made != text:  # its hash says only that it is whole: anybody can hash a text anew
+def _check_staged(folder: Path, card: str | None, repo_id: str | None, draft: bool) -> None:
+    """Run every check on a folder that holds exactly what is shared, and rewrite its records and card without paths."""
+    kind, _, config = read_model(folder)
+    for source in folder.rglob("*.py"):
+        with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
+            text = source.read_text(encoding="utf-8")
+            current = build_bundle(check_bundle(text)["entry"])
+        if current != text:  # the hash in its header proves nothing: anybody can compute a new one
             raise ValueError(
-                f"{source} is not the source that this mhla_hf makes: load the model with it and save again"
+                f"{source}: got source that this mhla_hf does not make, expected its own; load the model and save it again."
             )
-    for file in (file for file in place.rglob("*.json") if file.name in CONFIGURATIONS):
+    for file in (file for file in folder.rglob("*.json") if file.name in CONFIG_FILES):
         _check_code_names(file)
-    for path, content in read_sentence_files(place).items():
-        if isinstance(content, dict) and (odd := [key for key in read_json(place / path) if key not in content]):
-            raise ValueError(
-                f"{place / path} holds {odd[0]!r}, which is no part of a model that is shared: take it out"
-            )
-    dtype = check_weights(place)
-    measured, readme = (place / PERSON_FILE).is_file(), place / CARD_FILE
+    for path, content in read_sentence_files(folder).items():
+        if isinstance(content, dict):
+            stored = read_json(folder / path) or {}
+            if foreign := [key for key in stored if key not in content]:
+                raise ValueError(f"{folder / path}: got the key {foreign[0]!r}, expected only keys that name no code.")
+    dtype = check_weights(folder)
+    is_measured, readme = (folder / PERSON_FILE).is_file(), folder / CARD_FILE
     if card is not None and not readme.exists():
         write_text(readme, card)
-    _check_card(readme, repo_id, measured)
-    for file in (place / name for name in RECORDS if (place / name).is_file()):
-        write_json(file, change_texts(read_json(file), shorten_paths))
-    if measured:  # of the records as they are sent, so that whoever gets them can check the card
-        write_text(readme, folder_card(place, weights=False))
-    texts_in = (CARD_FILE, *RECORDS, *CONFIGURATIONS, MODULES, *SENTENCE_SETTINGS)
-    for file in (file for file in place.rglob("*") if file.name in texts_in):
-        texts = [file.read_text(encoding="utf-8")]
-        if file.suffix == ".json":
-            change_texts(json.loads(texts[0]), texts.append)
-            del texts[0]
-        for text in texts:
-            if TOKEN.search(text):
-                raise ValueError(f"{file} holds a token of Hugging Face: take it out")
-            if found := PLACE.search(ESCAPES.sub(" ", text) if "{%" in text else text):
-                raise ValueError(f"{file} names the local path {found[0]!r}: write a relative path or a Hub id")
-    judged = kind == "language" and config["model_type"] != "mhla" and not draft
-    if judged and (absent := not_measured(Results.read(place) if measured else [])):
-        lacks = f"the card of a converted language model has no result for {' and '.join(absent)}"
+    _check_readme(readme, repo_id, is_measured)
+    for file in (folder / name for name in RECORDS if (folder / name).is_file()):
+        write_json(file, map_texts(read_json(file), shorten_paths))
+    if is_measured:  # from the shortened records, so that whoever downloads them can render the card again
+        write_text(readme, folder_card(folder, weights=False))
+    _check_texts(folder)
+    needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
+    if needs_scores and (missing := not_measured(Results.read(folder) if is_measured else [])):
         raise ValueError(
-            f"{place}: {lacks}: run mhla-hf evaluate {place} --recipe recall and write the card again, or give --draft"
+            f"{folder}: got no result for {' and '.join(missing)}, expected both in the card of a converted language "
+            f"model; run mhla-hf evaluate {folder} --recipe recall and write the card again, or give --draft."
         )
-    check_visit(place, kind, dtype if kind == "pipeline" else "auto")
+    check_isolated_load(folder, kind, dtype if kind == "pipeline" else "auto")
 
 
-def change_texts(content, change):
-    """What JSON holds, with `change` of each text in the place of the text, keys included."""
+def _check_texts(folder: Path) -> None:
+    """Check that no card, record or configuration contains a Hub token or a path on the author's machine."""
+    names = (CARD_FILE, *RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
+    for file in (file for file in folder.rglob("*") if file.name in names):
+        content = file.read_text(encoding="utf-8")
+        texts = [content]
+        if file.suffix == ".json":
+            texts = []
+            map_texts(json.loads(content), texts.append)
+        for text in texts:
+            if HUB_TOKEN.search(text):
+                raise ValueError(f"{file}: got a Hugging Face token, expected none.")
+            if path := LOCAL_PATH.search(TEMPLATE_ESCAPES.sub(" ", text) if "{%" in text else text):
+                raise ValueError(f"{file}: got the local path {path[0]!r}, expected a relative path or a Hub id.")
+
+
+def map_texts(content: Any, function: Callable[[str], Any]) -> Any:
+    """Return JSON content with `function` applied to every string in it, keys included."""
     if isinstance(content, dict):
-        return {change(name): change_texts(value, change) for name, value in content.items()}
+        return {function(name): map_texts(value, function) for name, value in content.items()}
     if isinstance(content, list):
-        return [change_texts(value, change) for value in content]
-    return change(content) if isinstance(content, str) else content
+        return [map_texts(value, function) for value in content]
+    return function(content) if isinstance(content, str) else content
 
 
 def shorten_paths(text: str) -> str:
-    """The text with the last part of each absolute path in its place."""
-    return PLACE.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
+    """Replace each local path in `text` with its last component."""
+    return LOCAL_PATH.sub(lambda path: re.split(r"[\\/]", path[0])[-1], text)
 
 
 def _check_code_names(file: Path) -> None:
-    """No configuration names code but the source beside it."""
-    content = read_json(file)
-    own = content.get("auto_map") if file.name == "config.json" else None
-    for auto, code in own.items() if isinstance(own, dict) else ():
-        if not (isinstance(code, str) and (file.parent / f"{code.rpartition('.')[0]}.py").is_file()):
-            raise ValueError(
-                f"{file} names {code!r} for {auto}, expected a class of the model's own source: take it out"
-            )
-    for name in ("auto_map", "custom_pipelines", "custom_generate"):
-        if content.get(name) and content[name] is not own:
-            raise ValueError(
-                f"{file} names code that is not the model's own, {name} {content[name]!r:.80}: take it out"
-            )
+    """Check that a configuration refers to no code except the model's own source file."""
+    content = read_json(file) or {}
+    auto_map = content.get("auto_map") if file.name == "config.json" else None
+    for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
+        if not (isinstance(reference, str) and (file.parent / f"{reference.rpartition('.')[0]}.py").is_file()):
+            raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class of the model's own source.")
+    for key in CODE_KEYS:
+        if content.get(key) and content[key] is not auto_map:
+            raise ValueError(f"{file}: got {key} {content[key]!r:.80}, expected no code but the model's own.")
 
 
-def check_weights(place: Path) -> str:
-    """Every safetensors file is whole and finite, no index leads out. Returns the usual dtype, e.g. "float32"."""
-    sizes = Counter()
-    for index in place.rglob("*.safetensors.index.json"):
+def check_weights(folder: Path) -> str:
+    """Check that every safetensors file is complete and finite, and that no index points outside the folder.
+
+    Returns:
+        The dtype that most parameters have, e.g. "float32".
+    """
+    counts: Counter[str] = Counter()
+    for index in folder.rglob("*.safetensors.index.json"):
         check_shards(index)
-    for file in sorted(place.rglob("*.safetensors")):
+    for file in sorted(folder.rglob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118
                     tensor = weights.get_tensor(name)
-                    sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.is_floating_point()
+                    counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.is_floating_point()
                     if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-                        raise ValueError(f"{file}: the weight {name!r} holds NaN or infinity, expected finite numbers")
+                        raise ValueError(
+                            f"{file}: got NaN or infinity in the weight {name!r}, expected finite numbers."
+                        )
         except SafetensorError as error:
-            raise ValueError(f"{file} is no whole safetensors file: {error}") from None
-    return sizes.most_common(1)[0][0]
+            raise ValueError(f"{file}: got a damaged file, expected a complete safetensors file ({error}).") from None
+    return counts.most_common(1)[0][0]
 
 
-def _check_card(file: Path, repo_id: str | None, measured: bool) -> None:
-    """README.md is valid, and where mhla_hf wrote it (`measured`), true."""
+def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
+    """Check that README.md has valid metadata and, if mhla_hf wrote it from measurements, matches them and `repo_id`."""
     if not file.exists():
         raise ValueError(
-            f"{file} does not exist: write it with mhla-hf card {file.parent} --name NAME, or give license (--license)"
+            f"{file}: got no card, expected one; run mhla-hf card {file.parent} --name NAME, or give license (--license)."
         )
-    with one_sentence(f"{file} has front matter that cannot be read"):
+    with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):
-        raise ValueError(f"{file}: license is {license!r}, expected a license of the Hub such as apache-2.0")
-    if measured:
+        raise ValueError(f"{file}: got the license {license!r}, expected a license of the Hub such as apache-2.0.")
+    if is_measured:
         check_card(file.parent)
-        name = read_json(file.parent / PERSON_FILE)["name"]
+        name = (read_json(file.parent / PERSON_FILE) or {})["name"]
         if repo_id is not None and "/" in name and name != repo_id:
-            raise ValueError(f"{file} is the card of {name!r}, not of {repo_id!r}: write it with that name")
+            raise ValueError(
+                f"{file}: got the card of {name!r}, expected that of {repo_id!r}; write it with that name."
+            )

@@ -1,7 +1,7 @@
-"""push(): a model becomes a repository, all of it in one commit, or nothing.
+"""push(): upload a model to the Hub in one commit.
 
-Everything is checked before the first byte goes out (`folder_checks.py`). Then the large files are sent, and one commit
-puts all files in place and deletes what an older model left: whoever loads the repository meets the old model or the new.
+Everything is checked before the first byte is sent (`folder_checks.py`). Large files are uploaded first; then one commit
+adds all files and deletes those an older model left. Whoever loads the repository meantime gets the old or the new model.
 """
 
 import contextlib
@@ -11,29 +11,35 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from ..checkpoints.files import SHARD_SIZE, temporary_folder
+from ..checkpoints.file_io import SHARD_SIZE, PathLike, temporary_folder
 from ..checkpoints.save import CARD_FILE
 from .card import plain_card
 from .facts import find_license
 from .folder_checks import stage_folder
 
 logger = logging.getLogger("mhla_hf")
-HTTPError = HfHubHTTPError.__bases__[0]  # of the library that the client uses: no answer at all is one, too
-STALE = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".model")
+# The HTTP library's base class, which also covers a server that does not answer
+HTTPError: Any = HfHubHTTPError.__bases__[0]
+MODEL_SUFFIXES = (".safetensors", ".json", ".py", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".model")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """What a push made.
+    """The result of a push.
 
-    revision: id of the commit, for `from_pretrained(..., revision=...)`. url: of the commit or the pull request; both are
-    empty after a dry run. new: False when the repository held exactly this model already, or nothing was sent. left: files
-    and folders that are no part of a model and stayed. files: path in the repository -> bytes.
+    Attributes:
+        repo_id: the repository.
+        revision: id of the commit, for `from_pretrained(..., revision=...)`; empty after a dry run.
+        url: of the commit or pull request; empty after a dry run.
+        new: False if the repository already held exactly this model, or after a dry run.
+        left: files and folders that are not part of the model and were not sent.
+        files: path in the repository -> size in bytes.
     """
 
     repo_id: str
@@ -50,107 +56,144 @@ def push(
     license: str | None = None, base_model: str | None = None, token: str | bool | None = None, dry_run: bool = False,
     progress: bool = True,
 ) -> Pushed:  # fmt: skip
-    """Share a model on the Hub: check everything, send it, put it in place with one commit.
+    """Check a model and upload it to the Hub in one commit.
 
     Args:
-        what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files go out; or the
-            model or pipeline itself, with its `tokenizer`.
-        repo_id: "user/name"; made when it is not there. private: one that is there must be so already.
-        create_pr: open a pull request instead of committing; the repository must be there.
-        tags: names that the commit gets, such as "v1". revision: branch to commit to (default: main), made when missing.
-        draft: let a converted language model without scores for recall and generation pass.
-        message: first line of the commit. token: of the Hub; default: the one of `hf auth login` or HF_TOKEN.
-        license, base_model: for the card of a model that has none.
-        dry_run: check everything and list the files, without the network; nothing is sent. A model without a card then
-            needs its `license`, which otherwise may be read from the card of `base_model`.
+        what: folder of a saved MHLA model or of a pipeline with one, of which only the model's own files are sent; or the
+            model or pipeline itself.
+        repo_id: "user/name"; created if it does not exist.
+        private: create a private repository. An existing one must already be private.
+        create_pr: open a pull request instead of committing. The repository must exist.
+        tags: tags for the commit, such as "v1".
+        revision: branch to commit to (default: main), created if it does not exist.
+        draft: accept a converted language model without scores for recall and generation.
+        message: first line of the commit message.
+        tokenizer: saved along with a model that is given as an object.
+        license: license for the card of a model that has no card.
+        base_model: Hub id of the softmax original, for such a card.
+        token: Hub token (default: from `hf auth login` or HF_TOKEN).
+        dry_run: check everything and list the files, without the network. A model without a card then needs `license`,
+            which otherwise may be read from the card of `base_model`.
         progress: show progress bars.
 
+    Returns:
+        What was pushed; see `Pushed`.
+
     Raises:
-        ValueError, TypeError: something is wrong with the arguments or the folder; nothing was committed.
+        ValueError, TypeError: an argument or the folder is not as expected; nothing was committed.
         OSError: the Hub refused or could not be reached.
     """
     tags = [tags] if isinstance(tags, str) else list(tags)
     validate_repo_id(repo_id)
     if "/" not in repo_id:
-        raise ValueError(f"repo_id is {repo_id!r}; expected the user or organization too, such as user/{repo_id}")
-    if bad := [tag for tag in tags if not re.fullmatch(r"(?![0-9a-f]{40}$)\w[\w.+-]*", tag)]:
-        raise ValueError(f"tags: got {bad[0]!r}, expected a name such as v1")
+        raise ValueError(f"repo_id: got {repo_id!r}, expected it with a user or organization, such as user/{repo_id}.")
+    if invalid := [tag for tag in tags if not re.fullmatch(r"(?![0-9a-f]{40}$)\w[\w.+-]*", tag)]:
+        raise ValueError(f"tags: got {invalid[0]!r}, expected a name such as v1.")
     if create_pr and (tags or private or revision):
-        raise ValueError("create_pr goes with none of tags, private and revision: a pull request is made to main")
+        raise ValueError(
+            "create_pr: got True with tags, private or revision, expected none of them; it is made to main."
+        )
     with contextlib.ExitStack() as stack:
-        aside = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
-        folder, card = _as_folder(what, tokenizer, aside / "saved"), None
+        temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
+        folder, card = _as_folder(what, tokenizer, temporary / "saved"), None
         logger.info("push: checking %s", what if isinstance(what, str | Path) else type(what).__name__)
         if (license is not None or base_model is not None) and folder.is_dir():
-            if (folder / CARD_FILE).is_file():
-                raise ValueError(f"license and base_model are for a model without a card, not for {str(folder)!r}")
-            if dry_run and license is None:
-                raise ValueError(
-                    f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}"
-                )
-            terms = find_license(None if dry_run else base_model, None, license)
-            card = plain_card(folder, repo_id, base_model, terms)
-        left = stage_folder(folder, aside / "model", repo_id=repo_id, card=card, draft=draft)
-        place = aside / "model"
-        files = {path.relative_to(place).as_posix(): path.stat().st_size for path in files_of(place)}
+            card = _make_card(folder, repo_id, license, base_model, dry_run)
+        staging = temporary / "model"
+        left = stage_folder(folder, staging, repo_id=repo_id, card=card, draft=draft)
+        files = {path.relative_to(staging).as_posix(): path.stat().st_size for path in list_files(staging)}
         if dry_run:
             return Pushed(repo_id, "", "", False, left, files)
         if not progress:
             stack.enter_context(disable_progress_bars())
-        options = {"private": private, "create_pr": create_pr, "tags": tags, "revision": revision}
-        sent = send(place, repo_id, **options, message=message, token=token)
-        return dataclasses.replace(sent, left=left, files=files)
+        pushed = send(
+            staging, repo_id, private=private, create_pr=create_pr, tags=tags, revision=revision, message=message,
+            token=token,
+        )  # fmt: skip
+        return dataclasses.replace(pushed, left=left, files=files)
 
 
-def send(place, repo_id, *, private=False, create_pr=False, tags=(), revision=None, message=None, token=None) -> Pushed:
-    """Put all files of a checked folder into a repository; arguments as `push`. Safe to do again: nothing is made twice."""
-    additions = [CommitOperationAdd(file.relative_to(place).as_posix(), file) for file in files_of(place)]
+def send(
+    folder: Path, repo_id: str, *, private: bool = False, create_pr: bool = False, tags: Sequence[str] = (),
+    revision: str | None = None, message: str | None = None, token: str | bool | None = None,
+) -> Pushed:  # fmt: skip
+    """Commit all files of a checked folder to a repository; arguments as in `push`.
+
+    It can be repeated after an interruption: nothing is created or sent twice.
+    """
+    additions = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in list_files(folder)]
     paths = {addition.path_in_repo for addition in additions}
     api, branch = HfApi(token=token, library_name="mhla_hf"), revision or "main"
     try:
         if not create_pr:
             api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.model_info(repo_id).private:
-            raise ValueError(f"private: {repo_id} is there and public; make it private on the Hub first")
+            raise ValueError(f"private: got {repo_id}, which is public, expected a private repository.")
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         head = api.model_info(repo_id, revision=branch).sha
-        refs = api.list_repo_refs(repo_id).tags if tags else ()
-        if taken := [ref for ref in refs if ref.name in tags and ref.target_commit != head]:
-            raise ValueError(f"tags: {taken[0].name!r} is taken by commit {taken[0].target_commit} of {repo_id}")
-        held = api.list_repo_files(repo_id, revision=head)
-        stale = [CommitOperationDelete(path) for path in held if path.endswith(STALE) and path not in paths]
+        existing_tags = api.list_repo_refs(repo_id).tags if tags else []
+        if taken := [tag for tag in existing_tags if tag.name in tags and tag.target_commit != head]:
+            commit = taken[0].target_commit
+            raise ValueError(
+                f"tags: got {taken[0].name!r}, which is taken by commit {commit} of {repo_id}, expected another."
+            )
+        old_paths = api.list_repo_files(repo_id, revision=head)
+        deletions = [
+            CommitOperationDelete(path) for path in old_paths if path.endswith(MODEL_SUFFIXES) and path not in paths
+        ]
         logger.info("push: sending %d files to %s", len(additions), repo_id)
-        where = {"revision": branch, "create_pr": create_pr}
-        # with gitignore_content, else the repository's own .gitignore would leave files out in silence
-        api.preupload_lfs_files(repo_id, additions, gitignore_content="", free_memory=False, **where)
-        message = message or "Push with mhla_hf"
-        made = api.create_commit(repo_id, [*additions, *stale], commit_message=message, parent_commit=head, **where)
-        new = made.oid != head
-        for tag in tags:
-            if new or tag not in {ref.name for ref in refs}:
-                api.create_tag(repo_id, tag=tag, revision=made.oid)
+        # Not `upload_folder`: without `gitignore_content`, the repository's own .gitignore would silently drop files
+        api.preupload_lfs_files(
+            repo_id, additions, gitignore_content="", free_memory=False, revision=branch, create_pr=create_pr
+        )
+        commit_info = api.create_commit(
+            repo_id,
+            [*additions, *deletions],
+            commit_message=message or "Push with mhla_hf",
+            parent_commit=head,
+            revision=branch,
+            create_pr=create_pr,
+        )
+        is_new = commit_info.oid != head
+        for tag_name in tags:
+            if is_new or tag_name not in {tag.name for tag in existing_tags}:
+                api.create_tag(repo_id, tag=tag_name, revision=commit_info.oid)
     except (HTTPError, OSError, RuntimeError) as error:
-        said = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split())
-        advice = "the repository holds the old model or the new one, whole: push again"
-        raise OSError(f"push to {repo_id}: {said}; {advice}") from error
-    return Pushed(repo_id, made.oid, made.pr_url or made.commit_url, new)
+        reason = " ".join(str(error.__cause__ if type(error) is RuntimeError else error).split()).removesuffix(".")
+        raise OSError(
+            f"push to {repo_id}: {reason}; the repository holds the old or the new model: push again."
+        ) from error
+    return Pushed(repo_id, commit_info.oid, commit_info.pr_url or commit_info.commit_url, is_new)
 
 
-def files_of(place) -> list[Path]:
-    """All files in a folder, sorted."""
-    return sorted(file for file in Path(place).rglob("*") if file.is_file())
+def list_files(folder: PathLike) -> list[Path]:
+    """List all files in a folder and below it, sorted."""
+    return sorted(file for file in Path(folder).rglob("*") if file.is_file())
 
 
-def _as_folder(what, tokenizer, place: Path) -> Path:
-    """The folder itself, or `place`, in which the model or pipeline is saved."""
+def _make_card(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> str:
+    """Render a card without numbers for a folder that has none."""
+    if (folder / CARD_FILE).is_file():
+        raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
+    if dry_run and license is None:
+        raise ValueError(
+            f"license: got none in a dry run, which does not ask the Hub for that of {base_model!r}, expected it."
+        )
+    terms = find_license(None if dry_run else base_model, None, license)
+    return plain_card(folder, repo_id, base_model, terms)
+
+
+def _as_folder(what: object, tokenizer: Any, target: Path) -> Path:
+    """Return the folder `what`, or save the model or pipeline `what` in `target` and return that."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
-            raise ValueError("tokenizer goes with a model given as an object; a folder holds its own")
+            raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")
         return Path(what)
-    if not callable(getattr(what, "save_pretrained", None)):
-        raise TypeError(f"what is a {type(what).__name__}; expected a folder, a model or a pipeline")
-    what.save_pretrained(place, max_shard_size=SHARD_SIZE)
+    save_pretrained = getattr(what, "save_pretrained", None)
+    if not callable(save_pretrained):
+        raise TypeError(f"what: got {type(what).__name__}, expected a folder, a model or a pipeline.")
+    save_pretrained(target, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
-        tokenizer.save_pretrained(place)
-    return place
+        tokenizer.save_pretrained(target)
+    return target

@@ -17,8 +17,8 @@ import torch
 from huggingface_hub import hf_hub_download
 from safetensors.torch import save_file
 
-from ..checkpoints.files import read_json, write_json
-from ..checkpoints.load import one_sentence, optional, register_family
+from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.load import register_family, require_extra, wrap_errors
 from ..convert import convert
 from ..convert.families import family_of
 from ..convert.teacher import mhla_layers
@@ -36,7 +36,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 def import_peft(base=None):
     """PEFT, which knows the default LoRA targets of the converted model `base`; ImportError in one sentence."""
-    with optional("an adapter", "peft", "peft"):
+    with require_extra("an adapter", "peft", "peft"):
         import peft
     if base is not None:
         register_family(family_of(base))
@@ -106,12 +106,12 @@ def load_adapter(
     peft = import_peft()
     folder = Path(source)
     if not folder.is_dir():
-        with one_sentence(f"adapter {str(source)!r}: is no folder here and cannot be loaded from the Hub"):
+        with wrap_errors(f"adapter {str(source)!r}: is no folder here and cannot be loaded from the Hub"):
             for name in FILES:
                 folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ValueError(f"adapter {str(source)!r}: has no {missing[0]}, expected one that save_adapter wrote.")
-    with one_sentence(f"adapter {str(source)!r}: cannot be read"):
+    with wrap_errors(f"adapter {str(source)!r}: cannot be read"):
         noted = read_json(folder / SETTINGS_FILE)
         peft.PeftConfig.from_pretrained(folder)
         peft.load_peft_weights(str(folder), device="cpu")

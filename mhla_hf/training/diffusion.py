@@ -10,7 +10,7 @@ import types
 
 import torch
 
-from ..checkpoints.fingerprint import hash_of
+from ..checkpoints.fingerprint import hash_json
 from ..convert.families import family_of
 from ..models.families import DIFFUSION
 from .adapters import import_peft
@@ -72,8 +72,8 @@ class DiffusionTask(Task):
         conditions = Texts(self._encode, prompts or ()) if text else Classes(self.student.config.num_embeds_ada_norm)
         config = {key: value for key, value in self.pipeline.scheduler.config.items() if not key.startswith("_")}
         known = {"kind": "trajectories"} if latents is None else latents.describe()
-        known |= {} if prompts is None else {"prompts": hash_of(prompts)}
-        known |= {"scheduler": hash_of(config)}
+        known |= {} if prompts is None else {"prompts": hash_json(prompts)}
+        known |= {"scheduler": hash_json(config)}
         name = latents.name if latents else "the teacher's trajectories"
         return types.SimpleNamespace(latents=latents, conditions=conditions, name=name, describe=lambda: known)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ..data import last_position, open_text
+from ..data import max_positions, open_text
 from .output_head import find_head, run_body, sum_in_chunks
 from .tasks import Objective, Task
 from .teach import RECORD, TaughtText, likeliest_tokens
@@ -148,7 +148,7 @@ class LanguageTask(Task):
             source = TaughtText(data, vocab)
         else:
             source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
-        longest, limit = max(stage.seq_len for stage in stages), last_position(self.student.config)
+        longest, limit = max(stage.seq_len for stage in stages), max_positions(self.student.config)
         if longest > limit:
             raise ValueError(f"seq_len is {longest}; expected at most the {limit} positions of the student")
         source.reader(longest, 0, 0).take(1)  # a text too short is known now

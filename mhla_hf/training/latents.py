@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from ..checkpoints.load import one_sentence
-from ..data import Reader, identity_of, load_split, place_of, read_text_file
+from ..checkpoints.load import wrap_errors
+from ..data import Reader, check_data_path, identify_files, load_split, read_text_file
 from .denoising import trajectory
 
 # what may stand beside the latents, and which of a transformer's conditions it is
@@ -202,7 +202,7 @@ def open_latents(data):
         hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
         return Latents(StackDataset(**data), "latents at hand", hashes)
     if isinstance(data, (str, Path)):
-        path, name = place_of(data), str(data)
+        path, name = check_data_path(data), str(data)
         if path.is_dir():
             return _open_folder(path, name)
         return Latents(load_split(name), name, name)
@@ -217,9 +217,9 @@ def _open_folder(path, name):
     if not files:
         raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
     for file in files:
-        with one_sentence(f"data: {str(file)!r} cannot be read"):
+        with wrap_errors(f"data: {str(file)!r} cannot be read"):
             parts.append(StackDataset(**load_file(file)))
-    return Latents(ConcatDataset(parts), name, identity_of(files))
+    return Latents(ConcatDataset(parts), name, identify_files(files))
 
 
 def prompt_lines(path):
@@ -230,7 +230,7 @@ def prompt_lines(path):
 def read_prompts(data):
     """The prompts in a text file, one a line, or in a list; None when `data` is something else."""
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
-        if not (path := place_of(data)).is_file():
+        if not (path := check_data_path(data)).is_file():
             raise ValueError(f"data: there is no file {str(data)!r}")
         data = prompt_lines(path)
     if not isinstance(data, (list, tuple)):

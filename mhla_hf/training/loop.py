@@ -21,9 +21,9 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import read_json, write_json
-from ..checkpoints.load import first_line, optional
-from ..checkpoints.machine import describe_run
+from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.load import require_extra, summarize_error
+from ..checkpoints.provenance import describe_run
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, Options, Stage, make_stages, read_recipe
 from .run_folder import RECORD, RunFolder, identify, unreadable
@@ -92,7 +92,7 @@ def distill(
 
 def _train(task, stages, data, options, seed, folder, progress, command):
     """The run, with an Accelerator whose settings, which are global, end with it."""
-    with optional("distill", "accelerate", "train"):
+    with require_extra("distill", "accelerate", "train"):
         import accelerate
     known = [str(kind.value) for kind in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in known:
@@ -216,7 +216,7 @@ class _Run:
             try:
                 self._restore(latest)
             except Exception as error:  # of a damaged file, anything
-                raise unreadable(latest, first_line(error)) from error
+                raise unreadable(latest, summarize_error(error)) from error
         else:
             at.update(stage=number, step=0, sums={}, since=0)
         reader = self.task.reader(self.source, stage, number, self.seed, at["reader"])

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from ..checkpoints.load import one_sentence
-from ..data import Reader, load_split, place_of
+from ..checkpoints.load import wrap_errors
+from ..data import Reader, check_data_path, load_split
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
@@ -88,7 +88,7 @@ class Pictures:
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
         about = f"data: the image {str(item)!r} cannot be read"
-        with one_sentence(about), Image.open(item) if isinstance(item, (str, Path)) else item as picture:
+        with wrap_errors(about), Image.open(item) if isinstance(item, (str, Path)) else item as picture:
             return picture.convert("L" if channels == 1 else "RGB")
 
 
@@ -100,7 +100,7 @@ def prepare(processor, images, **changes) -> torch.Tensor:
 def sides_of(processor, channels: int) -> tuple[int, int]:
     """Height and width of what the processor makes; ValueError where they depend on the image, or other channels."""
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
-    with one_sentence(f"processor: does not give images of one height and width and {channels} channels"):
+    with wrap_errors(f"processor: does not give images of one height and width and {channels} channels"):
         return tuple(prepare(processor, blanks).shape[2:])
 
 
@@ -120,7 +120,7 @@ def open_pictures(data, split="train") -> Pictures:
             raise ValueError(f"data: got tensors {found}; expected images uint8 [N, C, H, W] and labels [N]")
         return Pictures(images, labels, "images at hand")
     if isinstance(data, (str, Path)):
-        if (path := place_of(data)).is_dir():
+        if (path := check_data_path(data)).is_dir():
             return _open_folder(path, split)
         return _open_table(load_split(str(data), split=split), str(data))
     if hasattr(data, "features") and hasattr(data, "__len__"):

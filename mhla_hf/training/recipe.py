@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..checkpoints import values
-from ..checkpoints.files import named_yaml, read_yaml
+from ..checkpoints.file_io import find_yaml, read_yaml
 from ..checkpoints.values import Number, checked, read_settings
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -40,13 +40,13 @@ class CommonStage:
     lr_mhla: Number | None = values.positive(None)
     warmup: int = values.at_least(0, 0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    lr_end: Number = values.share(0.0)
+    lr_end: Number = values.fraction(0.0)
     weight_decay: Number = values.not_negative(0.0)
-    beta1: Number = values.decay(0.9)
-    beta2: Number = values.decay(0.95)
+    beta1: Number = values.fraction_below_one(0.9)
+    beta2: Number = values.fraction_below_one(0.95)
     eps: Number = values.positive(1e-8)
     max_grad_norm: Number = values.not_negative(1.0)
-    ema: Number = values.decay(0.0)
+    ema: Number = values.fraction_below_one(0.0)
 
     def validate_trainable(self):
         if self.loss == "transfer" and self.trainable not in ("mhla", "attention"):
@@ -111,7 +111,7 @@ class DiffusionStage(CommonStage):
 
     loss: Literal["transfer", "prediction", "denoising"]
     trainable: Literal["mhla", "attention", "all", "lora"] = "all"
-    beta2: Number = values.decay(0.999)
+    beta2: Number = values.fraction_below_one(0.999)
     data_weight: Number = values.not_negative(0.0)
     lora_rank: int = values.at_least(1, 16)
     size: list | tuple | None = values.checked_field(
@@ -120,7 +120,7 @@ class DiffusionStage(CommonStage):
     )  # fmt: skip
     timesteps: Literal["logit-normal", "uniform"] | None = None
     shift: Number | None = values.positive(None)
-    drop_condition: Number = values.share(0.1)
+    drop_condition: Number = values.fraction(0.1)
     sampling_steps: int = values.at_least(1, 25)
     guidance: Number = values.not_negative(4.0)
 
@@ -145,14 +145,14 @@ class ImageStage(CommonStage):
     WITHOUT_TEACHER: ClassVar = ("labels",)
 
     loss: Literal["labels", "logits", "features", "transfer"]
-    beta2: Number = values.decay(0.999)
+    beta2: Number = values.fraction_below_one(0.999)
     ce_weight: Number = values.not_negative(0.0)
     temperature: Number = values.positive(1.0)
-    smoothing: Number = values.share(0.0)
-    crop: Number = values.share(1.0)
-    flip: Number = values.share(0.0)
+    smoothing: Number = values.fraction(0.0)
+    crop: Number = values.fraction(1.0)
+    flip: Number = values.fraction(0.0)
     shift: int = values.at_least(0, 0)
-    erase: Number = values.share(0.0)
+    erase: Number = values.fraction(0.0)
     mixup: Number = values.not_negative(0.0)
     cutmix: Number = values.not_negative(0.0)
 
@@ -225,7 +225,7 @@ def read_recipe(name, changes=None) -> Recipe:
     """
     if isinstance(name, Recipe):
         return name
-    content = read_yaml(named_yaml(name, FOLDER, "recipe"), "recipe")
+    content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
     if changes and isinstance(content, dict):
         content = changed(content, changes)
     return read_settings(Recipe, content, f"recipe {str(name)!r}: ")

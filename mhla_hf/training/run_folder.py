@@ -16,9 +16,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..checkpoints.files import folder_aside, read_json, write_json
-from ..checkpoints.fingerprint import fingerprint_model, hash_file, hash_of
-from ..checkpoints.load import first_line
+from ..checkpoints.file_io import atomic_folder, read_json, write_json
+from ..checkpoints.fingerprint import fingerprint_model, hash_file, hash_json
+from ..checkpoints.load import summarize_error
 
 RECORD = "train.json"
 IDENTITY = "run.json"
@@ -42,7 +42,7 @@ def identify(model, frozen=()) -> str:
     """A hash of configuration, weights and the names of what is `frozen`; a second per gigabyte or so."""
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     config = {key: value for key, value in config.items() if key not in VOLATILE}
-    return hash_of([config, fingerprint_model(model), *frozen], 32)
+    return hash_json([config, fingerprint_model(model), *frozen], 32)
 
 
 class RunFolder:
@@ -100,7 +100,7 @@ class RunFolder:
     @contextlib.contextmanager
     def new_state(self, step):
         """A folder aside for the state after `step` optimizer steps of the whole run; it becomes the newest one."""
-        with self._errors("a state"), folder_aside(self.state / f"step-{step:09d}", place=self.unfinished) as aside:
+        with self._errors("a state"), atomic_folder(self.state / f"step-{step:09d}", parent=self.unfinished) as aside:
             yield aside
             write_json(aside / IDENTITY, self.identity | {"files": _checksums(aside)})
         for old in sorted(self._states())[:-KEPT_STATES]:
@@ -117,7 +117,7 @@ class RunFolder:
     @contextlib.contextmanager
     def result(self):
         """A folder aside for the model and its record; it becomes `out`, and the state goes."""
-        with self._errors("the model"), folder_aside(self.out, place=self.unfinished) as aside:
+        with self._errors("the model"), atomic_folder(self.out, parent=self.unfinished) as aside:
             yield aside
             if (self.state / "runs").exists():
                 os.replace(self.state / "runs", aside / "runs")
@@ -141,7 +141,7 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
+            reason = getattr(error, "strerror", None) or summarize_error(error)
             if "inline_container" in reason or "unexpected pos" in reason:  # torch.save does not say why
                 reason = "the disk is full, or a file exceeds its limit"
             whole = "; the states before it are whole" if any(self._states()) else ""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ..checkpoints.files import SHARD_SIZE
+from ..checkpoints.file_io import SHARD_SIZE
 from ..convert.families import family_of, is_of_diffusers
 from ..models.families import ENCODERS
 from ..models.transformers_api import set_gradient_checkpointing

@@ -13,11 +13,11 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.files import folder_aside, is_claimed, read_json, write_json
-from ..checkpoints.fingerprint import hash_of
-from ..checkpoints.load import one_sentence
+from ..checkpoints.file_io import atomic_folder, can_resume, read_json, write_json
+from ..checkpoints.fingerprint import hash_json
+from ..checkpoints.load import wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
-from ..data import Reader, TokenRing, check_ids, open_text
+from ..data import Reader, TokenRing, check_token_ids, open_text
 from ..nn.settings import is_whole
 from .run_folder import identify
 
@@ -68,8 +68,8 @@ def teach(teacher, text, tokenizer, out, *, seq_len=512, top_k=256, batch_size=8
     record = Record(rows=rows, seq_len=seq_len, top_k=min(top_k, vocab_size), done=0, **about)
     if (out / RECORD).exists():
         record.done = read_record(out).done
-    if not is_claimed(out, RECORD, dataclasses.asdict(record), "out"):
-        with folder_aside(out) as aside:
+    if not can_resume(out, RECORD, dataclasses.asdict(record), "out"):
+        with atomic_folder(out) as aside:
             make_arrays(aside, record)
             write_json(aside / RECORD, dataclasses.asdict(record))
     arrays = open_arrays(out, record, "r+")
@@ -123,7 +123,7 @@ def open_arrays(folder, record, mode):
         file, wanted = Path(folder) / f"{name}.npy", f"{dtype} {list(record.shape(name))}"
         if not file.is_file():
             raise ValueError(f"{file} is missing; expected what `mhla-hf teach` wrote: delete the folder and repeat it")
-        with one_sentence(f"{file} cannot be read"):
+        with wrap_errors(f"{file} cannot be read"):
             found[name] = numpy.load(file, mmap_mode=mode)
         if (own := f"{found[name].dtype} {list(found[name].shape)}") != wanted:
             raise ValueError(f"{file} holds {own}; expected {wanted}, as {RECORD} says")
@@ -141,10 +141,10 @@ class TaughtText:
         if its > vocab_size:
             raise ValueError(f"data: {folder} is of {its} tokens; expected at most the student's {vocab_size}")
         self.arrays = open_arrays(folder, self.record, "r")
-        check_ids(self.arrays["ids"], vocab_size, self.name)
+        check_token_ids(self.arrays["ids"], vocab_size, self.name)
 
     def describe(self):
-        return {"kind": "taught", "rows": self.record.rows, "sha256": hash_of(dataclasses.asdict(self.record), 32)}
+        return {"kind": "taught", "rows": self.record.rows, "sha256": hash_json(dataclasses.asdict(self.record), 32)}
 
     def reader(self, length, seed, stage, state=None):
         """The sequences of one stage. ValueError where they have another length."""
@@ -166,5 +166,5 @@ class TaughtReader(Reader):
         rows = [self.shuffled(sample, len(arrays["ids"])) for sample in samples]
         self.next += count
         ids, tokens, log_p = (torch.from_numpy(arrays[name][rows]) for name in ARRAYS)
-        check_ids(tokens, self.source.vocab_size, self.source.name)
+        check_token_ids(tokens, self.source.vocab_size, self.source.name)
         return ids.long(), ids.long(), tokens.long(), log_p

@@ -12,7 +12,7 @@ from torch import nn
 
 import mhla_hf
 from mhla_hf.analysis import render_analysis
-from mhla_hf.analysis.figures import tiled
+from mhla_hf.analysis.figures import tile_matrix
 from mhla_hf.analysis.inputs import load_digits
 from mhla_hf.cli import main
 from mhla_hf.models.vision import MHLAForImageClassification
@@ -49,7 +49,7 @@ def test_classifiers_side_by_side(shelf, tmp_path, capsys):
     assert record["inputs"]["mhla"] == "2 images of scikit-learn digits"
     assert all(record[key] for key in ("hardware", "versions", "commit", "command", "date"))
     printed = capsys.readouterr().out
-    assert "model.stages.0.blocks.1.attn" in printed and "of the largest singular value" in printed
+    assert "model.stages.0.blocks.1.attn" in printed and "of the largest one" in printed
     mixing = json.loads((tmp_path / "out" / "mixing.json").read_text())
     assert next(iter(mixing["mhla"].values()))["layout"] == [4, 4] and mixing["softmax"] == {}
     drawn = {path.name: Image.open(path).size[0] for path in (tmp_path / "out").glob("*.png")}
@@ -76,7 +76,7 @@ def test_live_models_keep_their_mode_and_every_tolerance_is_told():
     assert not any(module.training for module in before.modules())
     assert list(short["models"]) == ["before", "after"] and short["inputs"]["after"] == "given by the caller"
     both = {"models": {**short["models"], **long["models"]}}
-    assert "rank at 2.4e-06, 4.8e-06 of the largest" in render_analysis(both)
+    assert "singular values above 2.4e-06, 4.8e-06 of the largest" in render_analysis(both)
 
 
 BAD = {
@@ -100,8 +100,8 @@ def test_bad_input_is_one_sentence(shelf, capsys, name):
     ("models", "given", "said"),
     [
         (nn.Linear(2, 2), None, "inputs: got none for a Linear"),
-        (nn.Linear(2, 2), {"input": torch.randn(1, 2)}, "no attention was seen in Linear"),
-        (converted_model(), {"input_ids": tokens(1, 1), "use_cache": False}, r"saw \[1\] tokens"),
+        (nn.Linear(2, 2), {"input": torch.randn(1, 2)}, "got Linear, in which no attention was seen"),
+        (converted_model(), {"input_ids": tokens(1, 1), "use_cache": False}, r"got \[1\] tokens"),
         (converted_model(), {"input_ids": tokens(1, 16), "use_cache": True}, "expected whole sequences"),
     ],
 )
@@ -117,7 +117,7 @@ def test_digits_are_the_same_for_everyone():
 
 
 def test_a_grids_mixing_is_drawn_in_its_place():
-    picture = tiled(torch.arange(36.0).view(6, 6).numpy(), (2, 3))
+    picture = tile_matrix(torch.arange(36.0).view(6, 6).numpy(), (2, 3))
     assert picture.shape == (4, 9) and picture[:2, :3].ravel().tolist() == list(range(6))
     assert picture[2:, 6:].ravel().tolist() == list(range(30, 36))
 

@@ -8,17 +8,17 @@ from small_models import VOCAB, converted_model, softmax_model, tokens
 from torch import nn
 
 from mhla_hf.analysis.behavior import (
-    CUE,
-    PASSAGE,
+    CUE_TOKENS,
+    PASSAGE_TOKENS,
     batch_difference,
     cached_logits,
     causality_difference,
     continue_greedily,
     difference,
     layer_bytes,
+    next_token_log_probs,
     packed_difference,
     recall_gain,
-    told_logs,
     whole_logits,
 )
 
@@ -49,7 +49,7 @@ def test_recall_gain_by_distance():
     ids = torch.randperm(1000)
     near, far = (recall_gain(Reminder(100), ids, distance, 2) for distance in (64, 128))
     assert near > 3.0 and abs(far) < 0.1
-    assert recall_gain(Reminder(0), ids, PASSAGE, 2) == 0.0 and CUE < PASSAGE
+    assert recall_gain(Reminder(0), ids, PASSAGE_TOKENS, 2) == 0.0 and CUE_TOKENS < PASSAGE_TOKENS
 
 
 def test_a_difference_is_a_share_of_the_largest_and_nan_is_not_hidden():
@@ -85,7 +85,7 @@ def test_what_must_be_the_same_is(make):
     assert batch_difference(model, ROWS) < 1e-5 and packed_difference(model, ROWS) < 1e-5
     written = continue_greedily(model, ids[:, :30], 10)
     assert torch.equal(written[:, 30:], whole_logits(model, written)[:, 29:-1].argmax(-1))
-    told = told_logs(model, ids, torch.tensor([1, 5]))
+    told = next_token_log_probs(model, ids, torch.tensor([1, 5]))
     assert told[0, 1] == pytest.approx(float(whole[0, 4].log_softmax(-1)[ids[0, 5]]), rel=1e-4)
 
 

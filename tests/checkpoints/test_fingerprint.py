@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from small_scores import make_result, save_llama, small_llama
 
 from mhla_hf.checkpoints.fingerprint import fingerprint_folder, fingerprint_model
-from mhla_hf.checkpoints.machine import describe_hardware, describe_versions, now, source_commit
+from mhla_hf.checkpoints.provenance import describe_hardware, describe_versions, source_commit, utc_now
 from mhla_hf.evaluation.records import Results
 
 
@@ -35,7 +35,7 @@ def test_the_fingerprint_follows_what_decides_the_numbers(tmp_path):
     (folder / "modeling_mhla.py").write_text("# source")
     assert len({first, second, third, fingerprint_folder(folder)}) == 4
     (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
+    with pytest.raises(FileNotFoundError, match="got a folder without weights"):
         fingerprint_folder(folder)
 
 
@@ -53,4 +53,4 @@ def test_the_machine_is_described():
     assert re.search(r", \d+ cores?, 1 thread$", describe_hardware())
     assert {"mhla_hf", "torch", "transformers", "python", "lm_eval"} <= set(describe_versions())
     assert re.fullmatch(r"[0-9a-f]{40}(\+changed)?|mhla_hf .+", source_commit())
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", now())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", utc_now())

@@ -43,9 +43,9 @@ def test_shipped_rooms_import_at_the_top_and_ops_know_torch_and_triton_only():
 
 
 def test_names_are_unique_across_all_shipped_modules():
-    modules = [bundle._read(PACKAGE, module) for module in MODULES]
-    for part in (part for module in modules for part in module.parts):
-        part.binds.discard("__getattr__")  # an entry's own; no bundle has two
+    modules = [bundle._read_module(PACKAGE, module) for module in MODULES]
+    for statement in (statement for module in modules for statement in module.statements):
+        statement.binds.discard("__getattr__")  # an entry's own; no bundle has two
     bundle._check_names(modules)
 
 
@@ -92,5 +92,5 @@ def test_it_has_the_name_that_its_library_wants(bundles):
     assert make_source("models.converted_local") == ("modeling_mhla.py", bundles["models.converted_local"])
     sha = check_bundle(bundles["models.dit_transformer"])["sha256"]
     assert make_source("models.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
-    with pytest.raises(ValueError, match=r"entry must be one of \['models\.language', .*, got '\.\./etc'"):
+    with pytest.raises(ValueError, match=r"entry: got '\.\./etc', expected one of \['models\.language', .*\]\."):
         make_source("../etc")

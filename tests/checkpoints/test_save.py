@@ -100,7 +100,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, most):
     model, before = MODELS["llama-all"](), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
-        with pytest.raises(ValueError, match=r"output '.*/out' cannot be written: .*File too large") as caught:
+        with pytest.raises(
+            ValueError, match=r"output: got '.*/out', expected a folder that can be written \(.*File too large"
+        ) as caught:
             save_model(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -151,11 +153,13 @@ def test_an_encoder_keeps_the_modules_of_sentence_transformers_and_is_shared_wit
     assert not [*out.rglob("pooling.py")] and "sentence" not in caplog.text
     assert main(["info", str(out)]) == 0 and capsys.readouterr().out.endswith("\nscore:      none\n")
     assert {*saved_files(out)} == {file for file in out.rglob("*") if file.is_file()}
-    monkeypatch.setattr("mhla_hf.share.folder_checks.check_visit", lambda *given: None)
+    monkeypatch.setattr("mhla_hf.share.folder_checks.check_isolated_load", lambda *given: None)
     assert stage_folder(out, tmp_path / "staged", card="---\nlicense: mit\n---\n") == ()
     assert (tmp_path / "staged/1_Pooling/config.json").is_file()
     (out / "sentence_bert_config.json").write_text(json.dumps(odd))
-    with pytest.raises(ValueError, match=r"sentence_bert_config\.json holds 'model_args', which is no part of a model"):
+    with pytest.raises(
+        ValueError, match=r"sentence_bert_config\.json: got the key 'model_args', expected only keys that"
+    ):
         stage_folder(out, tmp_path / "again", card="---\nlicense: mit\n---\n")
     assert main(["convert", str(sentence_encoder), str(out), "--overwrite"]) == 0
 
@@ -168,8 +172,13 @@ FOREIGN = {
         "names 'evil.Pooling' in '1_Pool",
     ),
     "a folder": ("modules.json", "1_Pooling", "../secret", "in '../secret', expected a folder such as 1_Pooling"),
-    "a function": ("2_Dense/config.json", "torch.nn.modules", "os", "torch.nn, not 'os.activation.Tanh'"),
-    "no list": ("modules.json", "idx", "index", "modules.json cannot be read"),
+    "a function": (
+        "2_Dense/config.json",
+        "torch.nn.modules",
+        "os",
+        "with the activation 'os.activation.Tanh', expected one of torch.nn",
+    ),
+    "no list": ("modules.json", "idx", "index", "expected a modules.json that can be read"),
 }
 
 

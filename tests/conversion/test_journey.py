@@ -58,7 +58,7 @@ def test_from_a_pipeline_to_a_card(run, family, stages, settings, size, tmp_path
 def test_what_is_missing_is_missed_before_training_and_the_card_names_the_model_that_was_given(run, refused, tmp_path):
     """Not the recipe's base, and the license of the folder's own card."""
     arguments = prepare(tmp_path, "dit", [TRAIN], SCRATCH)
-    assert re.match(r"dit\.py: .*license is missing", refused("dit", *arguments))
+    assert re.match(r"dit\.py: .*license: got none", refused("dit", *arguments))
     lines = "license: other\nlicense_name: ours\nlicense_link: https://example.org/ours\n"
     (tmp_path / "base" / "README.md").write_text(f"---\n{lines}---\n# Base\n")
     said = refused("dit", *arguments, "--data", tmp_path / "none.txt")

@@ -82,7 +82,7 @@ def flat(images):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: Extractor("judge", flat, ""), "version is ''; expected a text that changes when"),
+        (lambda: Extractor("judge", flat, ""), "version: got '', expected a text that changes when"),
         (lambda: find_extractor("digits"), "expected 'inception', 'module:function'"),
         (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
         (lambda: inception_score(torch.zeros(15, 3), splits=10), "15 are too few for 10 splits"),

@@ -95,7 +95,7 @@ def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files
     assert (distance.samples, distance.seed, distance.shots, distance.higher_is_better) == (22, 3, 0, False)
     assert "--recipe table_9_class_to_image --set reference=" in distance.command and "color judge" in distance.command
     for changes, says in (({"settings": {"sampling.num_inference_steps": 3}, "seed": 3}, "sampling"), ({}, "plan")):
-        with pytest.raises(ValueError, match=f"was begun with another {says}"):
+        with pytest.raises(ValueError, match=f"was started with another {says}"):
             judge(pipeline, tmp_path, reference, **changes)
 
 

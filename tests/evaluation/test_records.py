@@ -54,7 +54,7 @@ def test_a_score_of_other_numbers_of_samples_is_replaced_or_stays_beside():
 
 def test_a_number_that_is_not_finite_is_no_score():
     for name in ("value", "stderr"):
-        with pytest.raises(ValueError, match=f"{name} is nan; expected a finite number"):
+        with pytest.raises(ValueError, match=f"{name}: got nan, expected a finite number"):
             make_result(**{name: float("nan")})
     assert [finite(value) for value in (1, 0.5)] == [1.0, 0.5]
     assert {finite(value) for value in (float("inf"), float("nan"), "N/A", None, True)} == {None}
@@ -66,9 +66,9 @@ BROKEN = {
     "half": (json.dumps(GOOD)[:100], "is not a results file"),
     "list": ("[1]", "is not a results file"),
     "newer": (json.dumps(GOOD | {"format_version": 99}), "format_version 99"),
-    "unknown": (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "unknown 'color'"),
-    "missing": (json.dumps(GOOD | {"results": [{"task": "copa"}]}), "metric is missing"),
-    "text": (json.dumps(GOOD | {"results": [RECORD | {"value": "high"}]}), "value is 'high'; expected int | float"),
+    "unknown": (json.dumps(GOOD | {"results": [RECORD | {"color": "red"}]}), "color: got an unknown name"),
+    "missing": (json.dumps(GOOD | {"results": [{"task": "copa"}]}), "metric: got nothing"),
+    "text": (json.dumps(GOOD | {"results": [RECORD | {"value": "high"}]}), "value: got 'high', expected int | float"),
 }
 
 

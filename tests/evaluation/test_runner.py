@@ -42,8 +42,8 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
         ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),
         ({"limit": 0}, "limit is 0"),
         ({"batch_size": "many"}, "batch_size is 'many'"),
-        ({"dtype": "int8"}, "dtype is 'int8'; expected one of ['auto'"),
-        ({"device": "tpu:9"}, "device 'tpu:9' is not available"),
+        ({"dtype": "int8"}, "dtype: got 'int8', expected one of ['auto'"),
+        ({"device": "tpu:9"}, "device: got 'tpu:9', expected one that is available"),
         ({"max_length": 1}, "max_length is 1"),
         ({**SPEED, "tasks": []}, "tasks is {}"),
         ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
@@ -115,7 +115,7 @@ OWN = {"kind": "language", "tasks": ["a"]}
     ("content", "says"),
     [
         ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
-        (OWN | {"columns": {"x": "acc"}}, "columns is {'x': 'acc'}; expected dict[str, dict]"),
+        (OWN | {"columns": {"x": "acc"}}, "columns: got {'x': 'acc'}, expected dict[str, dict]"),
     ],
 )
 def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
@@ -124,7 +124,7 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, content, says):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         read_score_recipe(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="is not a file; expected a YAML file, or a name: recall, ruler"):
+    with pytest.raises(ValueError, match="which is not a file, expected a YAML file or one of recall, ruler"):
         read_score_recipe("nothing")
 
 

@@ -47,7 +47,7 @@ def test_output_goes_where_it_is_told(fresh, tmp_path):
         ([], "models is empty"),
         (small_llama(), "tokenizer is None"),
         ("nobody/nothing", "the Hub does not give it"),
-        ("llama/config.json", "is no folder here"),
+        ("llama/config.json", "which is not a folder"),
         (["llama", "mhla"], "is one file for 2 models"),
     ],
 )

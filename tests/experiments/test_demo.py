@@ -133,7 +133,7 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
     fresh = Journey(tmp_path)
     (tmp_path / "student.yaml").write_text(STUDENT.replace("steps: 2", "steps: 1").replace("steps: 4", "steps: 1"))
     output = fresh.run(model=str(given), control=None)
-    assert "no model card: license is missing" in output and not (out / "mhla" / "README.md").exists()
+    assert "no model card: license: got none" in output and not (out / "mhla" / "README.md").exists()
     assert (out / "teacher" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
     assert "logits equal bit for bit" in output and not (out / "control").exists()
     results = (out / "results.json").read_text()
@@ -143,11 +143,11 @@ def test_a_given_model_without_a_license_gets_no_card(journey, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"items": 17}, "was begun with another items"),
-        ({"model": "someone/else"}, "^--out: .* was begun with another model; give another folder"),
+        ({"items": 17}, "was started with another items"),
+        ({"model": "someone/else"}, "^--out: .* was started with another model, expected another folder"),
         ({"seeds": 0}, "seeds: got 0"),
-        ({"text": "no/such/file.txt"}, "there is no file or folder"),
-        ({"text": ""}, "text: got ''; expected a file"),
+        ({"text": "no/such/file.txt"}, "which does not exist, expected a file"),
+        ({"text": ""}, "text: got '', expected a file"),
         ({"student_recipe": "{teacher}"}, "student_recipe: expected a stage with loss 'transfer'"),
         ({"teacher_recipe": "nowhere.yaml"}, "'nowhere.yaml' is not a file"),
         ({"out": "{place}"}, "holds other files and no demo.json"),
@@ -193,7 +193,7 @@ def test_a_users_text_is_trained_on_as_it_is(journey, tmp_path, monkeypatch, cap
         assert (text == train) == (plain is not False)
         said = f"{len(train):,} characters become {len(text):,} (--plain leaves them out)"
         assert (said in capsys.readouterr().out) == (plain is False)
-    with pytest.raises(ValueError, match="begun with another text"):
+    with pytest.raises(ValueError, match="started with another text"):
         journey.run(out=str(tmp_path / "False"), plain=True)
 
 

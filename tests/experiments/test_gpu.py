@@ -13,7 +13,7 @@ from experiments.docs import render_gpu
 from experiments.paper_shapes import DIT, WholeModel, Window, model_cases, paper_cases, target_cases
 from mhla_hf import Blocks
 from mhla_hf.bench import FORWARD, TRAINING, Operator, run_bench
-from mhla_hf.checkpoints.machine import describe_run
+from mhla_hf.checkpoints.provenance import describe_run
 
 SHORT = Blocks.sequence(18, 16)
 FEW = {"sequence": (SHORT, {"widths": (16, 16)}, gpu.CAUSAL)}

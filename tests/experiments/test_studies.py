@@ -82,7 +82,7 @@ def test_a_stopped_study_ends_as_the_one_that_was_not(photos, tmp_path, monkeypa
     more = run_study(recipe, tmp_path / "part", **options | {"seeds": 2})
     assert more["claims"][0]["interval"] is not None and again["claims"][0]["interval"] is None
     assert more["rows"]["softmax"]["accuracy"]["values"][:1] == again["rows"]["softmax"]["accuracy"]["values"]
-    with pytest.raises(ValueError, match="was begun with another"):
+    with pytest.raises(ValueError, match="was started with another"):
         run_study(recipe, tmp_path / "part", data=photos, epochs=3, progress=False)
 
 
@@ -127,7 +127,11 @@ def test_scaling_times_everything_and_goes_on(tmp_path):
 
 
 BAD = {
-    "no such study": ("begin", {}, "study: 'begin' is not a file; expected a YAML file, or a name: blocks, cpe"),
+    "no such study": (
+        "begin",
+        {},
+        "study: got 'begin', which is not a file, expected a YAML file or one of blocks, cpe",
+    ),
     "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
     "seeds": ("start --seeds 0", {}, "seeds is 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),

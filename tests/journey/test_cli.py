@@ -86,11 +86,11 @@ def test_an_image_classifier_is_converted(tmp_path, capsys):
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "tower"), str(tmp_path / "new")]) == 2
     printed = capsys.readouterr().err
-    assert "'" + str(tmp_path / "tower") + "' is a SiglipVisionModel; expected" in printed and printed.count("\n") == 1
+    assert "'" + str(tmp_path / "tower") + "', a SiglipVisionModel, expected" in printed and printed.count("\n") == 1
     distill = ["distill", str(tmp_path / "vit"), "--recipe", "language_cpu"]
     (tmp_path / "notes.txt").touch()
     assert main([*distill, "--data", str(tmp_path / "notes.txt"), "--out", str(tmp_path / "new")]) == 2
-    assert "is an image classifier; expected a causal language model" in capsys.readouterr().err
+    assert ", an image classifier, expected a causal language model" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -106,7 +106,7 @@ def test_an_encoder_is_converted_with_its_head(tmp_path, monkeypatch, capsys, ki
     line = ["encoder", "out", "--layers", "1,2", "--set", "block_size=8", "--quiet"]
     assert main(["convert", *line]) == 0
     assert (
-        capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; now distill it: mhla-hf distill out "
+        capsys.readouterr().out == "out: layers [1, 2] of 3 are MHLA; next, distill it: mhla-hf distill out "
         "--teacher encoder --out out-distilled --recipe encoder --data TEXT\n"
     )
     auto = getattr(transformers, {"Model": "AutoModel"}.get(head, f"AutoModel{head}"))
@@ -152,27 +152,27 @@ BAD = {
     "no tasks": ("evaluate llama", "tasks is None without a recipe"),
     "model truncated": ("convert truncated new", "truncated/model.safetensors is no whole safetensors file"),
     "model converted already": ("convert mhla new", "is an MHLA model already"),
-    "model not on the hub": ("convert nobody/nothing new", "'nobody/nothing' cannot be loaded"),
-    "layers": ("convert llama new --layers half", "layers is 'half'"),
-    "flag of the argument": ("convert llama new --layers half", "mhla-hf convert: --layers is 'half'"),
+    "model not on the hub": ("convert nobody/nothing new", "model: got 'nobody/nothing', which is not a folder"),
+    "layers": ("convert llama new --layers half", "layers: got 'half', expected"),
+    "flag of the argument": ("convert llama new --layers half", "mhla-hf convert: --layers: got 'half'"),
     "setting unknown": ("convert llama new --set colour=red", "'colour'"),
     "end of sequence x": ("convert eos_x new", "field 'eos_token_id'"),
     "a billion blocks": ("convert llama new --set num_blocks=1000000000", "num_blocks: got 1000000000, expected a w"),
-    "text with NUL": ("distill llama --recipe recipe.yaml --data nul.txt --out new", "'nul.txt' is no text"),
+    "text with NUL": ("distill llama --recipe recipe.yaml --data nul.txt --out new", "--data: got 'nul.txt', whose"),
     "seed below zero": ("convert llama new --seed -1", "--seed: got -1, expected a whole number from 0"),
-    "model a broken link": ("convert link new", "'link' is no folder here"),
-    "output not empty": ("convert llama full", "'full' is not empty; give another folder, or overwrite (--overwrite)"),
-    "card without a name": ("card mhla", "--name is missing"),
+    "model a broken link": ("convert link new", "model: got 'link', which is not a folder"),
+    "output not empty": ("convert llama full", "output: got 'full', which is not empty, expected another folder, or"),
+    "card without a name": ("card mhla", "--name: got nothing"),
     "recipe unknown": ("distill llama --recipe lite --out new",
-        "--recipe: 'lite' is not a file; expected a YAML file, or a name: dit_"),
+        "--recipe: got 'lite', which is not a file, expected a YAML file or one of dit_"),
     "stage unknown": ("distill llama --recipe recipe.yaml --set b.lr=1 --out new",
         "--set: got 'b.lr', and the recipe has no 'b'"),
     "settings of a converted": ("distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new",
-        "--set: got 'settings.block_size', and 'mhla' is converted already"),
+        "--set: got 'settings.block_size' with 'mhla', which is converted"),
     "recipe misspelt": ("distill llama --recipe typo.yaml --data train.txt --out new", "stepps"),
     "no teacher": ("distill mhla --recipe recipe.yaml --data train.txt --out new", "teacher"),
     "push a folder that is not there": ("push nothing me/model", "'nothing'"),
-    "push a softmax model": ("push llama me/model --license mit", 'no config.json with "mhla" settings'),
+    "push a softmax model": ("push llama me/model --license mit", 'got no config.json with "mhla" settings'),
     "push without scores": ("push mhla me/model --license mit", "no result for recall and generation"),
 }  # fmt: skip
 
@@ -188,27 +188,27 @@ def test_bad_input_is_one_sentence_exit_code_2_and_nothing_written(place, capfd,
 
 
 EARLY = {
-    "convert ./nothing new": "model './nothing' is no folder here",
-    "convert nobody/nothing new": "'nobody/nothing' cannot be loaded: it is no folder here, and the Hub does not give it",
-    "convert llama full": "'full' is not empty",
-    "convert llama new --layers half": "--layers is 'half'",
+    "convert ./nothing new": "model: got './nothing', which is not a folder",
+    "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model that the Hub",
+    "convert llama full": "output: got 'full', which is not empty",
+    "convert llama new --layers half": "--layers: got 'half'",
     "convert llama new --dtype float8": "argument --dtype: invalid choice: 'float8'",
     "convert llama new --text no.txt": "no.txt: No such file",
-    "plan nothing/ --context 9": "model 'nothing/' is no folder here",
-    "recipes --model ./nothing": "model './nothing' is no folder here",
+    "plan nothing/ --context 9": "model: got 'nothing/', which is not a folder",
+    "recipes --model ./nothing": "model: got './nothing', which is not a folder",
     "teach llama --data no.txt --out new": "no.txt: No such file",
-    "distill llama --recipe lite --out new": "--recipe: 'lite' is not a file",
-    "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model './nothing' is no folder here",
+    "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
+    "distill llama --recipe recipe.yaml --out new --teacher ./nothing": "model: got './nothing', which is not a folder",
     "distill llama --recipe recipe.yaml --out new --data ./no": "./no: No such file",
-    "evaluate llama --recipe lite": "--recipe: 'lite' is not a file",
-    "evaluate llama ./nothing --recipe recall": "model './nothing' is no folder here",
-    "analyze ./nothing": "model './nothing' is no folder here",
+    "evaluate llama --recipe lite": "--recipe: got 'lite', which is not a file",
+    "evaluate llama ./nothing --recipe recall": "model: got './nothing', which is not a folder",
+    "analyze ./nothing": "model: got './nothing', which is not a folder",
     "tasks no.txt --tokenizer llama --out new": "no.txt: No such file",
-    "audit nothing": "folder 'nothing' is not here; expected the folder of a causal language model",
+    "audit nothing": "folder: got 'nothing', which does not exist, expected the folder of a causal",
     "audit llama --data no.txt": "no.txt: No such file",
-    "info nothing": "folder 'nothing' is not here",
-    "card nothing": "folder 'nothing' is not here",
-    "push nothing me/model": "folder 'nothing' is not here",
+    "info nothing": "folder: got 'nothing', which does not exist",
+    "card nothing": "folder: got 'nothing', which does not exist",
+    "push nothing me/model": "folder: got 'nothing', which does not exist",
 }
 
 
@@ -222,7 +222,7 @@ def test_what_can_be_seen_at_once_is_said_before_anything_is_imported(place, cap
 
 def test_a_typo_is_told_at_once(place):
     before = os.times().children_user
-    assert "no folder here" in start(["convert", "./nothing", "new"], place).communicate()[1]
+    assert "which is not a folder" in start(["convert", "./nothing", "new"], place).communicate()[1]
     assert os.times().children_user - before < 1.5
 
 
@@ -311,8 +311,8 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
     monkeypatch.chdir(out)
     kept = inventory(tmp_path)
     refused = dict.fromkeys((photos, shelf / "llama", named), "holds no MHLA model")
-    refused |= dict.fromkeys((".", "..", "~", home / ".." / "home"), "is where one works or lives")
-    for given, says in {**refused, mixed: "draft.txt', which is no part of a model"}.items():
+    refused |= dict.fromkeys((".", "..", "~", home / ".." / "home"), "contains the working or the home folder")
+    for given, says in {**refused, mixed: "draft.txt', expected nothing but the files of a model"}.items():
         assert main(["convert", str(shelf / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
         assert says in capsys.readouterr().err
         assert inventory(tmp_path) == kept
@@ -340,7 +340,7 @@ def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp
     given += f" --set run.log_every=1 --recipe language_cpu --data train.txt --seed 1 --out {tmp_path / 'out'}"
     assert main(["distill", "llama", *given.split()]) == 0
     again = f"mhla-hf evaluate {tmp_path / 'out'} llama --recipe recall"
-    assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; now evaluate it: {again}\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: trained; next, evaluate it: {again}\n"
     lines = [line for line in caplog.messages if " of 3, loss " in line]
     assert len(lines) == 6 and lines[4].startswith("distill (2/2): step 2 of 3, loss ")
     record = json.loads((tmp_path / "out/train.json").read_text())
@@ -358,7 +358,7 @@ def test_distill_takes_the_tokenizer_of_the_teacher_where_the_student_has_none(s
     recipe = ["--recipe", str(shelf / "recipe.yaml"), "--data", str(shelf / "train.txt"), "--max-steps", "1"]
     line = ["distill", str(mute), *recipe, "--out", str(tmp_path / "out")]
     assert main([*line, "--teacher", str(shelf / "llama")]) == 0
-    assert f"{str(mute)!r} has no tokenizer; that of {str(shelf / 'llama')!r} is taken" in caplog.text
+    assert f"{str(mute)!r} has no tokenizer; using that of {str(shelf / 'llama')!r}" in caplog.text
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
 
 
@@ -370,7 +370,7 @@ def test_tasks_of_ones_own_text_and_what_a_checkpoint_is(shelf, tmp_path, monkey
     assert main([*line, "--name", "mine"]) == 0
     told = capsys.readouterr().out
     assert "mine_recall: 16 documents\n" in told
-    assert told.endswith("now: mhla-hf evaluate MODEL --include-path tasks --tasks 'mine_*'\n")
+    assert told.endswith("next: mhla-hf evaluate MODEL --include-path tasks --tasks 'mine_*'\n")
     assert main(["info", "mhla", "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
     assert before["scores"] == [] and before["mhla_layers"] == [1, 2] and before["layers"] == 3

@@ -10,5 +10,5 @@ build_bundle = cache(folder_checks.build_bundle)
 @pytest.fixture
 def unvisited(monkeypatch):
     """Checks without the seconds that loading in a clean process takes; `test_folder_checks.py` has that."""
-    monkeypatch.setattr(folder_checks, "check_visit", lambda *given: None)
+    monkeypatch.setattr(folder_checks, "check_isolated_load", lambda *given: None)
     monkeypatch.setattr(folder_checks, "build_bundle", build_bundle)

@@ -20,7 +20,7 @@ import mhla_hf
 from mhla_hf.cli import main
 from mhla_hf.share import audit_checks
 from mhla_hf.share.audit import FINDING, NOT_APPLICABLE, render_audit, run_check
-from mhla_hf.share.audit_checks import CHECKS, MOST, Audited
+from mhla_hf.share.audit_checks import CHECKS, MAX_TOKENS, AuditSubject
 
 MHLA_ONLY = ["source", "loads elsewhere", "state", "far part"]
 
@@ -45,7 +45,7 @@ def shelf(tmp_path_factory):
 @pytest.fixture
 def folder(shelf, tmp_path, monkeypatch):
     """A copy of the MHLA model that may be broken; loading it elsewhere takes seconds and is left out here."""
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: "m.MHLALlamaForCausalLM")
     return shutil.copytree(shelf / "mhla", tmp_path / "mhla")
 
 
@@ -92,7 +92,7 @@ def test_a_stock_model_passes_what_applies(shelf):
 
 def test_a_model_is_as_good_as_itself_and_another_is_not(shelf, monkeypatch, capsys):
     bars = []
-    monkeypatch.setattr(audit_checks.Audited, "watch", lambda subject, steps: bars.append(len(steps)) or steps)
+    monkeypatch.setattr(audit_checks.AuditSubject, "watch", lambda subject, steps: bars.append(len(steps)) or steps)
     _, rows = verdicts(shelf / "llama", teacher=shelf / "llama", progress=True)
     # cache (chunks, token by token), long text and drift, recall of two models, texts beside the teacher, writing of both
     assert bars == [4, 97, 33, 33, 8, 4, 32, 32] and "audit: claims" in capsys.readouterr().err
@@ -124,19 +124,19 @@ LOGITS = ["cache", "causality", "batches", "left padding", "packing", "long text
 BALANCE, FAR = (f"model.layers.{layer}.self_attn.mhla.mixing.balance" for layer in (0, 2))
 NUMBER = ('"value": 0.5', '"value": 0.75')
 DAMAGED = {  # what is done -> the findings, and the words of the first
-    "a weight is NaN": (spoil(NAN), ["weights", *LOGITS, "scores"], "'model.norm.weight' holds NaN"),
-    "a mixing weight is NaN": (spoil(NAN, BALANCE), ["weights", "loads", "scores"], f"'{BALANCE}' holds NaN"),
+    "a weight is NaN": (spoil(NAN), ["weights", *LOGITS, "scores"], "got NaN or infinity in the weight 'model.norm.weight'"),
+    "a mixing weight is NaN": (spoil(NAN, BALANCE), ["weights", "loads", "scores"], f"infinity in the weight '{BALANCE}'"),
     "a weight is missing": (spoil(None), ["loads", "scores"], "lacks 1 of its weights, such as 'model.norm.weight'"),
-    "other weights than were judged": (spoil(3.0), ["scores"], "was scored with other weights"),
+    "other weights than were judged": (spoil(3.0), ["scores"], "of other weights, expected scores of these"),
     "the source was changed": (
         change("modeling_mhla.py", "import copy", "import copy  # mine"), ["source", "loads elsewhere", "scores"],
-        "the bundle was changed after it was made"),
+        "got a bundle that was edited"),
     "the source is missing": (
         lambda folder: (folder / "modeling_mhla.py").unlink(), ["source", "loads elsewhere", "scores"],
         "there is no modeling_mhla.py"),
     "nothing comes from afar": (spoil(-1e4, FAR), ["far part", "scores"], "the window layer 2 has 0.0 of its weights"),
-    "a number on the card": (change("README.md", "value: 0.5", "value: 0.75"), ["card", "claims"], "README.md is not what"),
-    "a number in the records": (change("results.json", *NUMBER), ["card", "claims"], "README.md is not what the files"),
+    "a number on the card": (change("README.md", "value: 0.5", "value: 0.75"), ["card", "claims"], "README.md: got"),
+    "a number in the records": (change("results.json", *NUMBER), ["card", "claims"], "README.md: got other text"),
 }  # fmt: skip
 
 
@@ -152,9 +152,9 @@ def test_damage_is_found(folder, case):
 
 def test_code_of_unknown_origin_is_not_run(folder, monkeypatch, capsys):
     forge(folder)
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: pytest.fail("it ran"))
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: pytest.fail("it ran"))
     _, rows = verdicts(folder)
-    assert rows["source"]["value"].startswith("whole, of another mhla_hf")
+    assert rows["source"]["value"].startswith("intact, of another mhla_hf")
     assert rows["loads elsewhere"]["verdict"] == NOT_APPLICABLE and "mine" not in capsys.readouterr().out
 
 
@@ -212,7 +212,7 @@ def bare(model, **changes):
     """A model in memory as the checks take it, with a text of random tokens."""
     ids = torch.randint(3, 60, (500,), generator=torch.Generator().manual_seed(0))
     given = {"tokens": 300, "device": torch.device("cpu"), "trust_remote_code": False, "loaded": model, **changes}
-    return Audited(Path(), model.config, None, ids, **given)
+    return AuditSubject(Path(), model.config, None, ids, **given)
 
 
 def run(check, subject):
@@ -232,7 +232,7 @@ def test_learned_positions_end_where_they_end():
     subject = bare(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
     assert subject.long == subject.short == 100
     assert [run(check, subject)["verdict"] for check in ("cache", "left padding", "long text")] == ["ok"] * 3
-    assert bare(small_llama(), tokens=MOST).long == 4 * 192
+    assert bare(small_llama(), tokens=MAX_TOKENS).long == 4 * 192
 
 
 HEDGEHOG = {"window": 2, "feature_map": "hedgehog", "num_decays": 2, "rope": "before"}
@@ -241,7 +241,7 @@ HEDGEHOG |= {"free_decay": False, "length_power": False}
 
 def test_a_model_that_forgets_is_found_beside_its_teacher(tmp_path, monkeypatch):
     """In its window it recalls what its teacher does, beyond it nothing; with softmax in the layer that looks up, all."""
-    monkeypatch.setattr(audit_checks, "check_visit", lambda *given: "m.MHLALlamaForCausalLM")
+    monkeypatch.setattr(audit_checks, "check_isolated_load", lambda *given: "m.MHLALlamaForCausalLM")
     teacher = save_model(tmp_path / "teacher", (softmax := looking_llama()))
     for name, layers, code in (("all", "all", 1), ("hybrid", [0, 2, 3], 0)):
         converted = mhla_hf.convert(copy.deepcopy(softmax), layers=layers, block_size=32, **HEDGEHOG)
@@ -302,22 +302,22 @@ def test_half_precision_has_its_own_tolerance(shelf, tmp_path):
 
 
 BAD = {  # the command's arguments -> what is said
-    "no folder": ("nothing", "'nothing' is not here; expected the folder of a causal language model"),
-    "a Hub id": ("me/model", "'me/model' is not here"),
-    "no model": ("empty", "'empty' has no config.json"),
-    "a classifier": ("vit", "'vit' is a ViTForImageClassification; expected the folder of a causal"),
-    "a pipeline": ("pipe", "'pipe' is a pipeline; expected the folder of a causal"),
-    "no tokenizer": ("mute", "'mute': its tokenizer cannot be loaded"),
+    "no folder": ("nothing", "folder: got 'nothing', which does not exist, expected the folder of a causal language model"),
+    "a Hub id": ("me/model", "folder: got 'me/model', which does not exist"),
+    "no model": ("empty", "model: got 'empty', which has no config.json"),
+    "a classifier": ("vit", "folder: got 'vit', a ViTForImageClassification, expected the folder of a causal"),
+    "a pipeline": ("pipe", "folder: got 'pipe', a pipeline, expected the folder of a causal"),
+    "no tokenizer": ("mute", "model: got 'mute', expected a tokenizer that can be loaded"),
     "no text": ("llama --data nothing.txt", "nothing.txt: No such file"),
-    "a short text": ("llama --data short.txt", "--data: 'short.txt' has 8 tokens, expected at least 64"),
-    "no UTF-8": ("llama --data bytes.txt", "--data: 'bytes.txt' is not UTF-8 text"),
-    "another vocabulary": ("llama --teacher other", "'other' has a vocabulary of 401 tokens, which is not the model's of"),
-    "no teacher": ("llama --teacher empty", "model 'empty'"),
+    "a short text": ("llama --data short.txt", "--data: got 'short.txt', which has 8 tokens, expected at least 64"),
+    "no UTF-8": ("llama --data bytes.txt", "--data: got 'bytes.txt', which is not UTF-8"),
+    "another vocabulary": ("llama --teacher other", "--teacher: got 'other' with a vocabulary of 401 tokens,"),
+    "no teacher": ("llama --teacher empty", "model: got 'empty', which has no config.json"),
     "output in nowhere": ("llama --out short.txt/a.json", "cannot be written to 'short.txt/a.json'"),
     "output a folder": ("llama --out empty", "cannot be written to 'empty'"),
     "no tokens": ("llama --tokens 0", "tokens: got 0, expected a whole number of at least 64"),
     "tokens no number": ("llama --tokens many", "invalid int value"),
-    "no such device": ("llama --device abacus", "device 'abacus' is not available here"),
+    "no such device": ("llama --device abacus", "--device: got 'abacus', expected one that is available here"),
 }  # fmt: skip
 
 

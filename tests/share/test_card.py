@@ -213,20 +213,23 @@ def changed(file, change):
 
 
 FILES = {
-    "no config": (lambda m, c: (m / "config.json").unlink(), 'holds no config.json with "mhla" settings'),
-    "no results": (lambda m, c: (m / "results.json").unlink(), "holds no results.json with scores"),
+    "no config": (lambda m, c: (m / "config.json").unlink(), 'got no config.json with "mhla" settings'),
+    "no results": (lambda m, c: (m / "results.json").unlink(), "got no results.json with scores"),
     "other weights": (
-        lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "scored with other weights"),
-    "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "the label 'MHLA' is the model's own"),
-    "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license is missing: no card of"),
+        lambda m, c: save_file({"weight": torch.zeros(2)}, m / "model.safetensors"), "of other weights, expected"),
+    "label taken": (lambda m, c: c.update(MHLA=c["teacher"]), "compared: got the label 'MHLA', which is the model itself"),
+    "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), "license: got none, and no card of"),
     "train without seed": (changed("train.json", lambda j: j.pop("seed")), "has no attribute 'seed'"),
     "train with a text for a number": (changed("train.json", lambda j: j.update(seconds="long")), "lack what it shows"),
 }  # fmt: skip
 ARGUMENTS = {
-    "base out of reach": ({"base_model": "a/base", "compared": {}}, "license is missing: no card of a/base states one"),
-    "another license": ({"license": "mit"}, "license 'mit' is not what .* states: 'afl-3.0'"),
+    "base out of reach": (
+        {"base_model": "a/base", "compared": {}},
+        "license: got none, and no card of a/base states one",
+    ),
+    "another license": ({"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
     "name": ({"name": "../toy"}, "card: Repo id must"),
-    "base is a path": ({"base_model": "tests"}, "base_model 'tests' is a local path"),
+    "base is a path": ({"base_model": "tests"}, "base_model: got 'tests', which is a local path"),
 }
 BAD = {name: (breaks, {}, says) for name, (breaks, says) in FILES.items()}
 BAD |= {name: (lambda *given: None, arguments, says) for name, (arguments, says) in ARGUMENTS.items()}
@@ -245,9 +248,9 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 
 
 KEPT = {
-    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json is missing or not of"),
-    "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "unknown 'colour'"),
-    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "not what the"),
+    "no person": (lambda m: (m / "card.json").unlink(), r"card\.json: got format_version None, expected 1"),
+    "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "colour: got an unknown name"),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got other text, expected what the"),
 }
 
 
@@ -280,8 +283,8 @@ def test_folder_and_shelf_give_the_same_card(shelf, card):
 def test_a_damaged_shelf_is_one_sentence(shelf, capsys):
     path = shelf / "results" / "toy.json"
     for spoil, says in (
-        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md is not what the"),
-        (path.unlink, "toy.json does not exist: a card says what was"),
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got other text, expected what"),
+        (path.unlink, "toy.json: got no such file, expected what was measured"),
     ):
         spoil()
         assert main(["card", str(shelf), "--check"]) == 2
@@ -297,9 +300,9 @@ def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatc
     assert main(["card", "mhla", *options]) == 0 and main(["card", "mhla", "--check"]) == 0
     assert "- Small." in Path("mhla/README.md").read_text()
     assert main(["card", "mhla", "--shelve", "cards/other"]) == 0 and render_shelf("cards", check=True)
-    assert main(["card", "mhla"]) == 2 and "--name is missing" in capsys.readouterr().err
+    assert main(["card", "mhla"]) == 2 and "--name: got nothing, expected the Hub id" in capsys.readouterr().err
     assert main(["card", "mhla", "--name", "a", "--compare", "teacher"]) == 2
-    assert "compare is 'teacher'; expected LABEL=DIR" in capsys.readouterr().err
+    assert "--compare: got 'teacher', expected LABEL=DIR" in capsys.readouterr().err
 
 
 def test_the_cards_of_this_repository_are_what_their_files_say():

@@ -69,36 +69,36 @@ def shard_outside(folder):
 
 
 BROKEN = {
-    "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py is not the source of a model: text must"),
-    "code that was changed and hashed anew": (forge, "modeling_mhla.py is not the source that this mhla_hf makes"),
-    "no weights": (drop("model.safetensors"), "holds no .safetensors file"),
-    "not a number": (spoil(float("nan")), "'model.norm.weight' holds NaN or infinity"),
-    "other weights than were judged": (spoil(3.0), "was scored with other weights"),
-    "shard outside": (shard_outside, "names the file '../../secret.safetensors', which is not"),
-    "no config": (drop("config.json"), 'holds no config.json with "mhla" settings'),
-    "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE is no regular file in the"),
-    "no card": (drop("README.md", "card.json"), "README.md does not exist: write it with mhla-hf card "),
-    "no license": (put("README.md", "---\ntags: [a]\n---\n"), "license is None, expected a license of the Hub"),
-    "a wrong number": (put("README.md", CARD), "README.md is not what the files beside it say"),
-    "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "front matter that cannot be"),
+    "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py: got unknown code, expected the"),
+    "code that was changed and hashed anew": (forge, "modeling_mhla.py: got source that this mhla_hf does not make"),
+    "no weights": (drop("model.safetensors"), "got no .safetensors file"),
+    "not a number": (spoil(float("nan")), "got NaN or infinity in the weight 'model.norm.weight'"),
+    "other weights than were judged": (spoil(3.0), "of other weights, expected scores of these"),
+    "shard outside": (shard_outside, "got the shard '../../secret.safetensors', expected a file beside"),
+    "no config": (drop("config.json"), 'got no config.json with "mhla" settings'),
+    "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE: got a link or a folder,"),
+    "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one; run mhla-hf card "),
+    "no license": (put("README.md", "---\ntags: [a]\n---\n"), "got the license None, expected a license of the Hub"),
+    "a wrong number": (put("README.md", CARD), "README.md: got other text, expected what the files beside it"),
+    "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "README.md: got metadata"),
     "a token": (
-        lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md holds a token of"),
+        lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md: got a Hugging"),
     "a token of a Space": (
-        put("generation_config.json", '{"a": "hf_oauth_eyJhbGciOiJFZERTQSJ9.eyJzY29wZSI6W10"}'), "holds a token of"),
+        put("generation_config.json", '{"a": "hf_oauth_eyJhbGciOiJFZERTQSJ9.eyJzY29wZSI6W10"}'), "got a Hugging Face token"),
     "a place on a Windows computer": (
         put("generation_config.json", r'{"a": "at C:\\Users\\anna\\a"}'), r"the local path 'C:\\Users\\anna\\a'"),
     "a place on a computer": (
-        put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json names the local path '/fsx/anna/a'"),
+        put("generation_config.json", '{"cache": "/fsx/anna/a"}'), "config.json: got the local path '/fsx/anna/a'"),
     "a pipeline's code": (
-        edit("config.json", custom_pipelines={"a": {"impl": "a/b--c.D"}}), "config.json names code that is not the model's"),
+        edit("config.json", custom_pipelines={"a": {"impl": "a/b--c.D"}}), "config.json: got custom_pipelines {'a':"),
     "a head's code": (
-        edit("config.json", auto_map={"AutoModel": "a/b--c.D"}), "config.json names 'a/b--c.D' for AutoModel, expected a"),
+        edit("config.json", auto_map={"AutoModel": "a/b--c.D"}), "config.json: got 'a/b--c.D' for AutoModel, expected a"),
     "a processor's code": (
         edit("preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_mhla.D"}),
-        "preprocessor_config.json names code that is not the model's own, auto_map {'AutoImageProcessor':"),
+        "preprocessor_config.json: got auto_map {'AutoImageProcessor':"),
     "a way to generate": (
-        edit("generation_config.json", custom_generate="a/b"), "names code that is not the model's own, custom_generate"),
-    "no scores": (drop("card.json", "results.json"), "has no result for recall and generation: run mhla-hf evaluate "),
+        edit("generation_config.json", custom_generate="a/b"), "got custom_generate 'a/b', expected no code but the"),
+    "no scores": (drop("card.json", "results.json"), "got no result for recall and generation, expected both"),
 }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def inside(folder):
 def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tmp_path, monkeypatch, caplog):
     """What is loaded elsewhere is exactly what goes out."""
     seen = []
-    monkeypatch.setattr(folder_checks, "check_visit", lambda place, *given: seen.extend(inside(place)))
+    monkeypatch.setattr(folder_checks, "check_isolated_load", lambda place, *given: seen.extend(inside(place)))
     (folder / "additional_chat_templates").mkdir()
     for name, data in SHARED.items():
         (folder / name).write_bytes(data)
@@ -144,7 +144,7 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
     for name in own - {"results.json", "card.json"}:
         assert (tmp_path / "staged" / name).read_bytes() == (folder / name).read_bytes(), name
     assert set(left) == {name.split("/")[0] for name in LEFT} | {"waits", "broken.json", "secrets"}
-    (line,) = [record.message for record in caplog.records if "stay" in record.message]
+    (line,) = [record.message for record in caplog.records if "not sent" in record.message]
     assert all(ascii(name) in line for name in left) and "\n" not in line and "\u2028" not in line
 
 
@@ -189,7 +189,9 @@ def test_which_scores_tell_of_recall_and_generation():
 def test_recall_and_generation_are_asked_of_converted_language_models(folder, tmp_path):
     text = write_card(score(folder, ("heldout_recall",)), name="tester/mhla", license="apache-2.0").read_text()
     assert "- Generation was not measured." in text and "- Recall of single facts" not in text
-    with pytest.raises(ValueError, match=r"no result for generation: run mhla-hf evaluate .* --recipe recall and"):
+    with pytest.raises(
+        ValueError, match=r"no result for generation, expected .*; run mhla-hf evaluate .* --recipe recall and"
+    ):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
     save_model(tmp_path / "scratch", small_scratch())
@@ -232,4 +234,4 @@ NO_PLACES = [
 
 @pytest.mark.parametrize("text", PLACES + NO_PLACES)
 def test_what_is_an_absolute_path(text):
-    assert bool(folder_checks.PLACE.search(text)) == (text in PLACES)
+    assert bool(folder_checks.LOCAL_PATH.search(text)) == (text in PLACES)

@@ -18,7 +18,7 @@ from mhla_hf.share.push import push, send
 
 NAME = "tester/mhla"
 NOT_OURS = {".gitattributes"}
-WHOLE = "the repository holds the old model or the new one, whole: push again"
+WHOLE = "the repository holds the old or the new model: push again."
 
 
 def converted(seed=0):
@@ -105,9 +105,9 @@ def test_a_second_push_changes_only_what_changed(hub, shelf):
     repo = hub.repos[NAME]
     assert held(repo) == content(shelf / "new") and held(repo, "v1") == content(shelf / "old")
     assert repo.commits[second.revision].parent == first.revision
-    with pytest.raises(ValueError, match="private: tester/mhla is there and public"):
+    with pytest.raises(ValueError, match="private: got tester/mhla, which is public, expected a private"):
         send(shelf / "new", NAME, private=True)
-    with pytest.raises(ValueError, match=r"tags: 'v1' is taken by commit \w{40} of tester/mhla"):
+    with pytest.raises(ValueError, match=r"tags: got 'v1', which is taken by commit \w{40} of tester/mhla"):
         send(shelf / "old", NAME, tags=["v1"])
     assert held(repo) == content(shelf / "new")
 
@@ -172,12 +172,12 @@ def test_somebody_else_was_faster(hub, shelf, monkeypatch):
 
 
 ARGUMENTS = {
-    "no user": ({"repo_id": "mhla"}, "repo_id is 'mhla'; expected the user or organization too"),
+    "no user": ({"repo_id": "mhla"}, "repo_id: got 'mhla', expected it with a user or organization"),
     "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
-    "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr goes with none of tags"),
-    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer goes with a model"),
-    "license of a card": ({"license": "mit"}, r"license and base_model are for a model without a card"),
-    "other name": ({"repo_id": "tester/other"}, r"is the card of 'tester/mhla', not of 'tester/other'"),
+    "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr: got True with tags, private or revision"),
+    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got one with a folder"),
+    "license of a card": ({"license": "mit"}, r"license: got it or base_model for .*, which has a card"),
+    "other name": ({"repo_id": "tester/other"}, r"got the card of 'tester/mhla', expected that of 'tester/other'"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_model_in_memory(hub, unvisited):
     card = files["README.md"].decode()
     assert "license: apache-2.0" in card and "Nothing was measured yet" in card
     assert 'AutoModelForCausalLM.from_pretrained("tester/scratch", trust_remote_code=True)' in card
-    with pytest.raises(ValueError, match=r"README\.md does not exist"):
+    with pytest.raises(ValueError, match=r"README\.md: got no card"):
         push(model, "tester/scratch2")
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), "tester/converted", license="apache-2.0")
@@ -209,7 +209,7 @@ def test_the_license_of_a_published_base_is_taken_from_its_card(hub, unvisited):
     made = push(converted(), NAME, base_model="base/llama", draft=True, progress=False)
     data = ModelCard(hub.repos[NAME].files(made.revision)["README.md"].decode()).data
     assert (data.license, data.base_model) == ("llama3.2", "base/llama")
-    with pytest.raises(ValueError, match="license 'mit' is not what base/llama states"):
+    with pytest.raises(ValueError, match=r"license: got 'mit', expected 'llama3.2' as stated by base/llama"):
         push(converted(), NAME, base_model="base/llama", license="mit", draft=True)
 
 

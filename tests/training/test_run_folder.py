@@ -151,7 +151,7 @@ def test_a_state_that_cannot_be_read_is_named_and_without_it_the_run_goes_on(lab
     ("file", "content", "words"),
     [
         ("out/letter.txt", "mine", "holds other files; expected a new or empty folder"),
-        ("out/train.json", "", "train.json is not JSON"),
+        ("out/train.json", "", "train.json: got invalid JSON"),
     ],
 )
 def test_out_that_is_something_else(lab, tmp_path, file, content, words):

@@ -57,7 +57,7 @@ def test_stopped_it_goes_on_and_ends_the_same(lab, tmp_path, monkeypatch):
     assert teach(teacher, lab.tokens(), None, tmp_path / "cut", **sizes)["done"] == 41
     for name in ("ids.npy", "tokens.npy", "log_p.npy", "taught.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    with pytest.raises(ValueError, match="begun with another"):
+    with pytest.raises(ValueError, match="started with another"):
         teach(teacher, lab.tokens(), None, tmp_path / "cut", **{**sizes, "top_k": 4})
 
 
@@ -93,7 +93,7 @@ def test_another_teacher_is_refused_whatever_its_name(lab, taught):
     folder, again = taught
     before = files_of(folder)
     for teacher in (lab.teacher(seed=5), lab.teacher().double()):
-        with pytest.raises(ValueError, match="was begun with another teacher"):
+        with pytest.raises(ValueError, match="was started with another teacher"):
             again(teacher)
     assert again()["done"] == 41 and files_of(folder) == before
 
@@ -117,7 +117,7 @@ def test_an_array_that_is_missing_or_another_is_refused_and_not_made_anew(lab, t
 def test_tokens_beyond_the_vocabulary(lab, taught, name):
     folder, _ = taught
     numpy.load(folder / f"{name}.npy", mmap_mode="r+")[:] = 64
-    with pytest.raises(ValueError, match="gives tokens 64 to 64; the model knows 0 to 63"):
+    with pytest.raises(ValueError, match="with tokens 64 to 64, expected 0 to 63"):
         TaughtText(folder, 64).reader(lab.length, 0, 0).take(1)
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_holds_other_files_is_left_alone(lab, taught, tmp_path):
     (tmp_path / "mine").mkdir()
     numpy.save(tmp_path / "mine" / "ids.npy", numpy.ones((41, lab.length), "int32"))
     before = files_of(tmp_path)
-    with pytest.raises(ValueError, match=r"mine' holds other files and no taught.json"):
+    with pytest.raises(ValueError, match=r"mine', which holds other files and no taught.json"):
         taught[1](out=tmp_path / "mine")
     assert files_of(tmp_path) == before
 

@@ -4,21 +4,23 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
-from ..checkpoints.files import named_yaml
+from ..checkpoints.file_io import find_yaml
 from .values import (
+    AddArgument,
+    add_device_option,
+    add_dtype_option,
+    add_json_option,
     check_file,
     check_folder,
     check_model,
-    count,
-    device_option,
-    dtype_option,
-    json_option,
+    load_libraries,
+    parse_count,
+    parse_seed,
     parse_settings,
     parse_value,
-    seed_number,
-    show,
-    start,
+    print_record,
 )
 
 SCORE_RECIPES = Path(__file__).parents[1] / "evaluation" / "recipes"
@@ -62,7 +64,7 @@ To time whole models: mhla-hf evaluate MHLA SOFTMAX --recipe speed
 """
 
 
-def evaluate_options(add):
+def evaluate_options(add: AddArgument) -> None:
     add("models", nargs="+", metavar="DIR", help="folders or Hub ids, compared side by side")
     add("--tasks", help="lm-eval tasks, groups, or patterns, separated by commas; or some of the recipe's tasks")
     add("--recipe", help="name or YAML file of a score recipe: tasks, shots, protocol")
@@ -72,9 +74,9 @@ def evaluate_options(add):
     add("--num-fewshot", type=int, help="examples in the prompt (default: the task's)")
     add("--limit", type=parse_value, help="documents per task, or a fraction below 1, for a quick try")
     add("--batch-size", default=8, type=parse_value, help='batch size, or "auto" (default: 8)')
-    add("--seed", type=seed_number, help="random seed (default: lm-eval's own)")
-    dtype_option(add)
-    device_option(add)
+    add("--seed", type=parse_seed, help="random seed (default: lm-eval's own)")
+    add_dtype_option(add)
+    add_device_option(add)
     add("--max-length", type=int, help="longest context (default: the model's)")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
@@ -87,111 +89,114 @@ def evaluate_options(add):
     add("--plot", metavar="PNG", help="plot the scores")
 
 
-def run_evaluate(models, settings, style, plot, command, **options):
-    settings = parse_settings(settings)
+def run_evaluate(
+    models: list[str], settings: list[str], style: str, plot: str | None, command: str, **options: Any
+) -> None:
+    parsed_settings = parse_settings(settings)
     if options["recipe"] is not None:
-        named_yaml(options["recipe"], SCORE_RECIPES, "recipe")
+        find_yaml(options["recipe"], SCORE_RECIPES, "recipe")
     for model in models:
         check_model(model, options["revision"])
-    start()
+    load_libraries()
 
     from ..evaluation.runner import evaluate
 
-    compared = evaluate(models, settings=settings, **options)
+    compared = evaluate(models, settings=parsed_settings, **options)
     if int(os.environ.get("RANK", "0")):
-        return  # of several processes the first one has the scores
+        return  # only the first of several processes has the scores
     if style == "json":
-        print(json.dumps({name: list(map(dataclasses.asdict, own)) for name, own in compared.items()}, indent=2))
+        scores = {name: [dataclasses.asdict(record) for record in records] for name, records in compared.items()}
+        print(json.dumps(scores, indent=2))
     else:
         print("\n\n".join(table for table in (compared.table(style), compared.paper_table(style)) if table))
     if plot:
         compared.plot(plot)
 
 
-def tasks_options(add):
+def tasks_options(add: AddArgument) -> None:
     add("text", metavar="TEXT", help="a UTF-8 text file that the models were not trained on")
     add("--tokenizer", required=True, metavar="DIR_OR_ID", help="a model's folder or Hub id, to count tokens")
     add("--out", required=True, help="output folder, for the --include-path of mhla-hf evaluate")
     add("--name", default="heldout", dest="prefix", help="prefix of the task names (default: %(default)s)")
-    add("--window", type=count, default=512, help="longest context, in tokens (default: %(default)s)")
-    add("--items", type=count, default=150, help="questions per task (default: %(default)s)")
-    add("--seed", type=seed_number, default=0, help="random seed (default: 0)")
+    add("--window", type=parse_count, default=512, help="longest context, in tokens (default: %(default)s)")
+    add("--items", type=parse_count, default=150, help="questions per task (default: %(default)s)")
+    add("--seed", type=parse_seed, default=0, help="random seed (default: 0)")
 
 
-def run_tasks(text, tokenizer, out, command, progress, **options):
+def run_tasks(text: str, tokenizer: str, out: str, command: str, progress: bool, **options: Any) -> None:
     check_file(text)
     check_model(tokenizer, weights=False)
-    start()
+    load_libraries()
 
     from ..checkpoints.load import load_tokenizer
     from ..data import read_text_file
     from ..evaluation.text_tasks import make_tasks
 
-    made = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
-    print("\n".join(f"{name}: {size} documents" for name, size in made.sizes.items()))
-    print(f"now: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")
+    tasks = make_tasks(read_text_file(Path(text), "text"), out, load_tokenizer(tokenizer), **options)
+    print("\n".join(f"{name}: {size} documents" for name, size in tasks.sizes.items()))
+    print(f"next: mhla-hf evaluate MODEL --include-path {out} --tasks '{options['prefix']}_*'")
 
 
-def analyze_options(add):
+def analyze_options(add: AddArgument) -> None:
     add("models", nargs="+", metavar="DIR", help="folders or Hub ids of language models or image classifiers")
     add("--out", help="folder for JSON and figures")
     add("--data", help="text or images to run on (default: the Python language reference or the digits)")
     add("--samples", type=int, default=8, help="sequences or images (default: 8)")
     add("--length", type=int, default=256, help="tokens per sequence (default: 256)")
-    device_option(add)
+    add_device_option(add)
     add("--trust-remote-code", action="store_true", help="run source from the model's folder")
 
 
-def run_analyze(models, **options):
+def run_analyze(models: list[str], **options: Any) -> None:
     for model in models:
         check_model(model)
-    start()
+    load_libraries()
 
     from ..analysis import analyze, render_analysis
 
     print(render_analysis(analyze(models, **options)))
 
 
-def audit_options(add):
+def audit_options(add: AddArgument) -> None:
     add("folder", metavar="FOLDER", help="a saved causal language model, MHLA or any other, with its tokenizer")
     add("--teacher", metavar="BASE", help="folder or Hub id of the model it was made from")
     add("--data", metavar="FILE", dest="text", help="text to run it on (default: the Python language reference)")
     add("--tokens", type=int, help="longest context (default: 4 times the trained length, at most 8192)")
     add("--out", help="JSON file to write")
-    json_option(add)
-    device_option(add)
+    add_json_option(add)
+    add_device_option(add)
     add("--trust-remote-code", action="store_true", help="run code from the folder that this mhla_hf did not generate")
 
 
-def run_audit(folder, as_json, **options):
+def run_audit(folder: str, as_json: bool, **options: Any) -> None:
     check_folder(folder, "a causal language model")
     check_file(options["text"])
     if options["teacher"] is not None:
         check_model(options["teacher"])
-    start()
+    load_libraries()
 
     from ..share.audit import audit, render_audit
 
     record = audit(folder, **options)
-    show(record, as_json, render_audit)
+    print_record(record, as_json, render_audit)
     if record["findings"]:
         raise SystemExit(1)
 
 
-def bench_options(add):
+def bench_options(add: AddArgument) -> None:
     add("--device", default="cpu", help="as torch names it (default: cpu)")
     add("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    add("--seed", type=seed_number, default=0, help="random seed of the inputs (default: 0)")
+    add("--seed", type=parse_seed, default=0, help="random seed of the inputs (default: 0)")
     add("--out", help="JSON file to write")
-    json_option(add)
+    add_json_option(add)
 
 
-def run_bench(as_json, **options):
-    start()
+def run_bench(as_json: bool, **options: Any) -> None:
+    load_libraries()
 
     from .. import bench
 
     record = bench.run_bench(**options)
-    show(record, as_json, bench.render_bench)
-    if any(reason.startswith("is wrong") for row in record["rows"] for reason in row["failed"].values()):
+    print_record(record, as_json, bench.render_bench)
+    if any(reason.startswith(bench.WRONG) for row in record["rows"] for reason in row["failed"].values()):
         raise SystemExit(1)

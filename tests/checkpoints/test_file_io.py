@@ -5,15 +5,15 @@ import signal
 
 import pytest
 
-from mhla_hf.checkpoints.files import MARKER, clear_abandoned, folder_aside, write_json
+from mhla_hf.checkpoints.file_io import LOCK_FILE, atomic_folder, remove_abandoned, write_json
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError), folder_aside(tmp_path / "made") as aside:
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "made") as aside:
         (aside / "half").write_text("")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with folder_aside(tmp_path / "made") as aside:
+    with atomic_folder(tmp_path / "made") as aside:
         (aside / "whole").write_text("")
         assert not (tmp_path / "made").exists()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["whole"]
@@ -36,7 +36,7 @@ def test_what_a_killed_process_left_goes_the_next_time_and_nothing_else(tmp_path
     target = tmp_path / "made [1]"
 
     def write(stop):
-        with folder_aside(target) as aside:
+        with atomic_folder(target) as aside:
             (aside / "half").write_text("")
             stop()
 
@@ -47,13 +47,13 @@ def test_what_a_killed_process_left_goes_the_next_time_and_nothing_else(tmp_path
     (tmp_path / "made [1].tmp-backup" / "letter").write_text("mine")
     (tmp_path / "made [1].tmp-file").write_text("mine")
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / MARKER).write_text("")
+    (tmp_path / "elsewhere" / LOCK_FILE).write_text("")
     (tmp_path / "made [1].tmp-link").symlink_to("elsewhere")
     (tmp_path / "made [1].tmp-broken").symlink_to("nowhere")
     (tmp_path / "made 1.tmp-other").mkdir()  # what the name would match as a pattern
-    (tmp_path / "made 1.tmp-other" / MARKER).write_text("")
+    (tmp_path / "made 1.tmp-other" / LOCK_FILE).write_text("")
     kept = {*tmp_path.rglob("*")} - {abandoned, *abandoned.rglob("*")}
-    with folder_aside(target) as living, folder_aside(target):
+    with atomic_folder(target) as living, atomic_folder(target):
         assert not abandoned.exists() and living.exists()
     assert {*tmp_path.rglob("*")} == {*kept, target}
 
@@ -66,10 +66,10 @@ def test_a_model_that_was_out_of_the_way_when_the_process_was_killed_comes_back(
 
     def move_twice(stop):
         monkeypatch.setattr(os, "replace", lambda *given: stop() if target == given[1] else replace(*given))
-        with folder_aside(target, replace=True):
+        with atomic_folder(target, replace=True):
             pass
 
     killed_in(move_twice)
     assert not target.exists()
-    clear_abandoned(tmp_path, "made.tmp-")
+    remove_abandoned(tmp_path, "made.tmp-")
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "old model"]

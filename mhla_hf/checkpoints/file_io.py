@@ -1,0 +1,250 @@
+"""Read and write files: atomic files and folders, JSON and YAML, and errors that name the file or argument at fault.
+
+Everything is written under a temporary name first and then renamed, so that a reader never sees half of a file or
+folder, and an interruption leaves the old one in place.
+"""
+
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import yaml
+from filelock import FileLock
+
+from .values import read_settings
+
+PathLike = str | os.PathLike[str]
+T = TypeVar("T")
+
+SHARD_SIZE = "5GB"  # largest weights file, as `save_pretrained(max_shard_size=...)` takes it
+LOCK_FILE = ".mhla_hf.lock"  # marks, in each temporary folder, that this package made it
+REPLACED = "old"  # where a temporary folder holds the folder that it is about to replace
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PIPELINE_INDEX = "model_index.json"
+
+
+@contextlib.contextmanager
+def wrap_errors(message: str) -> Iterator[None]:
+    """Turn any exception raised in the block into `ValueError("<message> (<reason>).")`, on one line.
+
+    For code that reads other people's files, where any exception may come out of a third-party library.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{message} ({summarize_error(error).removesuffix('.')}).") from error
+
+
+def summarize_error(error: BaseException) -> str:
+    """Return the first line of an error's text, joined with the lines that continue it, or its class name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    ends = (number for number, line in enumerate(lines, 1) if not line.endswith((":", ",", " or")))
+    return " ".join(lines[: next(ends, len(lines))])
+
+
+def resolve_model_name(name: PathLike, pipeline: bool = False) -> Path | str:
+    """Return a local model or pipeline as a `Path`, and a Hub id as a `str`.
+
+    Raises:
+        ValueError: `name` is a folder without a model, or neither a folder nor a possible Hub id.
+    """
+    name, path, kind = str(name), Path(name), "pipeline" if pipeline else "model"
+    if path.is_dir():
+        index, weights = (PIPELINE_INDEX, "*/*.safetensors") if pipeline else ("config.json", "*.safetensors")
+        if not (path / index).is_file() or not any(path.glob(weights)):
+            missing = ".safetensors file" if (path / index).is_file() else index
+            raise ValueError(f"model: got {name!r}, which has no {missing}, expected the folder of a saved {kind}.")
+        return path
+    if os.path.lexists(path) or not HUB_ID.fullmatch(name) or name.startswith("."):
+        raise ValueError(
+            f"model: got {name!r}, which is not a folder, expected the folder of a saved {kind} or a Hub id."
+        )
+    return name
+
+
+@contextlib.contextmanager
+def atomic_file(path: PathLike) -> Iterator[Path]:
+    """Yield a temporary path to write to, and rename it to `path` when the block succeeds.
+
+    If the block fails, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
+    reported for `path`.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        if str(error.filename) == str(temporary):
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
+    """Make an empty folder in `parent`, named `prefix` plus random letters, and remove it when the block ends.
+
+    The folder holds `LOCK_FILE`, locked while the process lives. Folders with the same prefix whose process was killed
+    are removed first.
+    """
+    remove_abandoned(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with FileLock(folder / LOCK_FILE):
+            yield folder
+    finally:
+        _remove_temporary(folder)
+
+
+def remove_abandoned(parent: PathLike, prefix: str) -> None:
+    """Remove the folders that `temporary_folder` made in `parent` with this prefix and whose process has ended.
+
+    Folders without `LOCK_FILE`, with a locked one, or that cannot be removed are left alone.
+    """
+    for lock_file in Path(parent).glob(f"{glob.escape(prefix)}*/{LOCK_FILE}"):
+        if not lock_file.parent.is_symlink():
+            with contextlib.suppress(OSError):  # includes filelock.Timeout
+                with FileLock(lock_file, blocking=False):
+                    pass
+                _remove_temporary(lock_file.parent)
+
+
+def _remove_temporary(folder: Path) -> None:
+    """Remove a temporary folder, and put back what `atomic_folder` had moved into it if nothing took its place."""
+    target = folder.parent / folder.name.rpartition(".tmp-")[0]
+    if (folder / REPLACED).exists() and not target.exists():
+        os.replace(folder / REPLACED, target)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
+    """Yield an empty temporary folder, and rename it to `target` when the block succeeds; otherwise remove it.
+
+    Args:
+        target: the folder to make.
+        replace: replace an existing folder at `target`. If False, an existing folder that is not empty is an `OSError`.
+        parent: where to make the temporary folder, on the same file system as `target` (default: beside it).
+    """
+    target = Path(target)
+    parent = Path(parent or target.parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(parent, f"{target.name}.tmp-") as temporary:
+        new = temporary / "new"
+        new.mkdir()
+        yield new
+        if replace and target.exists():
+            os.replace(target, temporary / REPLACED)
+        elif target.exists():
+            target.rmdir()
+        os.replace(new, target)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe YAML loader that reads `1e-3` as a number, as YAML 1.2 does and YAML 1.1 does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
+)
+
+
+def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
+    """Return the YAML file called `name` in `folder`, or else the file at the path `name`.
+
+    Raises:
+        ValueError: there is neither; the message begins with `argument`.
+    """
+    names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
+    path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"{argument}: got {str(name)!r}, which is not a file, expected a YAML file or one of {', '.join(names)}."
+        )
+    return path
+
+
+@overload
+def read_yaml(path: PathLike, label: str) -> Any: ...
+@overload
+def read_yaml(path: PathLike, label: str, cls: type[T]) -> T: ...
+def read_yaml(path: PathLike, label: str, cls: type[T] | None = None) -> Any:
+    """Read a YAML file, as the checked dataclass `cls` if one is given.
+
+    Raises:
+        ValueError: the file is not YAML or does not fit `cls`; the message begins with `label` and the path.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{label}: got {str(path)!r}, expected YAML ({' '.join(str(error).split())}).") from None
+    return content if cls is None else read_settings(cls, content, f"{label} {str(path)!r}: ")
+
+
+def read_json(path: PathLike) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if there is no such file.
+
+    Raises:
+        ValueError: the file holds anything but a JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: got invalid JSON, expected a JSON object ({error}).") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
+    """Return whether `folder` holds earlier work with the same identity, which can be resumed.
+
+    Args:
+        folder: an output folder.
+        record: name of the JSON file in it that says what the folder was made for.
+        identity: JSON-serializable description of the current work.
+        argument: what the error message begins with.
+
+    Returns:
+        True if `record` equals `identity`, False if `folder` does not exist or is empty.
+
+    Raises:
+        ValueError: the folder belongs to something else.
+    """
+    folder, expected = Path(folder), json.loads(json.dumps(identity))
+    if (stored := read_json(folder / record)) is not None:
+        if changed := [key for key in sorted({*stored, *expected}) if stored.get(key) != expected.get(key)]:
+            raise ValueError(
+                f"{argument}: got {str(folder)!r}, which was started with another {changed[0]}, "
+                "expected another folder, or delete this one."
+            )
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"{argument}: got {str(folder)!r}, which holds other files and no {record}, expected a new or empty folder."
+        )
+    return False
+
+
+def write_text(path: PathLike, text: str) -> Path:
+    """Write `text` to `path` atomically, as UTF-8 with unchanged line ends, and return the path."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+    return Path(path)
+
+
+def write_json(path: PathLike, content: Any) -> Path:
+    """Write `content` to `path` atomically as JSON, and return the path. `ValueError` for NaN or infinity."""
+    return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,98 @@
+"""Load a saved model the way a user without mhla_hf does: in a separate process that can import neither it nor Triton.
+
+The process has an empty Hugging Face cache, no network and no token, so a model that needs more than its folder fails.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .file_io import PathLike, temporary_folder
+from .load import missing_transformers_weights
+
+WITHHELD_VARIABLES = ("PYTHONSAFEPATH", "HF_MODULES_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
+
+
+def load_isolated(
+    folder: PathLike, kind: str, *, inputs: PathLike | None = None, prompt: str | None = None, new_tokens: int = 0,
+    dtype: str = "auto",
+) -> dict[str, Any]:  # fmt: skip
+    """Load a saved model in an isolated process, optionally run it, and report what happened.
+
+    Args:
+        folder: a saved model or pipeline.
+        kind: its kind, as in `share.facts.Facts`.
+        inputs: a safetensors file for language models, with token ids `ids` `[B, T]` and optionally the expected
+            `logits` `[B, T, vocabulary]`.
+        prompt: text for a language model to continue greedily.
+        new_tokens: how many tokens to generate after `prompt`.
+        dtype: name of a torch dtype, or "auto".
+
+    Returns:
+        A dict with "class" (module and name), "missing" and "unexpected" (weight names) and "imported" (modules that
+        should be absent). For language models also "finite", with expected logits "logits_equal" and
+        "largest_difference", and with a prompt "continuation".
+
+    Raises:
+        ValueError: the model does not load there; the message gives the reason.
+    """
+    source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
+    request = {
+        "folder": os.path.abspath(folder),
+        "kind": kind,
+        "inputs": inputs and os.path.abspath(inputs),
+        "prompt": prompt,
+        "new_tokens": new_tokens,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+    }
+    environment = {key: value for key, value in os.environ.items() if key not in WITHHELD_VARIABLES}
+    with temporary_folder(tempfile.gettempdir(), "mhla_hf-visit-") as home:
+        process = subprocess.run(
+            [sys.executable, "-c", source, json.dumps(request)],
+            cwd=home,
+            env={**environment, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
+        reason = ([line for line in lines if ERROR_LINE.match(line)] or lines)[-1]
+        raise ValueError(
+            f"{folder}: got a model that does not load without mhla_hf, expected one that does ({reason})."
+        )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
+    """Check that a model loads without mhla_hf, with all its weights, from its own source, and computes finite values.
+
+    Returns:
+        The module and name of its class.
+
+    Raises:
+        ValueError: one of these is not so.
+    """
+    if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
+        raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")
+    report = load_isolated(folder, kind, dtype=dtype)
+    start = f"{folder}: got, in a process without mhla_hf, a model that"
+    if report["missing"]:
+        raise ValueError(f"{start} lacks the weight {report['missing'][0]!r}, expected all weights.")
+    if report["unexpected"]:
+        raise ValueError(f"{start} has no place for the weight {report['unexpected'][0]!r}, expected no other weights.")
+    if report["imported"]:
+        raise ValueError(f"{start} imports {report['imported'][0]}, expected only what every user has.")
+    if not report["class"].startswith(("transformers_modules.", "diffusers_modules.")):
+        raise ValueError(f"{start} is of {report['class']}, expected the class in its own source file.")
+    if not report.get("finite", True):
+        raise ValueError(f"{start} returns NaN or infinity, expected finite logits.")
+    return report["class"]

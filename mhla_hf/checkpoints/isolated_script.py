@@ -1,0 +1,99 @@
+"""Script that loads a saved model in a process where importing mhla_hf or Triton fails, even if they are installed.
+
+It is never imported: `load_isolated` passes its text to `python -c`, with the request as a JSON argument. It prints its
+report as one line of JSON.
+"""
+
+import sys
+
+BLOCKED_MODULES = ("mhla_hf", "triton")
+sys.modules.update(dict.fromkeys(BLOCKED_MODULES))  # type: ignore[arg-type]
+
+import json  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+AUTO_CLASSES = {
+    "language": "AutoModelForCausalLM",
+    "image": "AutoModelForImageClassification",
+    "sequences": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "answers": "AutoModelForQuestionAnswering",
+    "choices": "AutoModelForMultipleChoice",
+    "masked": "AutoModelForMaskedLM",
+}
+
+
+def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a transformers model; report its missing and unexpected weights."""
+    auto_class = getattr(transformers, AUTO_CLASSES.get(request["kind"], "AutoModel"))
+    options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
+    model, loading_info = auto_class.from_pretrained(folder, **options)
+    report = {name: sorted(loading_info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+    return model.eval(), report
+
+
+@torch.no_grad()
+def load_and_run_language_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a causal language model and its tokenizer, run it on the given ids, and continue the prompt if there is one."""
+    model, report = load_transformers_model(folder)
+    if request["prompt"] is not None or any(Path(folder).glob("tokenizer*.json")):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    if request["inputs"]:
+        inputs = load_file(request["inputs"])
+    else:
+        inputs = {"ids": torch.arange(8)[None] % model.config.vocab_size}
+    logits = model(inputs["ids"]).logits
+    report["finite"] = bool(logits.isfinite().all())
+    if "logits" in inputs:
+        report["logits_equal"] = bool(torch.equal(logits, inputs["logits"]))
+        report["largest_difference"] = float((logits - inputs["logits"]).abs().max())
+    if request["prompt"] is not None:
+        encoded = tokenizer(request["prompt"], return_tensors="pt", add_special_tokens=False)
+        encoded = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        options = {"max_new_tokens": request["new_tokens"], "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        ids = model.generate(**encoded, **options)[0]
+        report["continuation"] = tokenizer.decode(ids[encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return model, report
+
+
+def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Load a diffusers model or pipeline; compare its MHLA models' weights with those in the safetensors files."""
+    import diffusers
+
+    is_model = request["kind"] == "model"
+    auto_class = diffusers.AutoModel if is_model else diffusers.DiffusionPipeline
+    options = {} if is_model else {"dtype": request["dtype"]}
+    whole: Any = auto_class.from_pretrained(folder, trust_remote_code=True, **options)
+    model = whole
+    report: dict[str, Any] = {"missing": [], "unexpected": []}
+    for source in sorted(Path(folder).glob("modeling_mhla*.py" if is_model else "*/modeling_mhla*.py")):
+        model = whole if is_model else getattr(whole, source.parent.name)
+        stored: set[str] = set()
+        expected = set(model.state_dict())
+        for file in source.parent.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as weights:
+                stored.update(weights.keys())
+        report["missing"] += sorted(expected - stored)
+        report["unexpected"] += sorted(stored - expected)
+    return model, report
+
+
+request: dict[str, Any] = json.loads(sys.argv[1])
+if request["dtype"] != "auto":
+    request["dtype"] = getattr(torch, request["dtype"])
+torch.set_num_threads(request["threads"])
+loaders = {
+    "language": load_and_run_language_model,
+    "model": load_diffusers_model,
+    "pipeline": load_diffusers_model,
+}
+loaded, report = loaders.get(request["kind"], load_transformers_model)(request["folder"])
+report["class"] = f"{sys.modules[type(loaded).__module__].__name__}.{type(loaded).__name__}"
+report["imported"] = [name for name in BLOCKED_MODULES if sys.modules[name] is not None]
+print(json.dumps(report))

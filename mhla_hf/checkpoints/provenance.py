@@ -1,0 +1,96 @@
+"""Provenance of a measurement: hardware, library versions, commit, command and date, as text for records and cards."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = (
+    "mhla_hf", "torch", "transformers", "diffusers", "lm_eval", "datasets", "accelerate", "tokenizers", "triton",
+    "flash-linear-attention",
+)  # fmt: skip
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the version of each installed library that can change a result, by name."""
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name == "mhla_hf":
+                versions[name] = "0+source"
+    if torch.cuda.is_available():
+        versions["cuda"] = torch.version.cuda or torch.version.hip or "unknown"
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    return dict(sorted(versions.items()))
+
+
+def describe_hardware(device: torch.device | str = "cpu") -> str:
+    """Return one line such as "AMD EPYC, 2 cores, 1 thread", with the GPU's name in front if `device` is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    host = f"{_cpu_name()}, {_count(cores, 'core')}, {_count(torch.get_num_threads(), 'thread')}"
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(torch.device(device))}; {host}"
+    return host
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine() or "unknown CPU")
+
+
+def source_commit() -> str:
+    """Return the Git commit of the package's checkout, or "mhla_hf <version>" if it is not one.
+
+    "+changed" follows the commit if tracked files of the package differ from it.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists() and (commit := _git(root, "rev-parse", "HEAD")):
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "mhla_hf")
+        return commit + ("+changed" if changed else "")
+    return f"mhla_hf {describe_versions()['mhla_hf']}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Return the output of a git command, or "" if git is not installed or fails."""
+    try:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return what every record of a measurement states about how it was made.
+
+    Args:
+        command: the shell command that repeats the measurement, or None.
+        device: where it ran.
+
+    Returns:
+        A dict with "hardware", "versions", "commit", "command" and "date".
+    """
+    return {
+        "hardware": describe_hardware(device),
+        "versions": describe_versions(),
+        "commit": source_commit(),
+        "command": command,
+        "date": utc_now(),
+    }
+
+
+def utc_now() -> str:
+    """Return the current time in UTC as ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
