@@ -29,8 +29,9 @@ CONVERT = """\
 example:
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text none --layers 2/3 --set window=2
   mhla-hf convert HuggingFaceTB/SmolLM2-135M out/smollm-mhla --text notes.txt --keep 1/6
+  mhla-hf convert sentence-transformers/all-MiniLM-L6-v2 out/minilm-mhla --text notes.txt
   mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers out/wan-mhla --set gate=true
-Without text, and for models other than language models, distillation recovers the quality: mhla-hf distill.
+Without text, and for models other than those of text, distillation recovers the quality: mhla-hf distill.
 """
 PLAN = """\
 example:
@@ -72,14 +73,14 @@ def convert_options(add):
     what = "a language model, text encoder, image classifier, or pipeline"
     add("model", metavar="DIR_OR_ID", help=f"folder or Hub id of {what}")
     add("out", metavar="OUT", help="output folder")
-    add("--text", help='text that a language model learns from: file, folder or dataset; "none": nothing is learned '
-        "(default: self, what the model itself writes)")  # fmt: skip
-    add("--keep", default="1/6", help="KV heads that keep softmax: a share, a number, or a cache size such as 64MiB "
-        "(default: %(default)s)")  # fmt: skip
+    add("--text", help="text that a language model or an encoder learns from: file, folder or dataset; none: nothing is "
+        "learned (default: self, what the model itself writes, for a language model, and none for an encoder)")  # fmt: skip
+    add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
+        "(default: 1/6)")  # fmt: skip
     add("--context", type=count, help="tokens at which --keep counts bytes (default: the model's positions)")
     add(
         "--layers",
-        help='"all", "2/3" or indices such as 1,2,4 (default: all; with --text none of a language model: 2/3)',
+        help='"all", "2/3" or indices such as 1,2,4 (default: all; of a model of text that learns from none: 2/3)',
     )
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     dtype_option(add)
@@ -91,7 +92,7 @@ def convert_options(add):
 def run_convert(
     model, out, text, keep, context, layers, settings, dtype, seed, revision, overwrite, progress, **_
 ):  # fmt: skip
-    settings, layers, keep = parse_settings(settings), parse_layers(layers), parse_keep(keep)
+    settings, layers, keep = parse_settings(settings), parse_layers(layers), keep and parse_keep(keep)
     check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         check_data(text)
@@ -116,8 +117,9 @@ def run_convert(
         print(f"{out}: {type(transformer).__name__}, layers {chosen} are MHLA; now distill it: see conversion/")
         return
     kind = load.kind_of_model(model, revision)
-    if text not in (None, "none") and kind in KINDS:
-        raise ValueError(f"text: came with {model!r}, which is no causal language model; expected one")
+    if text not in (None, "none") and kind == "images":
+        raise ValueError(f"text: came with {model!r}, an image classifier; expected a language model or an encoder")
+    text = text or ("none" if kind in KINDS else "self")
     read, recipe = KINDS.get(kind, ("load_language_model", "language_llama_lite"))
     further = "distill it with conversion/image_classifier.py"
     if recipe:
@@ -126,8 +128,8 @@ def run_convert(
     converted, tools = getattr(load, read)(model, **source)
     torch.manual_seed(seed)
     learning, checkpoint = {}, Path(f"{out}.part")
-    if kind not in KINDS and text != "none":
-        learning = {"tokenizer": tools, "text": text or "self", "keep": keep, "context": context, "seed": seed}
+    if text != "none":
+        learning = {"tokenizer": tools, "text": text, "keep": keep, "context": context, "seed": seed}
         learning |= {"checkpoint": checkpoint, "progress": progress}
     config = convert(converted, layers=layers, **learning, **settings).config
     files = sentence_files(model, revision) if kind == "encoders" else {}
@@ -145,11 +147,18 @@ def render_conversion(out, measured):
     from ..plots import draw_heads
 
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
-    rows = [[names[key], *scores_of(measured[key])] for key in names if key in measured]
+    scores = {name: measured[key] for key, name in names.items() if key in measured}
+    if "cosine" in measured["original"]:
+        lengths = list(measured["original"]["cosine"])
+        rows = [[name, *(f"{one['cosine'][length]:.4f}" for length in lengths)] for name, one in scores.items()]
+        return f"{out}: {measured['seconds']} s\n" + render_rows(
+            ["held-out text", *(f"cosine, {length} tokens" for length in lengths)], rows
+        )
     caches = [
         f"cache at {int(tokens):,} tokens: {told['converted'] / 2**20:,.1f} MiB of {told['softmax'] / 2**20:,.1f}"
         for tokens, told in measured["cache_bytes"].items()
     ]
+    rows = [[name, *scores_of(one)] for name, one in scores.items()]
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
     return "\n".join([f"{out}: {measured['seconds']} s", table, *caches, *heads])

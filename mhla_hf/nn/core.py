@@ -113,6 +113,8 @@ class MHLACore(nn.Module):
         norm_eps: eps of the output norm.
     """
 
+    causal = False
+
     def __init__(
         self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
     ):
@@ -164,11 +166,28 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
 
 
+def check_encoder(settings: MHLASettings) -> None:
+    """One sentence if `settings` are not those of an encoder, which has mixing by a matrix, or by decays with a window."""
+    check_causal(settings, "an encoder")
+    if settings.mixing_form != "decay":
+        return
+    if settings.local is None:
+        raise ValueError('local: got None with mixing_form="decay", expected "softmax" for an encoder.')
+    if settings.impl == "triton":
+        raise ValueError('impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for an encoder.')
+    expected = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0}
+    for name, value in {**expected, "softmax_heads": None}.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for an encoder.")
+
+
 class MHLA(MHLACore):
     """Causal multi-head linear attention over `[B, T, H, K]` queries (sections 4.1, 4.2 and appendix C).
 
     Args: as `MHLACore`, which makes its own `Mixing` from `settings`.
     """
+
+    causal = True
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths):
         check_causal(settings)

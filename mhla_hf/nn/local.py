@@ -1,13 +1,14 @@
-"""The causal core of converted language models: mixing by decays, and a local softmax where asked for."""
+"""The cores of converted models of text that mix by decays, with a local softmax: causal (`DecayMHLA`) and both ways."""
 
 from dataclasses import replace
 from math import log
 
 import torch
 
-from ..ops.local import LocalForm, local_attention
+from ..ops.local import LocalForm, local_attention, two_way_attention
 from ..ops.local_state import LocalState, continue_local
-from .core import MHLACore, check_causal, move_tokens, padding_first, refuse_gradients, without_padding
+from ..ops.torch_layout import shift_to_start
+from .core import MHLACore, check_causal, check_encoder, move_tokens, padding_first, refuse_gradients, without_padding
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
 from .settings import MHLASettings
@@ -15,13 +16,13 @@ from .settings import MHLASettings
 WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it has learned, at 1,024 and 4,096 tokens
 
 
-def start_balance(settings: MHLASettings, key_dim: int) -> float:
+def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     """The balance at which far weights begin in the unit of the softmax.
 
     <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
-    real keys saturate: there the start is small enough that a conversion is not worse than its window.
+    real keys saturate: in converted models the start is small enough that a conversion is not worse than its window.
     """
-    if settings.rope == "near":
+    if settings.rope == "near" or not causal:
         return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
@@ -43,10 +44,12 @@ class DecayMHLA(MHLACore):
         unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
     """
 
+    causal = True
+
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
-        check_causal(settings)
+        check_causal(settings) if self.causal else check_encoder(settings)
         local = settings.local is not None
-        balance = start_balance(settings, key_dim) if local else None
+        balance = start_balance(settings, key_dim, self.causal) if local else None
         choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
@@ -60,6 +63,7 @@ class DecayMHLA(MHLACore):
             normalize=settings.normalize,
             impl=settings.impl,
             unrounded=settings.output_norm,
+            both_ways=not self.causal,
         )
 
     def forward(
@@ -133,3 +137,32 @@ class DecayMHLA(MHLACore):
             refuse_gradients(self, q, k, v)
         options = {"fresh": fresh, "key_mask": key_mask, "starts": starts, "angles": angles}
         return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)
+
+
+class TwoWayMHLA(DecayMHLA):
+    """The same over whole sequences where every token sees every other of its row: the core of converted encoders.
+
+    The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
+    """
+
+    causal = False
+    attend = staticmethod(two_way_attention)
+
+    def forward(self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, scale=None) -> torch.Tensor:
+        """Attend; arguments as `SequenceMHLA.forward`, all of the MHLA heads alone, and `scale` of q k^T in the softmax.
+
+        Returns:
+            `[B, T, H, V]` in v's dtype.
+        """
+        form = self.form if scale in (None, self.form.scale) else replace(self.form, scale=scale)
+        q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
+        if starts is not None:
+            there, back = shift_to_start(starts, q.shape[1])
+            q, k, v = move_tokens(there, back, q, k, v)
+            key_mask = key_mask.gather(1, there.clamp_min(0)) & (there >= 0)
+        fq, fk = self.q_map(q, self.heads), self.k_map(k, self.heads)
+        with torch.autocast(q.device.type, enabled=False):
+            o = self.attend(q, k, v, fq, fk, *self.mixing(self.heads), form, key_mask=key_mask)
+        if starts is not None:
+            (o,) = move_tokens(back, there, o)
+        return self.finish_output(o, hidden_states, v.dtype)

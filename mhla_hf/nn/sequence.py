@@ -1,4 +1,4 @@
-"""MHLA over whole sequences: the core of encoders, where every token sees every other of its own row.
+"""MHLA by a mixing matrix over whole sequences, where every token sees every other of its own row: a core of encoders.
 
 Blocks have a fixed size and are counted from the first real token of each row, and a shorter row uses the leading part of
 the mixing matrix: what a row gets depends on nothing that it is batched with.
@@ -9,16 +9,9 @@ import torch
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens, shift_to_start
-from .core import MHLACore, check_causal, mixing_choices
+from .core import MHLACore, check_encoder, mixing_choices
 from .grid import GridMixing
 from .settings import MHLASettings
-
-
-def check_encoder(settings: MHLASettings) -> None:
-    """One sentence if `settings` are not those of an encoder."""
-    check_causal(settings, "an encoder")
-    if settings.mixing_form == "decay":
-        raise ValueError('mixing_form: got "decay", expected "softmax", "direct" or "free" for an encoder.')
 
 
 class SequenceMHLA(MHLACore):
@@ -32,7 +25,7 @@ class SequenceMHLA(MHLACore):
         mixing = GridMixing((settings.num_blocks,), **mixing_choices(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
-    def forward(self, q, k, v, *, hidden_states=None, starts=None, key_mask=None) -> torch.Tensor:
+    def forward(self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, scale=None) -> torch.Tensor:
         """Attend.
 
         Args:
@@ -40,6 +33,7 @@ class SequenceMHLA(MHLACore):
             hidden_states: `[B, T, hidden_size]`, the layer's input; read by the gate.
             starts: int64 `[B]`, first real token of each row, with key_mask; None: rows begin with one.
             key_mask: bool `[B, T]`, False where a token is padding.
+            scale: of the base's softmax; not used, a constant cancels in the normalized form and is fixed in the other.
 
         Returns:
             `[B, T, H, V]` in v's dtype.

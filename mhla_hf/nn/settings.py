@@ -103,9 +103,9 @@ class MHLASettings:
         length_power: the far weights of a block from which n blocks are far are divided by n^a, with a learned per head
             (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays for all between, under one normalizer (language models only; needs "decay").
-        window: blocks of the softmax of `local`, the open one included.
-        sinks: first tokens of a sequence that stay in the softmax of `local`.
+            decays for all others, under one normalizer (language models and encoders; needs "decay").
+        window: blocks of the softmax of `local`, the open one included; of an encoder as many on the other side, too.
+        sinks: first tokens of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: how often, in training, all blocks before the open one are left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).

@@ -28,11 +28,15 @@ class Decays:
         """The same in another dtype."""
         return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
 
-    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
+    def matrix(self, num_blocks: int, lag: int = 1, both_ways: bool = False) -> torch.Tensor:
+        """The mixing matrix `[H, M, M]` that they stand for; lag: the first distance that is far.
+
+        Lower triangular, or with `both_ways` symmetric, by the distance on either side.
+        """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
-        power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
+        matrix = (self.weight[..., None, None] * power).sum(1)
+        matrix = matrix if both_ways else matrix.tril()
         block = torch.arange(num_blocks, device=matrix.device)
         return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
 

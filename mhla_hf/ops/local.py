@@ -13,7 +13,7 @@ what a block sees (`form.impl`): one graph for all lengths.
 import torch
 
 from .api import choose_implementation
-from .decays import Decays, decayed_sums
+from .decays import Decays, block_distances, decayed_sums, powers
 from .torch_layout import MoveTokens, align_sequences, shift_to_start
 from .torch_local import LocalForm, by_block_and_group, near_and_far, resize_tokens, with_ones
 from .triton.local import local_fault, local_kind, triton_near_and_far
@@ -48,6 +48,25 @@ def local_attention(
         place = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
     o, _ = attend_local(q, k, v, fq, fk, valid, decays, balance, form, place[None], sequence=sequence)
     return o if back is None else MoveTokens.apply(o, back, source)
+
+
+def two_way_attention(q, k, v, fq, fk, decays: Decays, balance, form: LocalForm, *, key_mask=None):
+    """o [B, T, H, V] in the dtype of the sums (at least fp32), of tokens that see later ones as they see earlier ones.
+
+    As `local_attention`, with `form.both_ways`, without sinks, and with |i - j| in the place of i - j. The summaries of all
+    blocks are mixed by a matrix per key/value head: what that costs grows with the square of their number.
+    """
+    count = (q.shape[1] + form.block_size - 1) // form.block_size
+    place = torch.arange(count, device=q.device)[None]
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+    real = torch.arange(count * form.block_size, device=q.device) < q.shape[1]
+    valid = resize_tokens(valid, count * form.block_size) & real
+    summaries = block_summaries(fk, v, valid, place, form)
+    decays = decays.to(summaries.dtype)
+    distance = block_distances(count, summaries).abs()
+    mixing = powers(decays.log_rate, distance).masked_fill(distance < form.lag, 0).transpose(1, 2)  # [G, M, R, M]
+    mixed = (mixing.flatten(1, 2) @ summaries.flatten(3)).view(*summaries.shape[:3], -1, *summaries.shape[3:])
+    return near_and_far(q, k, v, fq, mixed, valid, decays.weight, balance, None, place, form)
 
 
 def attend_local(

@@ -113,12 +113,14 @@ def local_reference(q, k, v, fq, fk, mixing, balance, form, *, key_mask=None, st
     dtype = torch.promote_types(q.dtype, torch.float32)
     tokens, heads = q.shape[1], q.shape[2]
     blocks = Blocks.sequence(tokens, form.block_size)
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
+    causal = not form.both_ways
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, causal, key_mask, cu_seqlens, starts)
     first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
     position = (torch.arange(tokens, device=q.device) - first.to(q.device)[:, None]).clamp(min=0)
     if cu_seqlens is not None:
         position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
     distance = query_block[:, :, None] - key_block[:, None, :]
+    distance = distance if causal else distance.abs()
     near = (distance < form.lag) | (position < form.sinks)[:, None, :]
     near, far = (visible & near)[:, None], (visible & ~near)[:, None]
     q, k, fq, fk = (

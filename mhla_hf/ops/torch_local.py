@@ -16,6 +16,7 @@ class LocalForm:
     back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
     impl: "auto", "torch" or "triton", as in `mhla`; a single token behind a state is always torch.
     unrounded: o in the dtype of the sums; else the kernel writes it in v's.
+    both_ways: later tokens are seen as earlier ones are; the window has `lag - 1` blocks on either side of the open one.
     """
 
     block_size: int
@@ -25,6 +26,7 @@ class LocalForm:
     normalize: bool = True
     impl: str = "auto"
     unrounded: bool = True
+    both_ways: bool = False
 
 
 def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
@@ -48,7 +50,7 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
 
     far = spread(fq, weight) @ mixed.flatten(3, 4)
     seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
+    has_far = ((place >= form.lag) | form.both_ways)[:, None, :, None, None]
     weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
     o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
@@ -77,17 +79,28 @@ def with_ones(v):
 
 
 def near_keys(k, v, valid, place, form):
-    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
+    """The window of every block: k and v [B, G, M, W * C, ...], and who sees whom, bool [B, M, C, W * C].
+
+    W: blocks of the window, `lag`, or `2 * lag - 1` if it goes both ways.
+    """
     keys, values, seen = [], [], []
-    size, lag, count = form.block_size, form.lag, place.shape[1]
+    size, lag = form.block_size, form.lag
     own = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(lag)):
-        kept = max(count - back, 0)
-        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
-        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
+    for back in reversed(range(1 - lag if form.both_ways else 0, lag)):
+        keys.append(shift_blocks(k, back, 2))
+        values.append(shift_blocks(v, back, 2))
+        there = shift_blocks(valid, back, 1) & (place >= back)[..., None]
+        seen.append(there[:, :, None] & (own if back or form.both_ways else own.tril()))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+
+
+def shift_blocks(x, back, dim):
+    """What is `back` blocks before each block along `dim` of x, or after it if negative; zeros where nothing is."""
+    count = x.shape[dim]
+    kept = max(count - abs(back), 0)
+    missing = (count - kept, 0) if back > 0 else (0, count - kept)
+    kept = x.narrow(dim, 0 if back > 0 else count - kept, kept)
+    return torch.nn.functional.pad(kept, (*[0, 0] * (x.dim() - dim - 1), *missing))
 
 
 def with_sinks(near_k, near_v, seen, sink, place, form, exact):

@@ -18,7 +18,7 @@ from ..checkpoints.fingerprint import PIPELINE, fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
 from ..evaluation.records import SPEED, Result, Results, speed_of_records
-from ..models.families import auto_class_of, family_of_class
+from ..models.families import ENCODERS, auto_class_of, family_of_class
 from ..models.transformers_api import config_class_of
 from ..nn.settings import MHLASettings
 
@@ -102,6 +102,11 @@ class Facts:
     def family(self):
         """The `Family` of the base; None of a model that is MHLA from scratch."""
         return family_of_class(_class_name(self.config))
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the base is an encoder of text."""
+        return self.family in ENCODERS
 
     @property
     def task(self) -> str | None:
