@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
+from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli import script
 from mhla_hf.convert import convert
 from mhla_hf.convert.encoder import embed, read_encoder_rows
@@ -50,7 +51,7 @@ KEYS |= {"rank 512": "rank, 512"}
 
 def load(folder):
     """An encoder in fp32, softmax or MHLA."""
-    return AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    return load_encoder(folder, dtype="float32", device="cpu")[0]
 
 
 def make_model(arguments, form, seed):

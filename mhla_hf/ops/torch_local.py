@@ -98,8 +98,8 @@ def shift_blocks(x, back, dim):
     """What is `back` blocks before each block along `dim` of x, or after it if negative; zeros where nothing is."""
     count = x.shape[dim]
     kept = max(count - abs(back), 0)
-    missing = (count - kept, 0) if back > 0 else (0, count - kept)
-    kept = x.narrow(dim, 0 if back > 0 else count - kept, kept)
+    missing = (count - kept, 0) if back >= 0 else (0, count - kept)
+    kept = x.narrow(dim, 0 if back >= 0 else count - kept, kept)
     return torch.nn.functional.pad(kept, (*[0, 0] * (x.dim() - dim - 1), *missing))
 
 

@@ -25,11 +25,7 @@ TEXT = torch.randint(3, 60, (6000,), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def teacher():
-    """A BERT whose heads attend to few tokens."""
-    model = softmax_encoder("bert")
-    for name, value in model.named_parameters():
-        value.data *= 2 if name.endswith(("query.weight", "key.weight")) else 1
-    return model
+    return softmax_encoder("bert")
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def test_it_comes_closer_to_the_original(teacher, settings):
     told = model.config.mhla_measured
     assert list(told["fitted"]["cosine"]) == ["16", "64"] and told["text"] == "tokens at hand"
     losses = [1 - told[stage]["cosine"]["64"] for stage in ("fitted", "converted")]
-    assert 0 < losses[0] < 0.8 * losses[1]
+    assert 0 <= losses[0] < 0.5 * losses[1]
     assert told["softmax_heads"] == {} and "cache_bytes" not in told
     assert model.config.mhla["layers"] == settings.get("layers", [0, 1, 2])
     for name, value in teacher.state_dict().items():

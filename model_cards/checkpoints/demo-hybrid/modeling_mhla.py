@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: c87a2bf1526c
+sha256: d8ce4d165173
 """
 
 from collections.abc import Sequence
@@ -208,7 +208,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "c87a2bf1526c"
+NAMESPACE = "d8ce4d165173"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -530,11 +530,15 @@ class Decays:
         """The same in another dtype."""
         return Decays(*(x if x is None else x.to(dtype) for x in (self.weight, self.log_rate, self.power)))
 
-    def matrix(self, num_blocks: int, lag: int = 1) -> torch.Tensor:
-        """The mixing matrix `[H, M, M]` that they stand for, lower triangular; lag: the first distance that is far."""
+    def matrix(self, num_blocks: int, lag: int = 1, both_ways: bool = False) -> torch.Tensor:
+        """The mixing matrix `[H, M, M]` that they stand for; lag: the first distance that is far.
+
+        Lower triangular, or with `both_ways` symmetric, by the distance on either side.
+        """
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
-        power = powers(log_rate, block_distances(num_blocks, log_rate).clamp(min=0))  # [H, R, M, M]
-        matrix = (self.weight[..., None, None] * power).sum(1).tril()
+        power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
+        matrix = (self.weight[..., None, None] * power).sum(1)
+        matrix = matrix if both_ways else matrix.tril()
         block = torch.arange(num_blocks, device=matrix.device)
         return matrix if self.power is None else matrix * self.by_length(block, lag).T[..., None]
 
@@ -609,6 +613,7 @@ class LocalForm:
     back. sinks: first tokens that are always near (0 without a softmax). scale: of q k^T. normalize: divide by the weights.
     impl: "auto", "torch" or "triton", as in `mhla`; a single token behind a state is always torch.
     unrounded: o in the dtype of the sums; else the kernel writes it in v's.
+    both_ways: later tokens are seen as earlier ones are; the window has `lag - 1` blocks on either side of the open one.
     """
 
     block_size: int
@@ -618,6 +623,7 @@ class LocalForm:
     normalize: bool = True
     impl: str = "auto"
     unrounded: bool = True
+    both_ways: bool = False
 
 
 def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
@@ -641,7 +647,7 @@ def near_and_far(q, k, v, fq, mixed, valid, weight, balance, sink, place, form):
 
     far = spread(fq, weight) @ mixed.flatten(3, 4)
     seen = seen[:, None, :, None].expand(-1, -1, -1, share, -1, -1).flatten(3, 4)
-    has_far = (place >= form.lag)[:, None, :, None, None]
+    has_far = ((place >= form.lag) | form.both_ways)[:, None, :, None, None]
     weight, balance = (x if x is None else of_each_query(x.to(exact)) for x in (weight.sum(-1), balance))
     o = combine((q @ k.mT) * form.scale, seen, v, far, weight, balance, has_far, form)
     o = o.unflatten(3, (share, size)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
@@ -670,17 +676,28 @@ def with_ones(v):
 
 
 def near_keys(k, v, valid, place, form):
-    """The window of every block: k and v [B, G, M, lag * C, ...], and who sees whom, bool [B, M, C, lag * C]."""
+    """The window of every block: k and v [B, G, M, W * C, ...], and who sees whom, bool [B, M, C, W * C].
+
+    W: blocks of the window, `lag`, or `2 * lag - 1` if it goes both ways.
+    """
     keys, values, seen = [], [], []
-    size, lag, count = form.block_size, form.lag, place.shape[1]
+    size, lag = form.block_size, form.lag
     own = torch.ones(size, size, dtype=torch.bool, device=k.device)
-    for back in reversed(range(lag)):
-        kept = max(count - back, 0)
-        keys.append(torch.nn.functional.pad(k[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        values.append(torch.nn.functional.pad(v[:, :, :kept], (0, 0, 0, 0, count - kept, 0)))
-        there = torch.nn.functional.pad(valid[:, :kept], (0, 0, count - kept, 0)) & (place >= back)[..., None]
-        seen.append(there[:, :, None] & (own.tril() if back == 0 else own))
+    for back in reversed(range(1 - lag if form.both_ways else 0, lag)):
+        keys.append(shift_blocks(k, back, 2))
+        values.append(shift_blocks(v, back, 2))
+        there = shift_blocks(valid, back, 1) & (place >= back)[..., None]
+        seen.append(there[:, :, None] & (own if back or form.both_ways else own.tril()))
     return torch.cat(keys, 3), torch.cat(values, 3), torch.cat(torch.broadcast_tensors(*seen), 3)
+
+
+def shift_blocks(x, back, dim):
+    """What is `back` blocks before each block along `dim` of x, or after it if negative; zeros where nothing is."""
+    count = x.shape[dim]
+    kept = max(count - abs(back), 0)
+    missing = (count - kept, 0) if back >= 0 else (0, count - kept)
+    kept = x.narrow(dim, 0 if back >= 0 else count - kept, kept)
+    return torch.nn.functional.pad(kept, (*[0, 0] * (x.dim() - dim - 1), *missing))
 
 
 def with_sinks(near_k, near_v, seen, sink, place, form, exact):
@@ -1472,9 +1489,9 @@ class MHLASettings:
         length_power: the far weights of a block from which n blocks are far are divided by n^a, with a learned per head
             (with `local`).
         local: None, or "softmax": exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays for all between, under one normalizer (language models only; needs "decay").
-        window: blocks of the softmax of `local`, the open one included.
-        sinks: first tokens of a sequence that stay in the softmax of `local`.
+            decays for all others, under one normalizer (language models and encoders; needs "decay").
+        window: blocks of the softmax of `local`, the open one included; of an encoder as many on the other side, too.
+        sinks: first tokens of a sequence that stay in the softmax of `local`; 0 for an encoder.
         window_dropout: how often, in training, all blocks before the open one are left to the far part, 0 to 1.
         per_head: one mixing matrix per query head instead of one per layer.
         output_norm: RMSNorm over each head's output (section 4.1 for language and video).
@@ -1674,6 +1691,8 @@ class MHLACore(nn.Module):
         norm_eps: eps of the output norm.
     """
 
+    causal = False
+
     def __init__(
         self, settings, mixing, *, num_heads, num_kv_heads, key_dim, value_dim, hidden_size, norm_eps: float = 1e-6
     ):
@@ -1723,6 +1742,21 @@ def check_causal(settings: MHLASettings, model: str = "a causal model") -> None:
     for name in ("layout", "cpe"):
         if getattr(settings, name):
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
+
+
+def check_encoder(settings: MHLASettings) -> None:
+    """One sentence if `settings` are not those of an encoder, which has mixing by a matrix, or by decays with a window."""
+    check_causal(settings, "an encoder")
+    if settings.mixing_form != "decay":
+        return
+    if settings.local is None:
+        raise ValueError('local: got None with mixing_form="decay", expected "softmax" for an encoder.')
+    if settings.impl == "triton":
+        raise ValueError('impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for an encoder.')
+    expected = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0}
+    for name, value in {**expected, "softmax_heads": None}.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for an encoder.")
 
 
 # mhla_hf/nn/decay_mixing.py
@@ -1819,13 +1853,13 @@ class DecayMixing(nn.Module):
 WINDOW_BALANCE = -4.0  # at which the far part does no harm to SmolLM2 before it has learned, at 1,024 and 4,096 tokens
 
 
-def start_balance(settings: MHLASettings, key_dim: int) -> float:
+def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     """The balance at which far weights begin in the unit of the softmax.
 
     <fq, fk> is about 2 / K for Hedgehog features of random keys, of the order of K for those without a softmax. Features of
-    real keys saturate: there the start is small enough that a conversion is not worse than its window.
+    real keys saturate: in converted models the start is small enough that a conversion is not worse than its window.
     """
-    if settings.rope == "near":
+    if settings.rope == "near" or not causal:
         return WINDOW_BALANCE if settings.feature_map in ("hedgehog", "softmax") else WINDOW_BALANCE - log(key_dim)
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
@@ -1847,10 +1881,12 @@ class DecayMHLA(MHLACore):
         unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
     """
 
+    causal = True
+
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
-        check_causal(settings)
+        check_causal(settings) if self.causal else check_encoder(settings)
         local = settings.local is not None
-        balance = start_balance(settings, key_dim) if local else None
+        balance = start_balance(settings, key_dim, self.causal) if local else None
         choices = {"free": settings.free_decay, "by_length": settings.length_power, "learn": settings.learn_mixing}
         mixing = DecayMixing(num_heads, num_kv_heads, settings.num_decays, balance=balance, **choices)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
@@ -1864,6 +1900,7 @@ class DecayMHLA(MHLACore):
             normalize=settings.normalize,
             impl=settings.impl,
             unrounded=settings.output_norm,
+            both_ways=not self.causal,
         )
 
     def forward(
@@ -2169,6 +2206,9 @@ SPELLED = {  # where the names of their classes do not begin as the type does
     "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3", "vaultgemma": "VaultGemma",
 }  # fmt: skip
 LANGUAGE = tuple(language_family(base) for base in LANGUAGE_TYPES.split())
+
+ENCODER_DEFAULTS = {"layers": "2/3", "mixing_form": "decay", "local": "softmax", "window": 1, "sinks": 0}
+ENCODER_DEFAULTS |= {"num_decays": 1, "free_decay": True, "feature_map": "softmax"}
 
 
 def auto_class_of(name: str) -> str:
