@@ -56,8 +56,8 @@ def load(folder):
 
 def make_model(arguments, form, seed):
     """A model of one form."""
-    if form == DISTILLED:
-        return load(arguments["distilled"])
+    if not seed and form in arguments["folders"]:
+        return load(arguments["folders"][form])
     model, (settings, far) = load(arguments["model"]), FORMS[form]
     if settings is None:
         return model
@@ -178,13 +178,20 @@ def main():
     parser.add_argument("--fit", required=True, help="text file to learn from")
     parser.add_argument("--sts", required=True, help="JSON lines with sentence1, sentence2 and score")
     parser.add_argument("--long", required=True, help="text file whose passages are embedded")
-    parser.add_argument("--distilled", help="folder of a distilled model, a further row")
+    parser.add_argument(
+        "--converted", help="folder that `mhla-hf convert MODEL FOLDER --text TEXT` made: seed 0 of MHLA"
+    )
+    parser.add_argument("--distilled", help="folder that `mhla-hf distill` made of it, a further row")
+    parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="only these")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of what is fitted (default: 3)")
     parser.add_argument("--out", default="docs/evidence/encoder.json", help="JSON file to make or to go on in")
     arguments = vars(parser.parse_args())
-    jobs = [{"form": form, "seed": 0} for form in (*FORMS, *([DISTILLED] if arguments["distilled"] else []))]
+    folders = {"MHLA": arguments["converted"], DISTILLED: arguments["distilled"]}
+    arguments["folders"] = {form: folder for form, folder in folders.items() if folder}
+    jobs = [{"form": form, "seed": 0} for form in dict.fromkeys((*FORMS, *arguments["folders"]))]
     fitted = [form for form, (_, far) in FORMS.items() if far == "fitted"]
     jobs += [{"form": form, "seed": seed} for seed in range(1, arguments["seeds"]) for form in fitted]
+    jobs = [job for job in jobs if job["form"] in (arguments["forms"] or (*FORMS, DISTILLED))]
     command = ["python", "-m", "experiments.encoder", *(Path(x).name if "/" in x else x for x in sys.argv[1:])]
     row = functools.partial(make_row, arguments)
     print(render_encoder(add_rows(arguments["out"], row, jobs, describe, workers=1, command=shlex.join(command))))

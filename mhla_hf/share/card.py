@@ -108,7 +108,7 @@ def shelve(folder, root, name: str, over_seeds=None) -> Path:
 
 
 def plain_card(folder, name: str, base_model, terms: dict) -> str:
-    """README.md for a saved model that was not scored, with what its conversion measured, if it did. terms: as `find_license` gives them."""
+    """README.md for a saved model that was not scored, with what its conversion measured. terms: see `find_license`."""
     return render_card(Facts(*known.read_model(folder), Person(name, base_model, **terms)))
 
 

@@ -24,7 +24,7 @@ def arguments(tmp_path):
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     names = {"fit": "text.txt", "long": "text.txt", "sts": "pairs.jsonl", "model": "model"}
-    return {name: str(tmp_path / file) for name, file in names.items()}
+    return {name: str(tmp_path / file) for name, file in names.items()} | {"folders": {}}
 
 
 def test_rows_and_their_table(arguments, monkeypatch):

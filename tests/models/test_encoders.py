@@ -25,7 +25,7 @@ from mhla_hf.share.facts import read_model
 IDS = torch.randint(3, 60, (3, 29), generator=torch.Generator().manual_seed(1))
 LENGTHS, STARTS = (29, 11, 20), (0, 18, 5)  # whole, padded on the left, padded on both sides
 MATRIX = {"mixing_form": "softmax"}
-OTHER_FORMS = [("bert", MATRIX), ("eurobert", MATRIX), ("eurobert", {"window": 2, "num_decays": 2})]
+OTHER_FORMS = [("bert", MATRIX), ("eurobert", MATRIX), ("eurobert", {"window": 2, "num_decays": 2, "block_size": 4})]
 
 
 def padded(ids=IDS):
@@ -52,7 +52,7 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(".mhla." in key for key in after.keys() - before.keys())
     assert model.config.mhla["layers"] == [i for i in encoder_attentions(soft) if i != 1 or model_type not in SLIDING]
-    assert model.config.mhla["num_blocks"] == 8
+    assert model.config.mhla["num_blocks"] == 64 // form.get("block_size", 8)
 
     rows, mask = padded()
     assert inspect.signature(model.forward) == inspect.signature(soft.forward)
