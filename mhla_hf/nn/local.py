@@ -32,8 +32,8 @@ def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class DecayMHLA(MHLACore):
-    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
+class DecayCore(MHLACore):
+    """What the causal core and that of encoders share: mixing by decays, and what says which tokens are near.
 
     Its parameters are those of all heads, also where some keep softmax: which ones do can then be chosen after they learned.
 
@@ -43,8 +43,6 @@ class DecayMHLA(MHLACore):
         heads: the `HeadSplit` of a layer in which some KV heads keep softmax, whose q, k and v do not come here; else None.
         unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
     """
-
-    causal = True
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
         check_causal(settings) if self.causal else check_encoder(settings)
@@ -65,6 +63,12 @@ class DecayMHLA(MHLACore):
             unrounded=settings.output_norm,
             both_ways=not self.causal,
         )
+
+
+class DecayMHLA(DecayCore):
+    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula)."""
+
+    causal = True
 
     def forward(
         self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None,
@@ -139,13 +143,12 @@ class DecayMHLA(MHLACore):
         return continue_local(q, k, v, fq, map_keys, decays, balance, form, cache.state, **options)
 
 
-class TwoWayMHLA(DecayMHLA):
+class TwoWayMHLA(DecayCore):
     """The same over whole sequences where every token sees every other of its row: the core of converted encoders.
 
     The window has `window - 1` blocks on either side of a token's own. Blocks are counted from a row's first real token.
     """
 
-    causal = False
     attend = staticmethod(two_way_attention)
 
     def forward(self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, scale=None) -> torch.Tensor:

@@ -63,7 +63,7 @@ def block_size(model) -> int:
 
 def mhla_cores(model) -> list:
     """The causal MHLA cores of a model."""
-    return [module for module in model.modules() if isinstance(module, (MHLA, DecayMHLA)) and module.causal]
+    return [module for module in model.modules() if isinstance(module, (MHLA, DecayMHLA))]
 
 
 @contextlib.contextmanager

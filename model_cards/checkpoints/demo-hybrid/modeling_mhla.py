@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: d8ce4d165173
+sha256: 8d8899d501f3
 """
 
 from collections.abc import Sequence
@@ -208,7 +208,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "d8ce4d165173"
+NAMESPACE = "8d8899d501f3"
 
 
 # mhla_hf/ops/triton/tuning.py
@@ -1869,8 +1869,8 @@ def keep_rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class DecayMHLA(MHLACore):
-    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula).
+class DecayCore(MHLACore):
+    """What the causal core and that of encoders share: mixing by decays, and what says which tokens are near.
 
     Its parameters are those of all heads, also where some keep softmax: which ones do can then be chosen after they learned.
 
@@ -1880,8 +1880,6 @@ class DecayMHLA(MHLACore):
         heads: the `HeadSplit` of a layer in which some KV heads keep softmax, whose q, k and v do not come here; else None.
         unrotate: a function of q or k and of their angles that undoes RoPE, for `rope="near"`.
     """
-
-    causal = True
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths):
         check_causal(settings) if self.causal else check_encoder(settings)
@@ -1902,6 +1900,12 @@ class DecayMHLA(MHLACore):
             unrounded=settings.output_norm,
             both_ways=not self.causal,
         )
+
+
+class DecayMHLA(DecayCore):
+    """Causal attention over `[B, T, H, K]` queries whose far part is MHLA by decays (`ops/local.py` has the formula)."""
+
+    causal = True
 
     def forward(
         self, q, k, v, *, hidden_states=None, starts=None, key_mask=None, cu_seqlens=None, cache=None, scale=None,
