@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checkpoints.save import write_files
-from ..data import open_text
+from ..data import open_text, special_tokens, with_special_tokens
 from ..models.encoder_attention import first_position
 from .tasks import Objective, Task
 
@@ -46,15 +46,14 @@ class EncoderTask(Task):
 
     def open(self, data, stages):
         """Text, see `open_text`, which is cut into sequences that fit between the tokenizer's special tokens."""
-        special = [] if self.tool is None else self.tool("")["input_ids"]
-        begins = special[:1] if special and special[0] in (self.tool.cls_token_id, self.tool.bos_token_id) else []
-        self.around = torch.tensor(begins), torch.tensor(special[len(begins) :])
+        self.around = special_tokens(self.tool)
+        special = sum(map(len, self.around))
         vocab = self.student.get_input_embeddings().weight.shape[0]
         source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
-            if not len(special) < stage.seq_len <= limit:
-                what = f"more than {len(special)} tokens and at most the {limit} positions of the student"
+            if not special < stage.seq_len <= limit:
+                what = f"more than {special} tokens and at most the {limit} positions of the student"
                 raise ValueError(f"stage {stage.name!r}: seq_len is {stage.seq_len}; expected {what}")
             self.reader(source, stage, 0, 0, None).take(1)  # a text too short is known now
         return source
@@ -64,8 +63,7 @@ class EncoderTask(Task):
 
     def take(self, reader, stage, rows):
         ids = reader.take(stage.batch_size)[0][rows]
-        before, after = (part.long().expand(len(ids), -1) for part in self.around)
-        return (torch.cat([before, ids, after], 1),), (1 / stage.batch_size,)
+        return (with_special_tokens(ids, self.around),), (1 / stage.batch_size,)
 
     def count(self, stage):
         return stage.batch_size * stage.seq_len
