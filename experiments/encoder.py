@@ -178,9 +178,7 @@ def main():
     parser.add_argument("--fit", required=True, help="text file to learn from")
     parser.add_argument("--sts", required=True, help="JSON lines with sentence1, sentence2 and score")
     parser.add_argument("--long", required=True, help="text file whose passages are embedded")
-    parser.add_argument(
-        "--converted", help="folder that `mhla-hf convert MODEL FOLDER --text TEXT` made: seed 0 of MHLA"
-    )
+    parser.add_argument("--converted", help="folder of the encoder as `convert` with TEXT made it: seed 0 of MHLA")
     parser.add_argument("--distilled", help="folder that `mhla-hf distill` made of it, a further row")
     parser.add_argument("--forms", nargs="+", choices=(*FORMS, DISTILLED), help="only these")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of what is fitted (default: 3)")
