@@ -6,7 +6,7 @@ Change the package, not this file. License of the code: Apache-2.0.
 format: 1
 entry: models.converted_local
 made by mhla_hf: 0.1.0
-sha256: 0a3ff3a4a230
+sha256: 75a40649d7d1
 """
 
 from collections.abc import Callable
@@ -279,7 +279,7 @@ class MoveTokens(torch.autograd.Function):
     """Gather tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` is -1.
 
     Called as `MoveTokens.apply(x, source, inverse)` with x [B, T, H, K] and source int64 [B or 1, P]. `inverse`, int64
-    [B or 1, T], is the gather in the opposite direction, with which the backward pass is a gather, too, instead of a scatter.
+    [B or 1, T], is the gather in the opposite direction, by which the backward pass is a gather, too, not a scatter.
     """
 
     @staticmethod
@@ -424,7 +424,7 @@ class TokenLayout:
 
 # mhla_hf/ops/namespace.py
 
-NAMESPACE = "0a3ff3a4a230"
+NAMESPACE = "75a40649d7d1"
 
 
 # mhla_hf/ops/triton/tuning.py
