@@ -66,7 +66,9 @@ def load_isolated(
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
         reason = ([line for line in lines if ERROR_LINE.match(line)] or lines)[-1]
-        raise ValueError(f"{folder}: got a model that does not load without mhla_hf, expected one that does ({reason}).")
+        raise ValueError(
+            f"{folder}: got a model that does not load without mhla_hf, expected one that does ({reason})."
+        )
     return json.loads(process.stdout.splitlines()[-1])
 
 
