@@ -41,10 +41,10 @@ SPEED = {"recipe": "speed", "tasks": None, "include_path": None}
         ({"tasks": "here_close"}, "task 'here_close' does not exist; did you mean here_cloze"),
         ({"include_path": "/nowhere"}, "include_path '/nowhere' is no folder"),
         ({"limit": 0}, "limit is 0"),
-        ({"batch_size": "many"}, "batch_size is 'many'"),
+        ({"batch_size": "many"}, "batch_size: got 'many'"),
         ({"dtype": "int8"}, "dtype: got 'int8', expected one of ['auto'"),
         ({"device": "tpu:9"}, "device: got 'tpu:9', expected one that is available"),
-        ({"max_length": 1}, "max_length is 1"),
+        ({"max_length": 1}, "max_length: got 1"),
         ({**SPEED, "tasks": []}, "tasks is {}"),
         ({**SPEED, "settings": {"lengths": []}}, "lengths is []"),
     ],
@@ -114,7 +114,7 @@ OWN = {"kind": "language", "tasks": ["a"]}
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"kind": "language", "tasks": {"a": "many"}}, "tasks is {'a': 'many'}; expected"),
+        ({"kind": "language", "tasks": {"a": "many"}}, "tasks: got {'a': 'many'}, expected"),
         (OWN | {"columns": {"x": "acc"}}, "columns: got {'x': 'acc'}, expected dict[str, dict]"),
     ],
 )

@@ -133,7 +133,7 @@ BAD = {
         "study: got 'begin', which is not a file, expected a YAML file or one of blocks, cpe",
     ),
     "a claim about nothing": ("tiny.yaml", {"claims": [["GLA", "softmax"]]}, "claims name 'GLA'"),
-    "seeds": ("start --seeds 0", {}, "seeds is 0"),
+    "seeds": ("start --seeds 0", {}, "seeds: got 0"),
     "scaling with data": ("scaling --data photos", {}, "no --data"),
     "data without a test": ("tiny.yaml --data {photos}/train", {}, "has no split to test on"),
     "a test class that is not trained": ("tiny.yaml --data odd", {}, "test: 'odd' has the class 'other'"),

@@ -125,7 +125,7 @@ def test_a_record_that_is_none(lab, taught):
     folder, again = taught
     (folder / "taught.json").write_text("{}")
     for use in (again, lambda: TaughtText(folder, 64)):
-        with pytest.raises(ValueError, match=r"taught.json: text is missing$"):
+        with pytest.raises(ValueError, match=r"taught.json: text: got nothing, expected a value\.$"):
             use()
 
 
