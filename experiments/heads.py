@@ -125,11 +125,15 @@ def make_row(arguments, job):
     """One form on one text."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    heads, far = job["heads"], FORMS[job["form"]][1]
-    model, parts = converted(arguments["model"], arguments["fit"], arguments["work"], job["form"], heads, job["seed"])
-    sizes = count_bytes(arguments["model"], FORMS[job["form"]][0], heads, far)
-    kept_heads = largest_gates(parts["gates"], heads)
-    row = {**job, "far": far, "seconds": parts["seconds"], **sizes, "softmax_heads": kept_heads}
+    if job["form"] in FORMS:
+        (settings, far), places = FORMS[job["form"]], (arguments[name] for name in ("model", "fit", "work"))
+        model, parts = converted(*places, job["form"], job["heads"], job["seed"])
+        made_as = {"seconds": parts["seconds"], "softmax_heads": largest_gates(parts["gates"], job["heads"])}
+    else:
+        model, settings, far = load(next(x for x in arguments["folders"] if Path(x).name == job["form"])), {}, True
+        settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays")}
+        made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
+    row = {**job, "far": far, **made_as, **count_bytes(arguments["model"], settings, job["heads"], far)}
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
     ids = rows_of(arguments["model"], text)
     return row | judge(model, ids, teacher_states(arguments["model"], text, Path(arguments["work"]), ids))
@@ -205,7 +209,16 @@ def compare(model, ids, student, teacher):
 
 
 def jobs_of(arguments):
-    """Each row that is asked for: FORM:HEADS[:SEEDS] on every text."""
+    """Each row that is asked for: FORM:HEADS[:SEEDS], and each folder, on every text."""
+    for folder in arguments["folders"]:
+        heads = AutoConfig.from_pretrained(folder, trust_remote_code=False).mhla["softmax_heads"]
+        for text in arguments["texts"]:
+            yield {
+                "form": Path(folder).name,
+                "heads": sum(map(len, heads.values())),
+                "seed": 0,
+                "text": Path(text).name,
+            }
     for wanted in arguments["rows"]:
         form, heads, *seeds = wanted.split(":")
         for seed in range(int(seeds[0]) if seeds else 1):
@@ -260,8 +273,9 @@ def main():
     parser.add_argument("--fit", required=True, help="text to learn from")
     parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
     parser.add_argument(
-        "--rows", nargs="+", required=True, metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
+        "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
     )
+    parser.add_argument("--folders", nargs="*", default=[], help="converted models, such as distilled ones")
     parser.add_argument("--adapter", help="folder for the first of --rows, seed 0, as an adapter")
     parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
     parser.add_argument("--out", default="docs/language/heads.json")
