@@ -34,7 +34,7 @@ from .models.families import ENCODERS, VISION
 from .models.language import MHLAForCausalLM
 from .models.transformers_api import forward_cached
 from .nn.settings import is_whole
-from .training.costs import active_parameters, work_of
+from .training.costs import active_parameters, estimate_costs
 from .training.recipe import read_recipe, recipe_names
 
 LENGTHS = (2048, 8192, 32768, 131072)  # at which the cache is told
@@ -108,7 +108,7 @@ def plan(
         "attention": products / (products + 2 * active),
         "cache": compare_caches(held, states, context),
         "timing": time_layer(core, student.dtype, device, progress, command) if timing else None,
-        "distillation": work_of(student, recipe, parameters, active, tflops),
+        "distillation": estimate_costs(student, recipe, parameters, active, tflops),
     }
     return record | {"advice": advise(record)}
 
@@ -163,7 +163,7 @@ def list_recipes(model=None, tflops=None) -> list[dict]:
             student = model_without_weights(copy.deepcopy(config))
             sizes = student.num_parameters(), active_parameters(student)
             student = convert(student, **settings)
-        work = {} if student is None else work_of(student, recipe, *sizes, tflops)
+        work = {} if student is None else estimate_costs(student, recipe, *sizes, tflops)
         told = ("name", "loss", "steps", "batch_size", "seq_len")
         stages = [{key: getattr(stage, key) for key in told if hasattr(stage, key)} for stage in recipe.stages]
         known = {key: work.get(key) for key in ("memory", "flops", "hours")}

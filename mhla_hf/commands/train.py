@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoints.files import named_yaml
 from ..checkpoints.save import check_new_folder, read_sentence_files
-from ..training.recipe import FOLDER, read_recipe
+from ..training.recipe import RECIPE_FOLDER, read_recipe
 from .values import (
     check_data,
     check_model,
@@ -198,7 +198,7 @@ def plan_options(add):
 
 def run_plan(model, recipe, layers, settings, as_json, **options):
     layers, settings = parse_layers(layers), parse_settings(settings)
-    named_yaml(recipe, FOLDER, "recipe")
+    named_yaml(recipe, RECIPE_FOLDER, "recipe")
     check_model(model, options["revision"], weights=False)
     start()
 

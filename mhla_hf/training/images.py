@@ -1,119 +1,147 @@
-"""The task of image models: classifiers learn from labels, a teacher's answers, or both; vision towers from features."""
+"""The task of image models: classifiers learn from labels, a teacher's logits, or both; vision towers from its features."""
 
 import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
+from ..data import Reader
 from ..models.grid_attention import pass_grid
-from .pictures import PictureReader, Pictures, open_pictures, share_right, sides_of
-from .tasks import Objective, Task, relative_error
+from .pictures import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
+from .recipe import ImageStage
+from .tasks import LossAndLogs, Objective, Task, relative_error
 
 
-def is_classifier(model) -> bool:
-    """Whether the model gives logits over classes of images."""
+def is_classifier(model: Any) -> bool:
+    """Return whether a model computes logits over classes of images."""
     return "ForImageClassification" in type(model).__name__
 
 
-def tower_of(model):
-    """A classifier without its head; a tower as it is (what some call their base model lacks the embeddings)."""
+def get_tower(model: Any) -> Any:
+    """Return the body of a classifier, and any other model as it is.
+
+    Some vision towers have a `base_model` too, but one without the embeddings.
+    """
     return model.base_model if is_classifier(model) else model
 
 
-class ImageStep(Objective):
-    """An image model with the loss "labels", "logits", "features" or "transfer"."""
+class ImageObjective(Objective):
+    """An image model with the loss "labels", "logits", "features" or "transfer", see `ImageStage`."""
 
-    def forward(self, pixels, targets, row_share):
-        """Of pixels `[B, C, H, W]`, shares of the classes `[B, classes]` and 1 / number of images in the whole batch."""
-        asked = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
+    def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
+        """Return the loss of a part of a batch, and what is logged.
+
+        Args:
+            pixels: `[B, C, H, W]`.
+            targets: `[B, classes]`, class probabilities.
+            image_weight: 1 / number of images in the whole batch.
+        """
+        teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
-            loss = self.transfer(lambda: tower_of(self.teacher)(pixel_values=asked), self._attend(pixels)) * row_share
+            run_teacher = lambda: get_tower(self.teacher)(pixel_values=teacher_pixels)  # noqa: E731
+            loss = self.attention_transfer_loss(run_teacher, self._attention_caller(pixels)) * image_weight
             return loss, {"loss": loss.detach()}
         if self.stage.loss == "features":
             with torch.no_grad():
-                wanted = tower_of(self.teacher)(pixel_values=asked).last_hidden_state
-            got = tower_of(self.student)(pixel_values=pixels).last_hidden_state
-            loss = relative_error(got, wanted) * row_share
+                target = get_tower(self.teacher)(pixel_values=teacher_pixels).last_hidden_state
+            output = get_tower(self.student)(pixel_values=pixels).last_hidden_state
+            loss = relative_error(output, target) * image_weight
             return loss, {"loss": loss.detach()}
-        loss, logs, logits = 0.0, {}, self.student(pixel_values=pixels).logits.float()
+        logs: dict[str, torch.Tensor] = {}
+        total: Any = 0.0
+        logits = self.student(pixel_values=pixels).logits.float()
         if self.stage.reads_labels:
-            ce = F.cross_entropy(logits, targets, reduction="sum") * row_share
-            right = (logits.argmax(-1) == targets.argmax(-1)).sum() * row_share
-            loss = ce if self.stage.loss == "labels" else self.stage.ce_weight * ce
-            logs = {"ce": ce.detach(), "accuracy": right.detach()}
+            ce = F.cross_entropy(logits, targets, reduction="sum") * image_weight
+            accuracy = (logits.argmax(-1) == targets.argmax(-1)).sum() * image_weight
+            total = ce if self.stage.loss == "labels" else self.stage.ce_weight * ce
+            logs = {"ce": ce.detach(), "accuracy": accuracy.detach()}
         if self.stage.loss == "logits":
             with torch.no_grad():
-                answers = self.teacher(pixel_values=asked).logits.float()
-            heat = self.stage.temperature
-            said, wanted = ((x / heat).log_softmax(-1) for x in (logits, answers))
-            kl = F.kl_div(said, wanted, reduction="sum", log_target=True) * heat**2 * row_share
-            loss, logs["kl"] = kl + loss, kl.detach()
-        return loss, {"loss": loss.detach(), **logs}
+                teacher_logits = self.teacher(pixel_values=teacher_pixels).logits.float()
+            temperature = self.stage.temperature
+            log_q, log_p = ((x / temperature).log_softmax(-1) for x in (logits, teacher_logits))
+            kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True) * temperature**2 * image_weight
+            total = kl + total
+            logs["kl"] = kl.detach()
+        return total, {"loss": total.detach(), **logs}
 
-    def _attend(self, pixels):
+    def _attention_caller(self, pixels: torch.Tensor) -> Callable[..., Any]:
+        """Return what calls the student's attention inside the teacher, which does not pass the grid of tokens on."""
         grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
 
-        def attend(attention, *args, **kwargs):
-            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # models from scratch hand it on
+        def call_attention(attention: Any, *args: Any, **kwargs: Any) -> Any:
+            if "mhla_grid" in inspect.signature(attention.forward).parameters:  # of models from scratch
                 kwargs["mhla_grid"] = grid
             return attention(*args, **kwargs)
 
-        return attend
+        return call_attention
 
 
-class ImageTask(Task):
-    """An image classifier or a vision tower of transformers.
+class ImageTask(Task[ImageStage]):
+    """The task of an image classifier or a vision tower of transformers.
 
-    processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
-    test: labeled images, as `open_pictures` takes them; then every entry of the history has "test_accuracy".
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        processor: its image processor, saved with the model; None: the model's own, which classifiers from scratch have.
+        test: labeled images, as `open_images` takes them, on which the accuracy is logged as "test_accuracy".
     """
 
     name = "images"
-    step = ImageStep
+    objective_type = ImageObjective
     unit = "images"
-    wanted = "an image classifier or a vision tower of transformers"
-    equal = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
+    expected_model = "an image classifier or a vision tower of transformers"
+    equal_sizes = (("logits", "num_labels"), ("features", "hidden_size"), ("transfer", "hidden_size"))
 
-    def __init__(self, student, teacher, processor=None, test=None):
+    def __init__(self, student: Any, teacher: Any, processor: Any = None, test: Any = None) -> None:
         super().__init__(student, teacher)
-        self.tool, self.test = processor, test
+        self.preprocessor, self.test = processor, test
+        self.test_images: LabeledImages | None = None
 
-    def check(self, stages):
-        """As every task; and classes and widths that do not fit."""
+    def check(self, stages: Sequence[ImageStage]) -> None:
+        """Check as every task, and that models have the classes, and a processor for the channels, that are needed."""
         super().check(stages)
         losses = {stage.loss for stage in stages}
-        asked = [("student", self.student)] if losses & {"logits", "labels"} or self.test is not None else []
-        asked += [("teacher", self.teacher)] if "logits" in losses else []
-        for name, model in asked:
-            if not is_classifier(model):
-                raise ValueError(f"{name}: {type(model).__name__} gives no classes; expected an image classifier")
+        if losses & {"logits", "labels"} or self.test is not None:
+            self._check_classifier("student", self.student)
+        if "logits" in losses:
+            self._check_classifier("teacher", self.teacher)
         config = self.student.config
-        if self.tool is None and not hasattr(config, "preprocessing"):
-            raise ValueError(f"processor: None was given for {type(self.student).__name__}; expected its own")
-        self.processor = self.tool or ViTImageProcessorPil.from_dict(config.preprocessing())
+        if self.preprocessor is None and not hasattr(config, "preprocessing"):
+            raise ValueError(f"processor: got None for {type(self.student).__name__}, expected its image processor.")
+        self.processor = self.preprocessor or ViTImageProcessorPil.from_dict(config.preprocessing())
         self.channels = getattr(config, "num_channels", 3)
-        sides_of(self.processor, self.channels)
+        output_size(self.processor, self.channels)
 
-    def open(self, data, stages):
-        """Labeled images, see `open_pictures`, numbered as the student numbers classes; without a loss on labels, any."""
-        config, labeled = self.student.config, any(stage.reads_labels for stage in stages)
-        pictures, test = open_pictures(data), None
+    def _check_classifier(self, argument: str, model: Any) -> None:
+        if not is_classifier(model):
+            raise ValueError(f"{argument}: got {type(model).__name__}, expected an image classifier.")
+
+    def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
+        """Open labeled images, see `open_images`, with the student's class numbers; any images if no loss reads labels."""
+        config = self.student.config
+        reads_labels = any(stage.reads_labels for stage in stages)
+        images = open_images(data)
         if self.test is not None:
-            test = open_pictures(self.test, split="test")
-            if test.names and labeled and pictures.names:
-                test = test.numbered_as(pictures.names, pictures.name)
-            test = test.numbered_for(config, "test")
-        self.pictures_of_test, self.classes = test, config.num_labels if labeled else 1
-        if labeled:
-            return pictures.numbered_for(config)
-        none = torch.zeros(len(pictures))
-        return Pictures(pictures.items, none, pictures.name, identity=pictures.describe()["sha256"])
+            test_images = open_images(self.test, split="test")
+            if test_images.class_names and reads_labels and images.class_names:
+                test_images = test_images.renumber_as(images.class_names, images.name)
+            self.test_images = test_images.renumber_for(config, "test")
+        self.num_classes = config.num_labels if reads_labels else 1
+        if reads_labels:
+            return images.renumber_for(config)
+        no_labels = torch.zeros(len(images))
+        return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
 
-    def reader(self, source, stage, number, seed, state):
-        return PictureReader(source, stage, (seed, number), self.processor, self.channels, self.classes, state)
+    def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        """Return a reader of augmented images."""
+        return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)
 
-    def judge(self):
-        if self.pictures_of_test is None:
+    def evaluate(self) -> dict[str, float]:
+        """Return the accuracy on the test images, if there are any."""
+        if self.test_images is None:
             return {}
-        return {"test_accuracy": share_right(self.student, self.pictures_of_test, self.processor)}
+        return {"test_accuracy": top1_accuracy(self.student, self.test_images, self.processor)}

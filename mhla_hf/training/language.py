@@ -1,167 +1,226 @@
-"""The task of causal language models: text cut into full sequences, and the losses on it."""
+"""The task of causal language models: their data, text cut into sequences of full length, and their losses."""
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..data import last_position, open_text
-from .output_head import find_head, run_body, sum_in_chunks
-from .tasks import Objective, Task
-from .teach import RECORD, TaughtText, likeliest_tokens
+from ..data import Reader, last_position, open_text
+from .output_head import OutputHead, find_head, run_body, sum_in_chunks
+from .recipe import Stage
+from .tasks import LossAndLogs, Objective, Task
+from .teach import RECORD, TaughtText, most_likely_tokens
 
 logger = logging.getLogger("mhla_hf")
-NO_LABEL = -100
-TINY = 1e-8  # what is left to all other tokens at least
+IGNORED_LABEL = -100
+MIN_REST = 1e-8  # smallest probability of all tokens that are not among the most likely ones, for its logarithm
+
+Heads = tuple[OutputHead | None, OutputHead | None]
+Tensors = Sequence[torch.Tensor]
 
 
-class DistillStep(Objective):
-    """A causal language model with the loss "transfer", "logits", "stored" or "lm"."""
+class LanguageObjective(Objective):
+    """A causal language model with the loss "transfer", "logits", "stored" or "lm", see `Stage`."""
 
-    found = None  # the output heads, see `heads`
+    heads: Heads | None = None  # of student and teacher, once `_find_heads` has looked for them
 
-    def forward(self, ids, labels, *rest):
-        """Of ids and labels, int64 `[B, L]`; with "stored" the teacher's likeliest tokens and their log-probabilities
-        `[B, L, k]`; then 1 / number of predicted tokens, and 1 / number of sequences, in the whole batch.
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> LossAndLogs:
+        """Return the loss of a part of a batch, and what is logged.
 
-        Labels are not shifted; -100 marks tokens without a loss.
+        Args:
+            ids: int64 `[B, L]`.
+            labels: int64 `[B, L]`, not shifted; -100 marks tokens without a loss.
+            *rest: with "stored", the teacher's most likely tokens, int64 `[B, L, k]`, and their log-probabilities
+                `[B, L, k]`; then 1 / number of predicted tokens and 1 / number of sequences in the whole batch.
         """
-        *known, token_share, row_share = rest
-        if self.stage.loss == "transfer":  # without the mask: sequences are full, its form is the teacher's attention's
-            loss = row_share * self.transfer(
-                lambda: self.teacher.base_model(input_ids=ids, use_cache=False),
-                lambda attention, *args, **kwargs: attention(*args, **{**kwargs, "attention_mask": None}),
+        *stored, token_weight, sequence_weight = rest
+        if self.stage.loss == "transfer":
+            loss = sequence_weight * self.attention_transfer_loss(
+                lambda: self.teacher.base_model(input_ids=ids, use_cache=False), _call_without_mask
             )
             return loss, {"loss": loss.detach()}
-        student, teacher = self.heads(ids)
-        known, teach = [x.flatten(0, 1) for x in known], None
+        student_head, teacher_head = self._find_heads(ids)
+        teacher_values: Tensors = [x.flatten(0, 1) for x in stored]
+        to_targets = None
         if self.stage.loss == "logits":
             with torch.no_grad():
-                known = [_run(self.teacher, teacher, ids)[1].flatten(0, 1)]
-            top_k, logits_of = self.stage.top_k, teacher or (lambda logits: logits)
-            teach = lambda x: likeliest_tokens(logits_of(x), top_k) if top_k else [logits_of(x)]  # noqa: E731
-        output, hidden = _run(self.student, student, ids)
-        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), NO_LABEL)], dim=1).flatten()
-        weight = self.stage.ce_weight if known else 1.0
-        options = {"temperature": self.stage.temperature, "ce_weight": weight, "head": student, "teach": teach}
-        loss, kl, ce = next_token(hidden.flatten(0, 1), targets, known, **options) * token_share
-        logs = {"ce": ce.detach()} | ({"kl": kl.detach()} if known else {})
-        if getattr(output, "aux_loss", None) is not None:
-            loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * row_share)
+                teacher_values = [_run(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
+            to_targets = self._teacher_targets(teacher_head)
+        output, hidden = _run(self.student, student_head, ids)
+        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
+        sums = next_token_loss(
+            hidden.flatten(0, 1),
+            targets,
+            teacher_values,
+            temperature=self.stage.temperature,
+            ce_weight=self.stage.ce_weight if teacher_values else 1.0,
+            head=student_head,
+            to_teacher_targets=to_targets,
+        )
+        loss, kl, ce = sums * token_weight
+        logs = {"ce": ce.detach()}
+        if teacher_values:
+            logs["kl"] = kl.detach()
+        if getattr(output, "aux_loss", None) is not None:  # balances experts; a mean over the part of the batch
+            loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
         return loss, {"loss": loss.detach(), **logs}
 
-    def heads(self, ids):
-        """The output heads of student and teacher, if both can be taken apart, else None for both; the log says which."""
-        if self.found is None:
+    def _teacher_targets(self, head: OutputHead | None) -> Callable[[torch.Tensor], Tensors]:
+        """Return the function that computes targets from the teacher's hidden states, or without a head its logits."""
+        top_k = self.stage.top_k
+
+        def to_targets(x: torch.Tensor) -> Tensors:
+            logits = x if head is None else head(x)
+            return most_likely_tokens(logits, top_k) if top_k else [logits]
+
+        return to_targets
+
+    def _find_heads(self, ids: torch.Tensor) -> Heads:
+        """Return the output heads of student and teacher, or None for both unless both can be separated; log which."""
+        if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
             found = [find_head(model, ids) for model in models]
-            named = [(type(model).__name__, head) for model, head in zip(models, found, strict=True)]
-            reasons = [f"{name}: {head}" for name, head in named if isinstance(head, str)]
-            way = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
-            logger.info("stage %r: computes its loss %s", self.stage.name, way)
-            self.found = (None, None) if reasons else (found[0], found[-1])
-        return self.found
+            heads = [head for head in found if isinstance(head, OutputHead)]
+            reasons = [
+                f"{type(model).__name__}: {reason}"
+                for model, reason in zip(models, found, strict=True)
+                if isinstance(reason, str)
+            ]
+            method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
+            logger.info("stage %r: computes its loss %s", self.stage.name, method)
+            self.heads = (None, None) if reasons else (heads[0], heads[-1])
+        return self.heads
 
 
-def _run(model, head, ids):
-    """The model's output and its hidden states, or without a `head` its logits."""
+def _call_without_mask(attention: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call MHLA attention without the mask, which has the form of the teacher's attention; sequences have no padding."""
+    return attention(*args, **{**kwargs, "attention_mask": None})
+
+
+def _run(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return a model's output, and the hidden states that `head` reads, or without a head its logits."""
     if head is not None:
         return run_body(model, head, ids)
     output = model(input_ids=ids, use_cache=False)
     return output, output.logits
 
 
-def next_token(student, targets, known=(), *, temperature=1.0, ce_weight=0.0, head=None, teach=None):
-    """[T^2 * KL(teacher / T, student / T) + ce_weight * cross-entropy, KL, cross-entropy], summed over the tokens with a
-    target, fp32. Only the first has a gradient.
+def next_token_loss(
+    student: torch.Tensor, targets: torch.Tensor, teacher: Tensors = (), *, temperature: float = 1.0,
+    ce_weight: float = 0.0, head: OutputHead | None = None,
+    to_teacher_targets: Callable[..., Tensors] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the sums over tokens of the distillation loss, its KL divergence and its cross-entropy.
 
-    Worked off in chunks: nothing of the size of all logits is made, but the logits themselves where there is no `head`.
+    The loss is T^2 * KL(teacher / T || student / T) + ce_weight * cross-entropy. It is computed in chunks of tokens, so that
+    nothing of the size of all logits is allocated, apart from the logits themselves if there is no `head`.
 
     Args:
-        student: logits `[N, vocabulary]`, or with `head`, an `OutputHead`, the hidden states `[N, width]` that it reads.
-        targets: int64 `[N]`, -100 for none.
-        known: of the teacher, its logits `[N, vocabulary]`; or its likeliest tokens and their log-probabilities `[N, k]`,
-            against which all other tokens count as one; or nothing, and the KL is 0.
-        teach: makes those of the rows of a chunk of `known`, if `known` is something else, such as hidden states.
+        student: `[N, width]`, the hidden states that `head` reads; without a head, the logits `[N, vocab]`.
+        targets: int64 `[N]`; -100 marks tokens without a loss.
+        teacher: the teacher's logits `[N, vocab]`; or its most likely tokens, int64 `[N, k]`, and their log-probabilities
+            `[N, k]`, where all other tokens count as one; or nothing, and the KL divergence is 0.
+        temperature: T.
+        ce_weight: weight of the cross-entropy.
+        head: the student's output head, or None.
+        to_teacher_targets: computes what is described under `teacher` from the rows of a chunk, if `teacher` is something
+            else, such as hidden states.
+
+    Returns:
+        `[3]`, fp32: loss, KL divergence and cross-entropy. Only the loss has a gradient.
     """
 
-    def loss(logits, targets, *known):
+    def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            known = teach(*known) if teach else known
-        kl, ce = _next_token_of_chunk(temperature, logits, targets, *known)
+            teacher_targets = to_teacher_targets(*chunk_teacher) if to_teacher_targets else chunk_teacher
+        kl, ce = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
         return torch.stack([kl + ce_weight * ce, kl, ce])
 
-    return sum_in_chunks(student, head, loss, (targets, *known))
+    return sum_in_chunks(student, head, chunk_loss, (targets, *teacher))
 
 
-def _next_token_of_chunk(temperature, student, targets, *known):
-    log_q = student.float().log_softmax(-1)
-    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=NO_LABEL)
-    if len(known) == 1:
+def _kl_and_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return T^2 * KL and the cross-entropy, summed over the tokens with a target; arguments as in `next_token_loss`."""
+    log_q = logits.float().log_softmax(-1)
+    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
+    if len(teacher) == 1:
         if temperature != 1:
-            log_q = (student.float() / temperature).log_softmax(-1)
-        log_p = (known[0].float() / temperature).log_softmax(-1)
+            log_q = (logits.float() / temperature).log_softmax(-1)
+        log_p = (teacher[0].float() / temperature).log_softmax(-1)
         kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
-    elif known:
-        log_p, log_q = known[1].float(), log_q.gather(-1, known[0].long())
+    elif teacher:
+        tokens, log_p = teacher[0].long(), teacher[1].float()
+        log_q = log_q.gather(-1, tokens)
         p, q = log_p.exp(), log_q.exp()
-        rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(TINY) for x in (p, q))
+        rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(MIN_REST) for x in (p, q))
         kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
     else:
         kl = torch.zeros_like(log_q[:, 0])
-    return (kl * (targets != NO_LABEL)).sum(), ce
+    return (kl * (targets != IGNORED_LABEL)).sum(), ce
 
 
-class LanguageTask(Task):
-    """A causal language model of transformers.
+class LanguageTask(Task[Stage]):
+    """The task of a causal language model of transformers.
 
-    tokenizer: of transformers; saved with the model. text_field: the column of a dataset that holds the text.
+    Args:
+        student: as for `distill`.
+        teacher: as for `distill`.
+        tokenizer: of transformers; required for data that are text, and saved with the model.
+        text_field: the column of a dataset that holds the text.
     """
 
     name = "language"
-    step = DistillStep
+    objective_type = LanguageObjective
     unit = "tokens"
-    wanted = "a causal language model of transformers"
-    equal = (("logits", "vocab_size"), ("transfer", "hidden_size"))
+    expected_model = "a causal language model of transformers"
+    equal_sizes = (("logits", "vocab_size"), ("transfer", "hidden_size"))
 
-    def __init__(self, student, teacher, tokenizer=None, text_field="text"):
+    def __init__(self, student: Any, teacher: Any, tokenizer: Any = None, text_field: str = "text") -> None:
         super().__init__(student, teacher)
-        self.tool, self.text_field = tokenizer, text_field
+        self.preprocessor, self.text_field = tokenizer, text_field
 
-    def check(self, stages):
-        """Also: the student has a head of next tokens, which bodies and classifiers have not."""
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Check as every task, and that the student has an output head, unlike bodies and classifiers."""
         head = getattr(self.student, "get_output_embeddings", lambda: self)()
         if head is None:
-            raise TypeError(f"student: got {type(self.student).__name__}; expected {self.wanted}")
+            raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 
-    def open(self, data, stages):
-        """Text, see `open_text`; or what `teach` wrote, for the loss "stored"."""
-        stored = [stage.loss == "stored" for stage in stages]
-        taught = isinstance(data, (str, Path)) and (Path(data) / RECORD).is_file()
-        if any(stored) and not (all(stored) and taught):
-            got = repr(str(data)) if isinstance(data, (str, Path)) else type(data).__name__
-            raise ValueError(f"data: got {got}; expected a folder that `mhla-hf teach` wrote, for all stages")
-        vocab = self.student.get_input_embeddings().weight.shape[0]
-        if taught:
-            source = TaughtText(data, vocab)
+    def open(self, data: Any, stages: Sequence[Stage]) -> Any:
+        """Open text in any form of `open_text`, or for the loss "stored" a folder that `teach` wrote."""
+        need_stored = [stage.loss == "stored" for stage in stages]
+        is_path = isinstance(data, (str, Path))
+        is_stored = is_path and (Path(data) / RECORD).is_file()
+        if any(need_stored) and not (all(need_stored) and is_stored):
+            given = repr(str(data)) if is_path else type(data).__name__
+            raise ValueError(f"data: got {given}, expected a folder that `mhla-hf teach` wrote, for all stages.")
+        vocab_size = self.student.get_input_embeddings().weight.shape[0]
+        if is_stored:
+            source: Any = TaughtText(data, vocab_size)
         else:
-            source = open_text(data, self.tool, text_field=self.text_field, vocab_size=vocab)
+            source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         longest, limit = max(stage.seq_len for stage in stages), last_position(self.student.config)
         if longest > limit:
-            raise ValueError(f"seq_len is {longest}; expected at most the {limit} positions of the student")
-        source.reader(longest, 0, 0).take(1)  # a text too short is known now
+            raise ValueError(f"seq_len: got {longest}, expected at most the {limit} positions of the student.")
+        source.reader(longest, 0, 0).take(1)  # fails now if the text is too short
         return source
 
-    def reader(self, source, stage, number, seed, state):
+    def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        """Return a reader of sequences of `seq_len` tokens."""
         return source.reader(stage.seq_len, seed, number, state)
 
-    def take(self, reader, stage, rows):
-        ids, labels, *likeliest = reader.take(stage.batch_size)
-        predicted = int((labels.numpy()[:, 1:] != NO_LABEL).sum())
-        likeliest = likeliest if stage.loss == "stored" else ()
-        return tuple(x[rows] for x in (ids, labels, *likeliest)), (1 / max(1, predicted), 1 / stage.batch_size)
+    def take(self, reader: Any, stage: Stage, rows: slice) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+        """Return the arguments of `LanguageObjective.forward`."""
+        ids, labels, *teacher = reader.take(stage.batch_size)
+        num_predicted = int((labels.numpy()[:, 1:] != IGNORED_LABEL).sum())
+        tensors = (ids, labels, *teacher) if stage.loss == "stored" else (ids, labels)
+        return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
 
-    def count(self, stage):
+    def units_per_step(self, stage: Stage) -> int:
+        """Return the number of tokens."""
         return stage.batch_size * stage.seq_len

@@ -1,11 +1,14 @@
-"""Latents to train diffusion on: from a folder, a dataset, tensors at hand, or the teacher's own trajectories.
+"""Latents to train diffusion models on: from a folder, a dataset, tensors, or the teacher's own trajectories.
 
-Every random choice about a sample comes from a generator of its own, seeded by (seed, stage, number of the sample).
+Every random choice about a sample comes from its own generator, seeded by (seed, stage, number of the sample). So a batch
+does not depend on the process that reads it, nor on where a run was interrupted.
 """
 
 import hashlib
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -15,192 +18,295 @@ from tqdm import tqdm
 
 from ..checkpoints.load import one_sentence
 from ..data import Reader, identity_of, load_split, place_of, read_text_file
-from .denoising import trajectory
+from .denoising import Conditions, NoiseProcess, trajectory
+from .recipe import DiffusionStage
 
-# what may stand beside the latents, and which of a transformer's conditions it is
-COLUMNS = {
+# column beside the latents -> the transformer's argument that it is
+CONDITION_COLUMNS = {
     "class_labels": "class_labels",
     "label": "class_labels",
     "prompt_embeds": "encoder_hidden_states",
     "prompt_attention_mask": "encoder_attention_mask",
 }
 
+Condition = Any  # of one sample: a dict of tensors, a prompt as text, or None for neither text nor class
+Batch = dict[str, torch.Tensor]
+Key = tuple[int, int]  # (seed, number of the stage)
+Trajectory = tuple[
+    int, list[tuple[torch.Tensor, float]], Condition
+]  # number, [(latents, time)] in random order, condition
+
+
+class ConditionEncoder(Protocol):
+    """What makes the conditions of a batch from those of its samples."""
+
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random condition."""
+
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the conditions of a batch, `[B, ...]` each."""
+
 
 class Latents:
-    """Latents and what they show, one sample a row.
+    """Latents with their conditions, one sample per row.
 
-    rows: number -> dict of `latents` `[C, (F,) h, w]`, and some of COLUMNS or a text `prompt`. identity: JSON-able.
+    Args:
+        rows: index -> mapping with `latents` `[C, (F,) h, w]` and some of `CONDITION_COLUMNS`, or a text `prompt`.
+        name: what error messages call the data.
+        identity: JSON-serializable value that identifies the data.
+
+    Raises:
+        ValueError: there are no rows, or they have no latents.
     """
 
-    def __init__(self, rows, name, identity):
+    def __init__(self, rows: Any, name: str, identity: Any) -> None:
         self.rows, self.name, self.identity = rows, name, identity
         if not len(rows):
-            raise ValueError(f"data: {name!r} holds no samples")
+            raise ValueError(f"data: got {name!r}, which is empty, expected latents.")
         first = rows[0]
         if "latents" not in first:
-            raise ValueError(f"data: {name!r} has no 'latents'; it has {', '.join(first)}")
+            raise ValueError(f"data: got {name!r} with the columns {', '.join(first)}, expected 'latents' among them.")
         self.shape = tuple(torch.as_tensor(first["latents"]).shape)
-        self.columns = tuple(key for key in (*COLUMNS, "prompt") if key in first)
+        self.columns = tuple(column for column in (*CONDITION_COLUMNS, "prompt") if column in first)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
         return {"kind": "latents", "samples": len(self.rows), "shape": list(self.shape), "source": self.identity}
 
-    def sample(self, index):
-        """(latents float32, dict of conditions or the prompt) of one sample."""
+    def sample(self, index: int) -> tuple[torch.Tensor, Condition]:
+        """Return the latents of one sample, fp32 `[C, (F,) h, w]`, and its condition."""
         row = self.rows[index]
         latents = torch.as_tensor(row["latents"]).float()
-        known = {COLUMNS[key]: torch.as_tensor(row[key]) for key in self.columns if key in COLUMNS}
-        return latents, known or row.get("prompt")
+        columns = (column for column in self.columns if column in CONDITION_COLUMNS)
+        condition = {CONDITION_COLUMNS[column]: torch.as_tensor(row[column]) for column in columns}
+        return latents, condition or row.get("prompt")
 
 
 class LatentReader(Reader):
-    """Batches of noised latents. Every epoch takes the samples in a new order."""
+    """Reads batches of noisy latents. Every epoch takes all samples, in a new random order.
 
-    def __init__(self, source, conditions, process, stage, key, state):
+    Args:
+        source: clean latents.
+        conditions: encodes the conditions of a batch.
+        process: adds the noise.
+        stage: decides times and dropped conditions.
+        key: (seed, number of the stage).
+        state: what `state()` returned, to resume from there.
+    """
+
+    def __init__(
+        self, source: Latents, conditions: ConditionEncoder, process: NoiseProcess, stage: DiffusionStage, key: Key,
+        state: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
         super().__init__(key, state)
         self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
 
-    def take(self, count, rows):
-        """The `rows` of the next `count` samples: dict of `[rows, ...]`."""
-        made = [self._sample(self.next + row) for row in range(*rows.indices(count))]
-        self.next += count
-        noisy, times, given, targets = zip(*made, strict=True)
-        return _batch(noisy, times, given, self.conditions) | {"target": torch.stack(targets)}
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Return some rows of the next batch.
 
-    def _sample(self, number):
-        latents, given = self.source.sample(self.shuffled(number, len(self.source.rows)))
-        generator = own_generator(*self.key, number)
+        Args:
+            count: samples in the batch.
+            rows: which of them to return.
+
+        Returns:
+            "noisy" and "target" `[rows, C, (F,) h, w]`, "times" `[rows]` and the conditions `[rows, ...]`.
+        """
+        samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
+        self.next += count
+        noisy, times, conditions, targets = zip(*samples, strict=True)
+        return _collate(noisy, times, conditions, self.conditions) | {"target": torch.stack(targets)}
+
+    def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
+        latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
+        generator = make_generator(*self.key, number)
         noise = torch.randn(latents.shape, generator=generator)
-        usual = "logit-normal" if self.process.flow else "uniform"
-        time = self.process.draw_time(generator, self.stage.timesteps or usual, self.stage.shift)
+        distribution = self.stage.timesteps or ("logit-normal" if self.process.is_flow else "uniform")
+        time = self.process.draw_time(generator, distribution, self.stage.shift)
         if torch.rand((), generator=generator).item() < self.stage.drop_condition:
-            given = None
+            condition = None
         noisy, target = self.process.mix(latents, noise, time)
-        return noisy, time, given, target
+        return noisy, time, condition, target
 
 
 class TrajectoryReader(Reader):
-    """Points of the teacher's own trajectories: one per row of the batch, whose points serve as many steps in random order.
+    """Reads points on trajectories that the teacher samples.
 
-    A process makes those of its own rows only, and after a stop the present ones again. teacher: (transformer, scheduler).
-    shape: of the latents of one sample. bar: whether one is shown while trajectories are made.
+    There is one trajectory per row of the batch. Its points serve as many steps as it has, in random order; then new
+    trajectories are sampled. A process samples those of its own rows only, and samples the current ones again when a run
+    resumes.
+
+    Args:
+        teacher: (transformer, scheduler).
+        shape: of the latents of one sample.
+        conditions: draws and encodes what is sampled.
+        stage: decides steps, guidance and dropped conditions.
+        key: (seed, number of the stage).
+        state: what `state()` returned, to resume from there.
+        show_bar: whether to show a progress bar while trajectories are sampled.
     """
 
-    def __init__(self, teacher, shape, conditions, stage, key, state, bar):
+    def __init__(
+        self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
+        key: Key, state: dict[str, Any] | None, show_bar: bool,
+    ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.teacher, self.shape, self.conditions, self.stage, self.bar = teacher, shape, conditions, stage, bar
-        self.window = None
+        self.teacher, self.shape, self.conditions, self.stage = teacher, shape, conditions, stage
+        self.show_bar = show_bar
+        self.round: int | None = None  # of trajectories: how many sets of them came before the current one
+        self.trajectories: list[Trajectory] = []
 
-    def take(self, count, rows):
-        """As `LatentReader.take`, without targets."""
-        window, place = divmod(self.next, self.stage.sampling_steps)
-        if window != self.window:
-            numbers = [window * count + row for row in range(*rows.indices(count))]
-            part = -(-len(numbers) // self.stage.grad_accum)  # a batch that is trained in parts may not fit at once
-            parts = [numbers[first : first + part] for first in range(0, len(numbers), part)]
-            self.trajectories = [made for numbers in parts for made in self._sample(numbers)]
-            self.window = window
+    def take_rows(self, count: int, rows: slice) -> Batch:
+        """Return some rows of the next batch, as `LatentReader.take_rows` does, without "target"."""
+        current_round, position = divmod(self.next, self.stage.sampling_steps)
+        if current_round != self.round:
+            numbers = [current_round * count + row for row in range(*rows.indices(count))]
+            # A batch that is trained in parts may be too large to sample at once.
+            part_size = -(-len(numbers) // self.stage.grad_accum)
+            parts = [numbers[start : start + part_size] for start in range(0, len(numbers), part_size)]
+            self.trajectories = [sampled for part in parts for sampled in self._sample(part)]
+            self.round = current_round
         self.next += 1
-        made = []
-        for number, points, wish in self.trajectories:
-            chance = torch.rand((), generator=own_generator(*self.key, number, place)).item()
-            made.append((*points[place], None if chance < self.stage.drop_condition else wish))
-        return _batch(*zip(*made, strict=True), self.conditions)
+        samples = []
+        for number, points, condition in self.trajectories:
+            chance = torch.rand((), generator=make_generator(*self.key, number, position)).item()
+            latents, time = points[position]
+            samples.append((latents, time, None if chance < self.stage.drop_condition else condition))
+        noisy, times, conditions = zip(*samples, strict=True)
+        return _collate(noisy, times, conditions, self.conditions)
 
-    def _sample(self, numbers):
-        """(number, [(latents, time) in random order], what is wished for) of one trajectory per number."""
+    def _sample(self, numbers: Sequence[int]) -> list[Trajectory]:
+        """Sample one trajectory for each number, on the teacher's device."""
         transformer, scheduler = self.teacher
-        seen, steps, device = [], self.stage.sampling_steps, next(transformer.parameters()).device
-        generators = [own_generator(*self.key, number) for number in numbers]
-        noise = torch.stack([torch.randn(self.shape, generator=random) for random in generators])
-        given = [self.conditions.draw(random) for random in generators]
-        wished, nothing = (
-            {key: value.to(device) for key, value in self.conditions.batch(rows).items()}
-            for rows in (given, [None] * len(given))
+        device = next(transformer.parameters()).device
+        generators = [make_generator(*self.key, number) for number in numbers]
+        noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
+        drawn = [self.conditions.draw(generator) for generator in generators]
+        conditions, unconditional = (
+            {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
+            for samples in (drawn, [None] * len(drawn))
         )
-        own = [torch.Generator(device).manual_seed(random.initial_seed()) for random in generators]
-        options = {"steps": steps, "guidance": self.stage.guidance, "generators": own}
-        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.bar) as bar:
+        device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
+        points: list[tuple[torch.Tensor, float]] = []
+        steps = self.stage.sampling_steps
+        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.show_bar) as bar:
 
-            def keep(latents, time):
-                seen.append((latents.cpu(), time))
+            def keep_point(latents: torch.Tensor, time: float) -> None:
+                points.append((latents.cpu(), time))
                 bar.update()
 
-            trajectory(transformer, scheduler, noise.to(device), wished, nothing, each=keep, **options)
-        made = []
-        for row, (number, wish) in enumerate(zip(numbers, given, strict=True)):
-            order = numpy.random.default_rng((*self.key, number)).permutation(len(seen))
-            made.append((number, [(seen[step][0][row], seen[step][1]) for step in order], wish))
-        return made
+            trajectory(
+                transformer,
+                scheduler,
+                noise.to(device),
+                conditions,
+                unconditional,
+                steps=steps,
+                guidance=self.stage.guidance,
+                generators=device_generators,
+                on_step=keep_point,
+            )
+        trajectories = []
+        for row, (number, condition) in enumerate(zip(numbers, drawn, strict=True)):
+            order = numpy.random.default_rng((*self.key, number)).permutation(len(points))
+            shuffled = [(points[step][0][row], points[step][1]) for step in order]
+            trajectories.append((number, shuffled, condition))
+        return trajectories
 
 
-def _batch(noisy, times, given, conditions):
-    return {"noisy": torch.stack(noisy), "times": torch.tensor(times)} | conditions.batch(given)
+def _collate(
+    noisy: Sequence[torch.Tensor], times: Sequence[float], conditions: Sequence[Condition], encoder: ConditionEncoder
+) -> Batch:
+    return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times)} | encoder.batch(conditions)
 
 
-class Classes:
-    """Class labels as conditions; no label is the class behind the last."""
+class ClassConditions:
+    """Class labels as conditions. Without a label, a sample has the index after the last class.
 
-    def __init__(self, count):
-        self.count = count
+    Args:
+        num_classes: number of classes.
+    """
 
-    def draw(self, generator):
-        """A random class."""
-        return {"class_labels": torch.randint(self.count, (), generator=generator)}
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
 
-    def batch(self, given):
-        """Conditions of a batch from those of its rows, None where there is none."""
-        labels = torch.tensor([self.count if row is None else int(row["class_labels"]) for row in given])
-        if not 0 <= labels.min() <= labels.max() <= self.count:
-            raise ValueError(f"data: gives classes {labels.tolist()}; the model knows 0 to {self.count - 1}")
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random class."""
+        return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
+
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the labels of a batch, int64 `[B]`."""
+        labels = torch.tensor([self.num_classes if row is None else int(row["class_labels"]) for row in samples])
+        if not 0 <= labels.min() <= labels.max() <= self.num_classes:
+            expected = f"0 to {self.num_classes - 1} as the model has"
+            raise ValueError(f"data: got the classes {labels.tolist()}, expected {expected}.")
         return {"class_labels": labels}
 
 
-class Texts:
-    """Texts as conditions, encoded by the pipeline when a batch needs them; no text is the pipeline's empty prompt.
+class TextConditions:
+    """Texts as conditions, encoded by the pipeline when a batch needs them. Without a text, a sample has the empty prompt.
 
-    encode: texts -> (dict of `[B, ...]`, that of the empty prompt `[1, ...]`). prompts: what trajectories are sampled for.
+    Args:
+        encode: returns the conditions of texts, `[B, ...]` each, and those of the empty prompt, `[1, ...]`.
+        prompts: texts for which trajectories are sampled.
     """
 
-    def __init__(self, encode, prompts=()):
-        self.encode, self.prompts, self.empty = encode, list(prompts), None
+    def __init__(
+        self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
+    ) -> None:
+        self.encode, self.prompts = encode, list(prompts)
+        self.empty: Conditions | None = None  # known after the first call of `encode`
 
-    def draw(self, generator):
-        """A random prompt."""
+    def draw(self, generator: torch.Generator) -> Condition:
+        """Return a random prompt."""
         return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
 
-    def batch(self, given):
-        """Conditions of a batch: of texts, of dicts of tensors, and of None, the empty prompt."""
-        texts = [row for row in given if isinstance(row, str)]
-        if texts or (self.empty is None and any(row is None for row in given)):
+    def batch(self, samples: Sequence[Condition]) -> Conditions:
+        """Return the conditions of a batch, `[B, ...]` each.
+
+        Args:
+            samples: texts, dicts of encoded conditions, or None for the empty prompt.
+        """
+        texts = [sample for sample in samples if isinstance(sample, str)]
+        encoded: Conditions = {}
+        if texts or (self.empty is None and any(sample is None for sample in samples)):
             encoded, self.empty = self.encode(texts or [""])
-        rows, numbers = [], itertools.count()
-        for row in given:
-            if row is None or isinstance(row, str):
-                source, number = (self.empty, 0) if row is None else (encoded, next(numbers))
-                row = {key: value[number] for key, value in source.items()}
-            rows.append(row)
-        keys = [key for key in rows[0] if all(key in row for row in rows)]
-        return {key: torch.stack([row[key].cpu() for row in rows]) for key in keys}
+        rows: list[Conditions] = []
+        text_numbers = itertools.count()
+        for sample in samples:
+            if sample is None:
+                sample = {key: value[0] for key, value in (self.empty or {}).items()}
+            elif isinstance(sample, str):
+                number = next(text_numbers)
+                sample = {key: value[number] for key, value in encoded.items()}
+            rows.append(sample)
+        shared_keys = [key for key in rows[0] if all(key in row for row in rows)]
+        return {key: torch.stack([row[key].cpu() for row in rows]) for key in shared_keys}
 
 
-def own_generator(*key):
-    """A generator of random numbers for one sample: a function of whole numbers alone."""
-    return torch.Generator().manual_seed(int(numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0] >> 1))
+def make_generator(*key: int) -> torch.Generator:
+    """Return a generator of random numbers that depends on nothing but the whole numbers `key`."""
+    seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
+    return torch.Generator().manual_seed(int(seed >> 1))
 
 
-def open_latents(data):
-    """Latents from what a user calls data; ValueError, TypeError: one sentence.
+def open_latents(data: Any) -> Latents:
+    """Open latents in any of the forms that users have.
 
-    data: a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]` as the model sees them (scaled) and beside
-    them `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and perhaps `prompt_attention_mask`; a dict of such tensors;
-    the id of a dataset on the Hub ("id" or "id:configuration", split "train") or a Dataset of `datasets` with such columns,
-    or with texts, `prompt`.
+    Args:
+        data: one of
+            - a folder of safetensors files, each with `latents` `[N, C, (F,) h, w]`, scaled as the model sees them, and
+              `class_labels` `[N]`, or `prompt_embeds` `[N, L, D]` and optionally `prompt_attention_mask` `[N, L]`;
+            - a dict of such tensors;
+            - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
+              such columns, or with texts in the column `prompt`.
+
+    Raises:
+        ValueError, TypeError, ImportError: the data cannot be opened.
     """
     if isinstance(data, dict):
-        data = {key: value.detach() for key, value in data.items()}
-        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in data.items()}
-        return Latents(StackDataset(**data), "latents at hand", hashes)
+        tensors: dict[str, Any] = {key: value.detach() for key, value in data.items()}
+        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in tensors.items()}
+        return Latents(StackDataset(**tensors), "a dict of tensors", hashes)
     if isinstance(data, (str, Path)):
         path, name = place_of(data), str(data)
         if path.is_dir():
@@ -208,33 +314,39 @@ def open_latents(data):
         return Latents(load_split(name), name, name)
     if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
         return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
-    raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset, or a dict of tensors")
+    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, or a dict of tensors.")
 
 
-def _open_folder(path, name):
-    """Safetensors files of `[N, ...]` tensors, which are mapped into memory and read where a row is asked for."""
-    files, parts = sorted(path.rglob("*.safetensors")), []
+def _open_folder(path: Path, name: str) -> Latents:
+    """Open safetensors files, which are mapped into memory, so that a row is read when it is used."""
+    files = sorted(path.rglob("*.safetensors"))
     if not files:
-        raise ValueError(f"data: the folder {name!r} holds no latents; expected .safetensors files")
+        raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
+    parts = []
     for file in files:
-        with one_sentence(f"data: {str(file)!r} cannot be read"):
-            parts.append(StackDataset(**load_file(file)))
+        with one_sentence(f"data: got {str(file)!r}, expected latents that can be read"):
+            tensors: dict[str, Any] = load_file(file)
+            parts.append(StackDataset(**tensors))
     return Latents(ConcatDataset(parts), name, identity_of(files))
 
 
-def prompt_lines(path):
-    """The lines of a text file that are not empty."""
+def prompt_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that are not empty."""
     return [line.strip() for line in read_text_file(path).splitlines() if line.strip()]
 
 
-def read_prompts(data):
-    """The prompts in a text file, one a line, or in a list; None when `data` is something else."""
+def read_prompts(data: Any) -> list[str] | None:
+    """Return the prompts in a list, or in a .txt file with one per line; None if `data` is anything else.
+
+    `ValueError` if there is no such file, no prompt, or a prompt that is not text.
+    """
     if isinstance(data, (str, Path)) and Path(data).suffix.lower() == ".txt":
-        if not (path := place_of(data)).is_file():
-            raise ValueError(f"data: there is no file {str(data)!r}")
+        path = place_of(data)
+        if not path.is_file():
+            raise ValueError(f"data: got {str(data)!r}, which does not exist, expected a file of prompts.")
         data = prompt_lines(path)
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):
-        raise ValueError("data: expected prompts, at least one, each a text")
+        raise ValueError(f"data: got {data!r:.80}, expected prompts, at least one, all texts.")
     return list(data)

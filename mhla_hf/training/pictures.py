@@ -1,12 +1,14 @@
-"""Labeled images to train and to judge on: tensors at hand, a folder with one folder per class, or a data set.
+"""Labeled images to train and evaluate on: from tensors, a folder with one folder per class, or a dataset.
 
-Which images a step gets and how each is cropped, moved, erased and mixed follows from (seed, stage, number of the sample)
-alone. Pixels are made by the model's own image processor, a batch ahead, by a few threads.
+Which images a step reads, and how each is cropped, moved, erased and mixed, depends on (seed, stage, number of the sample)
+alone. The model's own image processor makes the pixels, one batch ahead, in a few threads.
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -15,231 +17,354 @@ from tqdm import tqdm
 
 from ..checkpoints.load import one_sentence
 from ..data import Reader, load_split, place_of
+from .recipe import ImageStage
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-SPLITS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
-THREADS = 4
-ASPECT = 4 / 3
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+SPLIT_FOLDERS = {"train": ("train", "training"), "test": ("test", "val", "validation")}
+NUM_THREADS = 4
+MAX_ASPECT = 4 / 3  # of random boxes; the smallest is its inverse
+ERASED_AREA = (0.02, 1 / 3)  # smallest and largest fraction of an image that `erase` replaces
+
+Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 `[C, H, W]`, class probabilities fp32 `[classes]`
+Box = tuple[float, float, float, float]  # left, top, right, bottom, as fractions of an image
 
 
-class Pictures:
+class LabeledImages:
     """Images with labels.
 
-    items: uint8 `[N, C, H, W]`, or a sequence of paths or PIL images. labels: int64 `[N]`. names: of the classes, or None.
+    Args:
+        items: uint8 `[N, C, H, W]`, or a sequence of paths or PIL images.
+        labels: whole numbers `[N]`.
+        name: what error messages call the data.
+        class_names: names of the classes in the order of their numbers, or None.
+        identity: what identifies the images, a hash; None: computed from `items`, which is a tensor then.
+
+    Raises:
+        ValueError: there are no images, or not as many labels.
     """
 
-    def __init__(self, items, labels, name, names=None, identity=None):
-        self.items, self.labels, self.name, self.names = items, torch.as_tensor(labels).long(), name, names
-        self.identity = identity
+    def __init__(
+        self, items: Any, labels: Any, name: str, class_names: Sequence[str] | None = None, identity: str | None = None
+    ) -> None:
+        self.items, self.labels = items, torch.as_tensor(labels).long()
+        self.name, self.class_names, self.identity = name, class_names, identity
         if not len(self.labels) or len(self.labels) != len(items):
-            found = f"{len(items)} images and {len(self.labels)} labels"
-            raise ValueError(f"data: {name!r} holds {found}; expected as many")
+            counts = f"{len(items)} images and {len(self.labels)} labels"
+            raise ValueError(f"data: got {name!r} with {counts}, expected as many, at least one.")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, as JSON-serializable values."""
         if self.identity is None:
-            whole = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
-            self.identity = hashlib.sha256(whole).hexdigest()[:32]
+            content = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
+            self.identity = hashlib.sha256(content).hexdigest()[:32]
         return {"kind": "images", "images": len(self), "sha256": self.identity}
 
-    def classes(self) -> dict:
-        """What the configuration of a model from scratch says of these classes."""
-        names = self.names or [str(label) for label in range(int(self.labels.max()) + 1)]
-        numbers = {name: label for label, name in enumerate(names)}
-        return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
+    def classes(self) -> dict[str, Any]:
+        """Return the configuration entries that describe these classes, for a model from scratch."""
+        names = self.class_names or [str(label) for label in range(int(self.labels.max()) + 1)]
+        label2id = {name: label for label, name in enumerate(names)}
+        return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
-    def numbered_as(self, names, what: str):
-        """The same pictures with each class numbered by its place in `names`, which `what` has; ValueError: it lacks one."""
-        if odd := [name for name in self.names if name not in names]:
-            known = f"{len(names)} that {what!r} trains"
-            raise ValueError(f"test: {self.name!r} has the class {odd[0]!r}; expected some of the {known}")
-        return self._renumbered([list(names).index(name) for name in self.names], names)
+    def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
+        """Return the same test images, with the class numbers of the training data.
 
-    def numbered_for(self, config, argument="data"):
-        """The same pictures, numbered as the model of this configuration does: by name where it knows the names, else by
-        place; ValueError: it cannot."""
-        found, names = self, self.names or ()
-        known = {str(label): int(index) for index, label in config.id2label.items()}
-        odd = [name for name in names if name not in known]
-        if odd and len(odd) < len(names):
-            raise ValueError(f"{argument}: the model has no label {odd[0]!r}, though it has others of these classes")
-        if odd and len(names) != len(known):
-            raise ValueError(f"{argument}: {len(names)} classes for a model with {len(known)} labels; expected as many")
+        Args:
+            class_names: of the training data, in the order of their numbers.
+            training_name: what error messages call the training data.
+
+        Raises:
+            ValueError: the training data lack a class.
+        """
+        names = self.class_names or ()
+        for name in names:
+            if name not in class_names:
+                expected = f"some of the {len(class_names)} of {training_name!r}, the training data"
+                raise ValueError(f"test: got {self.name!r} with the class {name!r}, expected {expected}.")
+        return self._renumber([list(class_names).index(name) for name in names], class_names)
+
+    def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
+        """Return the same images, with the class numbers of a model.
+
+        Classes are matched by name if the model knows the names. If it knows none of them, but has as many classes, they are
+        matched by order.
+
+        Args:
+            config: the model's configuration.
+            argument: what error messages begin with.
+
+        Raises:
+            ValueError: the model knows only some of the names, has another number of classes, or a label is out of range.
+        """
+        names = self.class_names or ()
+        model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
+        unknown = [name for name in names if name not in model_numbers]
+        if unknown and len(unknown) < len(names):
+            start = f"{argument}: got the class {unknown[0]!r}, which the model does not know, though it knows others"
+            raise ValueError(f"{start}, expected the model's labels.")
+        if unknown and len(names) != len(model_numbers):
+            start = f"{argument}: got {len(names)} classes for a model with {len(model_numbers)} labels"
+            raise ValueError(f"{start}, expected as many.")
+        images = self
         if names:
-            found = self._renumbered(range(len(names)) if odd else [known[name] for name in names])
-        found.check_labels(config.num_labels, argument)
-        return found
+            images = self._renumber(range(len(names)) if unknown else [model_numbers[name] for name in names])
+        images.check_labels(config.num_labels, argument)
+        return images
 
-    def _renumbered(self, order, names=None):
-        self.check_labels(len(order))
-        return Pictures(self.items, torch.tensor(order)[self.labels], self.name, names, self.describe()["sha256"])
+    def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
+        """Return the same images, where each label i has become numbers[i]."""
+        self.check_labels(len(numbers))
+        labels = torch.tensor(numbers)[self.labels]
+        return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
 
-    def check_labels(self, classes: int, argument="data"):
-        """ValueError for a label that is none of 0 to `classes` - 1; test splits on the Hub say -1 for a hidden one."""
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= classes:
-            raise ValueError(f"{argument}: {self.name!r} has labels {low} to {high}; expected 0 to {classes - 1}")
+    def check_labels(self, num_classes: int, argument: str = "data") -> None:
+        """Raise `ValueError` for a label out of range, such as the -1 of test splits on the Hub whose labels are hidden."""
+        lowest, highest = int(self.labels.min()), int(self.labels.max())
+        if lowest < 0 or highest >= num_classes:
+            start = f"{argument}: got {self.name!r} with labels {lowest} to {highest}"
+            raise ValueError(f"{start}, expected 0 to {num_classes - 1}.")
 
     def image(self, index: int, channels: int) -> Image.Image:
-        """One image of PIL, in color or, for a model of one channel, in gray."""
+        """Return one image in color, or in gray for a model with one channel."""
         item = self.items[index]
         if isinstance(item, torch.Tensor):
             item = Image.fromarray(item.permute(1, 2, 0).squeeze(-1).numpy())
-        about = f"data: the image {str(item)!r} cannot be read"
-        with one_sentence(about), Image.open(item) if isinstance(item, (str, Path)) else item as picture:
-            return picture.convert("L" if channels == 1 else "RGB")
+        start = f"data: got the image {str(item)!r}, expected one that can be read"
+        with one_sentence(start), Image.open(item) if isinstance(item, (str, Path)) else item as image:
+            return image.convert("L" if channels == 1 else "RGB")
 
 
-def prepare(processor, images, **changes) -> torch.Tensor:
-    """Images of PIL as a model wants them, fp32 `[N, C, H, W]`; changes: of what its image processor does."""
+def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
+    """Return images as a model takes them, fp32 `[N, C, H, W]`.
+
+    Args:
+        processor: an image processor of transformers.
+        images: PIL images.
+        **changes: options that replace the processor's.
+    """
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
 
-def sides_of(processor, channels: int) -> tuple[int, int]:
-    """Height and width of what the processor makes; ValueError where they depend on the image, or other channels."""
-    blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
-    with one_sentence(f"processor: does not give images of one height and width and {channels} channels"):
-        return tuple(prepare(processor, blanks).shape[2:])
+def output_size(processor: Any, channels: int) -> tuple[int, int]:
+    """Return height and width of what an image processor makes.
 
-
-def open_pictures(data, split="train") -> Pictures:
-    """Open what a user calls labeled images; ValueError, TypeError, ImportError: one sentence.
-
-    data: a pair of tensors (images uint8 `[N, C, H, W]`, labels `[N]`); a folder with one folder of images per class,
-    perhaps below a folder named after the split; the id of a data set on the Hub ("id" or "id:configuration"), or a
-    `datasets.Dataset`, with columns of images and class labels. split: "train", or "test", also called "val".
+    `ValueError` if they depend on the image, or if there are other numbers of channels.
     """
-    if isinstance(data, Pictures):
+    blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
+    expected = f"one that makes images of one height and width and {channels} channels"
+    with one_sentence(f"processor: got {type(processor).__name__}, expected {expected}"):
+        height, width = preprocess(processor, blanks).shape[2:]
+    return height, width
+
+
+def open_images(data: Any, split: str = "train") -> LabeledImages:
+    """Open labeled images in any of the forms that users have.
+
+    Args:
+        data: one of
+            - a pair of tensors, images uint8 `[N, C, H, W]` and labels `[N]`;
+            - a folder with one folder of images per class, optionally below a folder named after the split;
+            - the id of a dataset on the Hub, "id" or "id:configuration", or a `datasets.Dataset`, with columns of images and
+              class labels.
+        split: "train", or "test", whose folder may also be called "val" or "validation".
+
+    Raises:
+        ValueError, TypeError, ImportError: the data cannot be opened.
+    """
+    if isinstance(data, LabeledImages):
         return data
     if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(x, torch.Tensor) for x in data):
         images, labels = data
         if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
-            found = f"{tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
-            raise ValueError(f"data: got tensors {found}; expected images uint8 [N, C, H, W] and labels [N]")
-        return Pictures(images, labels, "images at hand")
+            given = f"{tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
+            raise ValueError(f"data: got tensors {given}, expected images uint8 [N, C, H, W] and labels [N].")
+        return LabeledImages(images, labels, "a pair of tensors")
     if isinstance(data, (str, Path)):
-        if (path := place_of(data)).is_dir():
+        path = place_of(data)
+        if path.is_dir():
             return _open_folder(path, split)
         return _open_table(load_split(str(data), split=split), str(data))
     if hasattr(data, "features") and hasattr(data, "__len__"):
         return _open_table(data, "a dataset")
-    raise TypeError(f"data: got {type(data).__name__}; expected a folder, a dataset or a pair of tensors")
+    raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
 
 
-def _open_folder(folder, split):
-    other = SPLITS["test" if split == "train" else "train"]
-    place = next((folder / name for name in SPLITS[split] if (folder / name).is_dir()), folder)
-    if place is folder and (half := [name for name in other if any((folder / name).glob("*/"))]):
-        raise ValueError(f"data: {str(folder)!r} has {half[0]!r} and none to {split} on; expected {split}/CLASS in it")
-    classes = sorted(path for path in place.iterdir() if path.is_dir())
-    found = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.rglob("*"))]
-    files = [(path, label) for path, label in found if path.suffix.lower() in ENDINGS]
+def _open_folder(folder: Path, split: str) -> LabeledImages:
+    split_folders = (folder / name for name in SPLIT_FOLDERS[split])
+    root = next((path for path in split_folders if path.is_dir()), folder)
+    if root is folder:
+        for name in SPLIT_FOLDERS["test" if split == "train" else "train"]:
+            if any((folder / name).glob("*/")):
+                start = f"data: got {str(folder)!r} with {name!r} and nothing to {split} on"
+                raise ValueError(f"{start}, expected {split}/CLASS in it.")
+    class_folders = sorted(path for path in root.iterdir() if path.is_dir())
+    files = [(path, label) for label, each in enumerate(class_folders) for path in sorted(each.rglob("*"))]
+    files = [(path, label) for path, label in files if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
-        raise ValueError(f"data: {str(folder)!r} holds no folders of images; expected one folder per class")
-    sizes = "\n".join(f"{path.relative_to(place)} {path.stat().st_size}" for path, _ in files)
-    identity = hashlib.sha256(sizes.encode()).hexdigest()[:32]
+        start = f"data: got {str(folder)!r}, which holds no folders of images"
+        raise ValueError(f"{start}, expected one folder per class.")
+    listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
+    identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
     paths, labels = zip(*files, strict=True)
-    return Pictures(paths, labels, folder.name, [path.name for path in classes], identity)
+    return LabeledImages(paths, labels, folder.name, [path.name for path in class_folders], identity)
 
 
-def _open_table(table, name):
-    kinds = {column: type(kind).__name__ for column, kind in table.features.items()}
-    images = [column for column, kind in kinds.items() if kind == "Image"]
-    labels = [column for column, kind in kinds.items() if kind == "ClassLabel" or column in ("label", "labels")]
-    if not images or not labels:
-        raise ValueError(f"data: {name!r} has the columns {list(kinds)}; expected one of images and one of labels")
-    names = getattr(table.features[labels[0]], "names", None)
-    return Pictures(table[images[0]], list(table[labels[0]]), name, names, table._fingerprint)
+def _open_table(table: Any, name: str) -> LabeledImages:
+    types = {column: type(feature).__name__ for column, feature in table.features.items()}
+    image_columns = [column for column, kind in types.items() if kind == "Image"]
+    label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
+    if not image_columns or not label_columns:
+        start = f"data: got {name!r} with the columns {list(types)}"
+        raise ValueError(f"{start}, expected one of images and one of labels.")
+    class_names = getattr(table.features[label_columns[0]], "names", None)
+    images, labels = table[image_columns[0]], list(table[label_columns[0]])
+    return LabeledImages(images, labels, name, class_names, table._fingerprint)
 
 
-class PictureReader(Reader):
-    """The batches of an `ImageStage`: each epoch every image once, in a new order, augmented as the stage says."""
+class ImageReader(Reader):
+    """Reads the batches of an `ImageStage`: every epoch all images, in a new random order, augmented as the stage says.
 
-    def __init__(self, pictures: Pictures, stage, key, processor, channels: int, classes: int, state=None):
+    Args:
+        images: labeled images, numbered as the model numbers classes.
+        stage: decides the augmentation.
+        key: (seed, number of the stage).
+        processor: the model's image processor.
+        channels: the model's channels.
+        num_classes: the model's classes.
+        state: what `state()` returned, to resume from there.
+    """
+
+    def __init__(
+        self, images: LabeledImages, stage: ImageStage, key: tuple[int, int], processor: Any, channels: int,
+        num_classes: int, state: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.pictures, self.stage, self.processor, self.channels = pictures, stage, processor, channels
-        self.classes, self.sides = classes, sides_of(processor, channels)
-        self.pool, self.coming = ThreadPoolExecutor(THREADS), None
+        self.images, self.stage, self.processor, self.channels = images, stage, processor, channels
+        self.num_classes, self.size = num_classes, output_size(processor, channels)
+        self.pool = ThreadPoolExecutor(NUM_THREADS)
+        self.next_samples: Iterator[Sample] | None = None  # of the next batch, being made by the pool
 
-    def take(self, count: int, rows: slice):
-        """The `rows` of the next `count`: pixels fp32 `[rows, C, H, W]` and shares of the classes `[rows, classes]`."""
-        own = list(range(count))[rows]
-        mixed = bool(self.stage.mixup or self.stage.cutmix)
-        partners = [number ^ 1 if (number ^ 1) < count else number for number in own] if mixed else []
-        needed = sorted({*own, *partners})
-        coming = self.coming or self.pool.map(self._sample, [self.next + number for number in needed])
-        self.coming = self.pool.map(self._sample, [self.next + count + number for number in needed])
-        samples = dict(zip(needed, coming, strict=True))
-        batch = [torch.stack(parts) for parts in zip(*map(samples.get, own), strict=True)]
-        if mixed:
-            batch = self._mix(*batch, *(torch.stack(parts) for parts in zip(*map(samples.get, partners), strict=True)))
+    def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some rows of the next batch.
+
+        Args:
+            count: images in the batch.
+            rows: which of them to return.
+
+        Returns:
+            pixels, fp32 `[rows, C, H, W]`, and class probabilities, fp32 `[rows, classes]`.
+        """
+        row_numbers = list(range(count))[rows]
+        is_mixed = bool(self.stage.mixup or self.stage.cutmix)
+        partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []
+        needed = sorted({*row_numbers, *partners})
+        made = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
+        self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
+        samples = dict(zip(needed, made, strict=True))
+        pixels, targets = _stack(samples[row] for row in row_numbers)
+        if is_mixed:
+            pixels, targets = self._mix(pixels, targets, *_stack(samples[row] for row in partners))
         self.next += count
-        return tuple(batch)
+        return pixels, targets
 
-    def _sample(self, number):
-        stage, index, changes = self.stage, self.shuffled(number, len(self.pictures)), {}
-        random, image = numpy.random.default_rng((*self.key, number, 1)), self.pictures.image(index, self.channels)
+    def _make_sample(self, number: int) -> Sample:
+        """Return one augmented image and its smoothed label."""
+        stage, index = self.stage, self.shuffled(number, len(self.images))
+        random, image = numpy.random.default_rng((*self.key, number, 1)), self.images.image(index, self.channels)
+        changes: dict[str, Any] = {}
         if stage.crop < 1:
-            box = [share * side for share, side in zip(random_box(random, stage.crop), image.size * 2, strict=True)]
-            image = image.resize(self.sides[::-1], self.processor.resample, box=box)
+            box = _scale_box(random_box(random, stage.crop), *image.size)
+            image = image.resize(self.size[::-1], self.processor.resample, box=box)
             changes = {"do_resize": False, "do_center_crop": False}
-        image = prepare(self.processor, [image], **changes)[0]
+        pixels = preprocess(self.processor, [image], **changes)[0]
         if stage.flip and random.random() < stage.flip:
-            image = image.flip(-1)
+            pixels = pixels.flip(-1)
         if stage.shift:
-            image = image.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
+            pixels = pixels.roll(tuple(random.integers(-stage.shift, stage.shift + 1, 2).tolist()), (1, 2))
         if stage.erase and random.random() < stage.erase:
-            sides = zip(random_box(random, 0.02, 1 / 3), self.sides[::-1] * 2, strict=True)
-            left, top, right, bottom = (round(part * side) for part, side in sides)
-            erased = image[:, top:bottom, left:right]
+            box = _scale_box(random_box(random, *ERASED_AREA), *self.size[::-1])
+            left, top, right, bottom = map(round, box)
+            erased = pixels[:, top:bottom, left:right]
             erased.copy_(torch.from_numpy(random.standard_normal(erased.shape)))
-        target = torch.full((self.classes,), stage.smoothing / self.classes)
-        target[self.pictures.labels[index]] += 1 - stage.smoothing
-        return image, target
+        target = torch.full((self.num_classes,), stage.smoothing / self.num_classes)
+        target[self.images.labels[index]] += 1 - stage.smoothing
+        return pixels, target
 
-    def _mix(self, pixels, targets, other, other_targets):
-        """Mixup or cutmix of each image with its neighbor in the batch, in one proportion for all."""
-        random, (height, width) = numpy.random.default_rng((*self.key, self.next, 2)), self.sides
-        cut = random.random() < 0.5 if self.stage.mixup and self.stage.cutmix else bool(self.stage.cutmix)
-        alpha = self.stage.cutmix if cut else self.stage.mixup
-        share = random.beta(alpha, alpha)
-        if cut:
+    def _mix(
+        self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
+        random, (height, width) = numpy.random.default_rng((*self.key, self.next, 2)), self.size
+        use_cutmix = bool(self.stage.cutmix)
+        if self.stage.mixup and self.stage.cutmix:
+            use_cutmix = random.random() < 0.5
+        alpha = self.stage.cutmix if use_cutmix else self.stage.mixup
+        share = random.beta(alpha, alpha)  # that the image keeps
+        if use_cutmix:
             side = (1 - share) ** 0.5
-            middle, across = random.random() * height, random.random() * width
-            rows = slice(max(0, round(middle - side * height / 2)), min(height, round(middle + side * height / 2)))
-            columns = slice(max(0, round(across - side * width / 2)), min(width, round(across + side * width / 2)))
-            pixels[:, :, rows, columns] = other[:, :, rows, columns]
-            share = 1 - max(0, rows.stop - rows.start) * max(0, columns.stop - columns.start) / (height * width)
+            center_row, center_column = random.random() * height, random.random() * width
+            top = max(0, round(center_row - side * height / 2))
+            bottom = min(height, round(center_row + side * height / 2))
+            left = max(0, round(center_column - side * width / 2))
+            right = min(width, round(center_column + side * width / 2))
+            pixels[:, :, top:bottom, left:right] = other_pixels[:, :, top:bottom, left:right]
+            share = 1 - max(0, bottom - top) * max(0, right - left) / (height * width)
         else:
-            pixels = share * pixels + (1 - share) * other
+            pixels = share * pixels + (1 - share) * other_pixels
         return pixels, share * targets + (1 - share) * other_targets
 
-    def close(self):
+    def close(self) -> None:
+        """Stop the threads."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def random_box(random, least: float, most: float = 1.0):
-    """(left, top, right, bottom) in shares of an image: an area of `least` to `most` of it, of aspect 3/4 to 4/3."""
-    area = random.uniform(least, most)
-    aspect = numpy.exp(random.uniform(-numpy.log(ASPECT), numpy.log(ASPECT)))
+def _stack(samples: Iterable[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels, targets = zip(*samples, strict=True)
+    return torch.stack(pixels), torch.stack(targets)
+
+
+def random_box(random: numpy.random.Generator, min_area: float, max_area: float = 1.0) -> Box:
+    """Return a random box, whose aspect ratio is between 3/4 and 4/3 unless it reaches both sides.
+
+    Args:
+        random: generator of random numbers.
+        min_area: smallest fraction of the image's area.
+        max_area: largest fraction of the image's area.
+    """
+    area = random.uniform(min_area, max_area)
+    aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)
     left, top = random.uniform(0, 1 - width), random.uniform(0, 1 - height)
     return left, top, left + width, top + height
 
 
-@torch.no_grad()
-def share_right(model, pictures: Pictures, processor, batch_size=128, bar=None) -> float:
-    """Top-1 accuracy of an image classifier, in eval mode, on all of `pictures`; the model keeps its mode.
+def _scale_box(box: Box, width: int, height: int) -> Box:
+    """Return a box in pixels."""
+    left, top, right, bottom = box
+    return left * width, top * height, right * width, bottom * height
 
-    bar: a word for a progress bar on stderr; None: no bar.
+
+@torch.no_grad()
+def top1_accuracy(
+    model: Any, images: LabeledImages, processor: Any, batch_size: int = 128, bar: str | None = None
+) -> float:
+    """Return the top-1 accuracy of an image classifier in eval mode, from 0 to 1.
+
+    Args:
+        model: an image classifier of transformers; its mode is restored.
+        images: labeled images, numbered as the model numbers classes.
+        processor: its image processor.
+        batch_size: images per forward pass.
+        bar: label of a progress bar on stderr; None: no bar.
     """
-    mode, right = model.training, 0
+    was_training, num_correct = model.training, 0
     model.eval()
-    for numbers in tqdm(torch.arange(len(pictures)).split(batch_size), bar, unit="batch", disable=bar is None):
-        images = [pictures.image(number, getattr(model.config, "num_channels", 3)) for number in numbers.tolist()]
-        said = model(pixel_values=prepare(processor, images).to(model.device, model.dtype)).logits.argmax(-1).cpu()
-        right += int((said == pictures.labels[numbers]).sum())
-    model.train(mode)
-    return right / len(pictures)
+    for indices in tqdm(torch.arange(len(images)).split(batch_size), bar, unit="batch", disable=bar is None):
+        batch = [images.image(index, getattr(model.config, "num_channels", 3)) for index in indices.tolist()]
+        pixels = preprocess(processor, batch).to(model.device, model.dtype)
+        predicted = model(pixel_values=pixels).logits.argmax(-1).cpu()
+        num_correct += int((predicted == images.labels[indices]).sum())
+    model.train(was_training)
+    return num_correct / len(images)
