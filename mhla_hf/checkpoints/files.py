@@ -20,6 +20,10 @@ OLD = "old"
 LOADING_ERRORS = Exception  # the files of a model are somebody's, and anything may stand in them
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PIPELINE = "model_index.json"
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model", "tiktoken.model",
+)  # fmt: skip
 
 
 @contextlib.contextmanager

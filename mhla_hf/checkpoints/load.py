@@ -31,8 +31,16 @@ from ..models.overlay import base_classes
 from ..models.saving import check_whole_files
 from ..models.transformers_api import config_class_of
 from ..nn.settings import is_whole
-from .files import HUB_ID, LOADING_ERRORS, PIPELINE, check_model_name, first_line, one_sentence, read_json
-from .save import VOCABULARIES
+from .files import (
+    HUB_ID,
+    LOADING_ERRORS,
+    PIPELINE,
+    VOCABULARIES,
+    check_model_name,
+    first_line,
+    one_sentence,
+    read_json,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 10_000  # of a language model: to make a hundred times as many takes minutes
