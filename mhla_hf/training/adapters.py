@@ -163,9 +163,7 @@ def _fetch_adapter(source: str | Path, revision: str | None) -> Path:
     """Return the folder of an adapter, downloaded from the Hub if it is not local. `ValueError` if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():
-        with one_sentence(
-            f"source: got {str(source)!r}, expected a folder or an adapter that can be loaded from the Hub"
-        ):
+        with one_sentence(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):
             for name in FILES:
                 folder = Path(hf_hub_download(str(source), name, revision=revision)).parent
     if missing := [name for name in FILES if not (folder / name).is_file()]:
