@@ -29,7 +29,7 @@ from mhla_hf.checkpoints.files import folder_aside, write_json
 from mhla_hf.checkpoints.machine import describe_run
 from mhla_hf.cli import script
 from mhla_hf.share.card import check_card, write_card
-from mhla_hf.training.pictures import open_images, top1_accuracy
+from mhla_hf.training.datasets.images import open_images, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
 SIDE = 32

@@ -19,8 +19,8 @@ from mhla_hf.checkpoints.load import without_bars
 from mhla_hf.checkpoints.values import at_least, checked, checked_field, read_settings
 from mhla_hf.models.vision import MHLAForImageClassification
 from mhla_hf.models.vision_configuration import MHLAVisionConfig
+from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
-from mhla_hf.training.pictures import open_images, preprocess
 from mhla_hf.training.recipe import ImageStage
 from mhla_hf.training.run_folder import RECORD
 

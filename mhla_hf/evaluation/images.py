@@ -18,8 +18,8 @@ from ..checkpoints.fingerprint import hash_of
 from ..checkpoints.load import choose_device, load_classifier, one_sentence
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
-from ..training.latents import prompt_lines
-from ..training.pictures import LabeledImages, open_images, top1_accuracy
+from ..training.datasets.latents import prompt_lines
+from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
 from .image_scores import (
     PICTURES,
     Moments,

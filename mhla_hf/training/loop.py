@@ -15,11 +15,11 @@ import torch
 from ..checkpoints.load import optional
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, CommonStage, Options, Recipe, Stage, make_stages, read_recipe
-from .registry import find_task
 from .run import Run
 from .run_folder import RunFolder
 from .sharding import make_accelerator
-from .tasks import Task
+from .tasks import find_task
+from .tasks.base import Task
 
 __all__ = ["Stage", "distill"]
 Student = TypeVar("Student")

@@ -23,7 +23,7 @@ from ..checkpoints.machine import describe_run
 from .recipe import CommonStage, Options
 from .run_folder import RECORD, RunFolder, identify, unreadable_state
 from .sharding import attach_wrapping_hints, evaluate_sharded, gather_weights, load_average, save_average, sharded
-from .tasks import DataSource, Task
+from .tasks.base import DataSource, Task
 from .trainable import (
     HALF_DTYPES,
     find_direct_mixings,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from .tasks import Task
+from .tasks.base import Task
 from .trainable import find_mhla_attentions
 
 AVERAGE_FILE = "average.pt"

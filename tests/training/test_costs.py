@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mhla_hf.training.costs import active_parameters, estimate_costs
-from mhla_hf.training.language import LanguageObjective
 from mhla_hf.training.recipe import Recipe
+from mhla_hf.training.tasks.language import LanguageObjective
 from mhla_hf.training.trainable import set_trainable
 
 LENGTH, BATCH = 256, 8

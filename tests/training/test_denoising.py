@@ -7,10 +7,10 @@ from tiny_pipelines import CALLS, PIPELINES
 
 import mhla_hf
 from mhla_hf.convert.families import family_of
+from mhla_hf.training.datasets.latents import make_generator
 from mhla_hf.training.denoising import NoiseProcess, trajectory
-from mhla_hf.training.diffusion import DiffusionObjective
-from mhla_hf.training.latents import make_generator
 from mhla_hf.training.recipe import DiffusionStage
+from mhla_hf.training.tasks.diffusion import DiffusionObjective
 
 UNIPC = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
 

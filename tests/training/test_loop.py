@@ -12,9 +12,9 @@ from tiny_pipelines import PIPELINES, generate
 from transformers import AutoModelForCausalLM
 
 import mhla_hf
-from mhla_hf.training import language
 from mhla_hf.training.recipe import DiffusionStage
 from mhla_hf.training.run import Interrupt, Run
+from mhla_hf.training.tasks import language
 
 HALF, FULL = torch.bfloat16, torch.float32
 

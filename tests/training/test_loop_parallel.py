@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 
-from mhla_hf.training import language
+from mhla_hf.training.tasks import language
 
 
 def run(lab, out, parts):

@@ -13,9 +13,9 @@ import mhla_hf
 from mhla_hf.models.transformers_api import set_gradient_checkpointing
 from mhla_hf.training import output_head
 from mhla_hf.training.adapters import adapter_config
-from mhla_hf.training.language import LanguageObjective
 from mhla_hf.training.loop import Stage
 from mhla_hf.training.output_head import find_head, run_body
+from mhla_hf.training.tasks.language import LanguageObjective
 from mhla_hf.training.teach import most_likely_tokens
 
 VOCAB, LENGTH = 64, 24

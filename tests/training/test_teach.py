@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from mhla_hf.training.language import LanguageObjective
 from mhla_hf.training.loop import Stage
+from mhla_hf.training.tasks.language import LanguageObjective
 from mhla_hf.training.teach import TaughtText, teach
 
 TOP = 8

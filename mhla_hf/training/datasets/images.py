@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from ..checkpoints.load import one_sentence
-from ..data import Reader, load_split, place_of
-from .recipe import ImageStage
+from ...checkpoints.load import one_sentence
+from ...data import Reader, load_split, place_of
+from ..recipe import ImageStage
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SPLIT_FOLDERS = {"train": ("train", "training"), "test": ("test", "val", "validation")}

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
-from mhla_hf.training import diffusion
-from mhla_hf.training.latents import open_latents
+from mhla_hf.training.datasets.latents import open_latents
 from mhla_hf.training.recipe import DiffusionStage
+from mhla_hf.training.tasks import diffusion
 
 SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
 COMMON = {"batch_size": 2, "sampling_steps": 3}

@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli import main
-from mhla_hf.training.encoders import EncoderTask
 from mhla_hf.training.recipe import EncoderStage
+from mhla_hf.training.tasks.encoders import EncoderTask
 
 SIZES = {"seq_len": 24, "batch_size": 4}
 STAGES = [

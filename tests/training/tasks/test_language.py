@@ -13,8 +13,8 @@ from transformers import GenerationConfig
 
 import mhla_hf
 from mhla_hf.training import output_head
-from mhla_hf.training.language import LanguageObjective, next_token_loss
 from mhla_hf.training.loop import Stage, distill
+from mhla_hf.training.tasks.language import LanguageObjective, next_token_loss
 from mhla_hf.training.teach import most_likely_tokens
 
 STAGE = {"seq_len": 48, "batch_size": 4}

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..data import Reader, last_position, open_text
-from .output_head import OutputHead, find_head, run_body, sum_in_chunks
-from .recipe import Stage
-from .tasks import LossAndLogs, Objective, Task
-from .teach import RECORD, TaughtText, most_likely_tokens
+from ...data import Reader, last_position, open_text
+from ..output_head import OutputHead, find_head, run_body, sum_in_chunks
+from ..recipe import Stage
+from ..teach import RECORD, TaughtText, most_likely_tokens
+from .base import LossAndLogs, Objective, Task
 
 logger = logging.getLogger("mhla_hf")
 IGNORED_LABEL = -100

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from ..checkpoints.load import one_sentence
-from ..data import Reader, identity_of, load_split, place_of, read_text_file
-from .denoising import Conditions, NoiseProcess, trajectory
-from .recipe import DiffusionStage
+from ...checkpoints.load import one_sentence
+from ...data import Reader, identity_of, load_split, place_of, read_text_file
+from ..denoising import Conditions, NoiseProcess, trajectory
+from ..recipe import DiffusionStage
 
 # column beside the latents -> the transformer's argument that it is
 CONDITION_COLUMNS = {

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..convert.families import family_of, is_of_diffusers
-from ..models.families import ENCODERS
+from ...convert.families import family_of, is_of_diffusers
+from ...models.families import ENCODERS
+from .base import Task
 from .diffusion import DiffusionTask
 from .encoders import EncoderTask
 from .images import ImageTask
 from .language import LanguageTask
-from .tasks import Task
 
 
 def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:

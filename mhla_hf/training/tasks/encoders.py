@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..checkpoints.save import write_files
-from ..data import Reader, open_text
-from ..models.encoder_attention import first_position
-from .recipe import EncoderStage
-from .tasks import LossAndLogs, Objective, Task
+from ...checkpoints.save import write_files
+from ...data import Reader, open_text
+from ...models.encoder_attention import first_position
+from ..recipe import EncoderStage
+from .base import LossAndLogs, Objective, Task
 
 
 class EncoderObjective(Objective):

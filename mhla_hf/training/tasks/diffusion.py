@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoints.fingerprint import hash_of
-from ..convert.families import family_of
-from ..data import Reader
-from ..models.families import DIFFUSION, Family
-from .adapters import import_peft
-from .denoising import Conditions, NoiseProcess, predict
-from .latents import (
+from ...checkpoints.fingerprint import hash_of
+from ...convert.families import family_of
+from ...data import Reader
+from ...models.families import DIFFUSION, Family
+from ..adapters import import_peft
+from ..datasets.latents import (
     ClassConditions,
     LatentReader,
     Latents,
@@ -29,9 +28,10 @@ from .latents import (
     open_latents,
     read_prompts,
 )
-from .recipe import DiffusionStage
-from .tasks import LossAndLogs, Objective, Task
-from .trainable import find_mhla_attentions
+from ..denoising import Conditions, NoiseProcess, predict
+from ..recipe import DiffusionStage
+from ..trainable import find_mhla_attentions
+from .base import LossAndLogs, Objective, Task
 
 AXES = ("frames", "rows", "columns")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")

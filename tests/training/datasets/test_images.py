@@ -11,9 +11,9 @@ from small_towers import softmax_tower
 from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf
-from mhla_hf.training.images import ImageTask
-from mhla_hf.training.pictures import ImageReader, LabeledImages, open_images, output_size
+from mhla_hf.training.datasets.images import ImageReader, LabeledImages, open_images, output_size
 from mhla_hf.training.recipe import ImageStage
+from mhla_hf.training.tasks.images import ImageTask
 
 BOTH = ViTImageProcessorPil(size={"height": 32, "width": 32})
 CROP = {"height": 32, "width": 32}

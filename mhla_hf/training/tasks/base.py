@@ -2,7 +2,7 @@
 
 A task knows the data, batches and losses of its kind of model; everything else belongs to the loop. A new kind of model is a
 subclass each of `Task`, `Objective` and `mhla_hf.data.Reader`, a stage type in `recipe.STAGE_TYPES`, and a line in
-`registry.find_task`.
+`tasks.find_task`.
 """
 
 import abc
@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ..checkpoints.files import SHARD_SIZE
-from ..data import Reader
-from ..models.transformers_api import set_gradient_checkpointing
-from .recipe import CommonStage
-from .trainable import check_student, check_teacher, find_mhla_attentions
+from ...checkpoints.files import SHARD_SIZE
+from ...data import Reader
+from ...models.transformers_api import set_gradient_checkpointing
+from ..recipe import CommonStage
+from ..trainable import check_student, check_teacher, find_mhla_attentions
 
 StageT = TypeVar("StageT", bound=CommonStage)
 LossAndLogs = tuple[torch.Tensor, dict[str, torch.Tensor]]  # scalar loss, detached scalars by name

@@ -12,7 +12,7 @@ from transformers import ViTImageProcessorPil
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
-from mhla_hf.training.pictures import ImageReader, open_images, random_box, top1_accuracy
+from mhla_hf.training.datasets.images import ImageReader, open_images, random_box, top1_accuracy
 from mhla_hf.training.recipe import ImageStage
 
 SIDE = 16

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from transformers import ViTImageProcessorPil
 
-from ..data import Reader
-from ..models.grid_attention import pass_grid
-from .pictures import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
-from .recipe import ImageStage
-from .tasks import LossAndLogs, Objective, Task, relative_error
+from ...data import Reader
+from ...models.grid_attention import pass_grid
+from ..datasets.images import ImageReader, LabeledImages, open_images, output_size, top1_accuracy
+from ..recipe import ImageStage
+from .base import LossAndLogs, Objective, Task, relative_error
 
 
 def is_classifier(model: Any) -> bool:

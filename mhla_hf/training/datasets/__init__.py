@@ -1,0 +1,1 @@
+"""Training data that are not text: labeled images, and latents."""
